@@ -1,0 +1,223 @@
+"""Every setting of a run: typed, keyword-only, frozen. The docstring under a field is its help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorizeConfig:
+    """How the teacher's matrices become products of two (MaKD §3.1). One of rank, ranks, target_params."""
+
+    rank: int | None = None
+    """One rank for every factorised linear."""
+    ranks: dict[str, int] | None = None
+    """Rank per module pattern, as {glob over module names: rank}; the first pattern that matches counts."""
+    target_params: str | None = None
+    """Parameters the student may have: a number (690000000), a short form (0.69B, 77.25M) or a share of the
+    teacher (62%); the largest single rank that stays below it is taken."""
+    embedding_rank: int | None = None
+    """Also factorise the token embedding (and a tied head with it) to this rank."""
+    sigma: Literal["left", "balanced"] = "left"
+    """Where the singular values go: into A = UΣ (left, the paper's choice), or √Σ on both sides (balanced)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakdConfig:
+    """The terms of MaKD (eq. 12-19), where they act and how much they count. A weight of 0 drops the term."""
+
+    matrix_layers: str = "lower"
+    """Layers of the matrix losses: lower, upper, all, none, or numbers from 1 such as 1-3,6."""
+    layer_layers: str = "upper"
+    """Layers of the attention and hidden-state losses, in the same notation."""
+    query: float = 1.0
+    """Weight of the queries' MSE (eq. 15)."""
+    key: float = 1.0
+    """Weight of the keys' MSE (eq. 15)."""
+    value: float = 1.0
+    """Weight of the values' MSE (eq. 15)."""
+    ffn_up: float = 1.0
+    """Weight of the MSE of the up projection's output (eq. 16)."""
+    ffn_gate: float = 1.0
+    """Weight of the MSE of the gate projection's output, in models that have one (eq. 16)."""
+    ffn_down: float = 1.0
+    """Weight of the MSE of the down projection's output (eq. 16)."""
+    attention: float = 1.0
+    """Weight of KL(A_student || A_teacher) (eq. 12)."""
+    hidden: float = 1.0
+    """Weight of the MSE of the layers' outputs (eq. 13)."""
+    logits: float = 1.0
+    """Weight of the soft cross-entropy on the logits (eq. 18)."""
+    label: float = 0.0
+    """Weight of the cross-entropy on the labels (not in the paper)."""
+    temperature: float = 1.0
+    """Temperature of the soft cross-entropy (t in eq. 18)."""
+    normalize_mse: bool = False
+    """Divide each MSE by the variance of the teacher's features at that token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How answers are generated and scored. The defaults but `decoding` are MiniLLM's protocol."""
+
+    decoding: Literal["sample", "greedy"] = "sample"
+    """sample: temperature 1, top_p 1, no top_k, one pass per seed; greedy: one pass."""
+    seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50])
+    """Seeds of the sampling passes; ROUGE-L is their mean."""
+    no_repeat_ngram_size: int = 6
+    """No n-gram of this length twice in an answer; 0 switches it off."""
+    batch_size: int = 32
+    """Prompts generated at once on each rank."""
+    limit: int | None = None
+    """Score only the first so many examples of each set."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be generated.
+
+        Raises:
+            ValueError: a number is out of its range, or sampling has no seed.
+        """
+        for key, least in (("no_repeat_ngram_size", 0), ("batch_size", 1), ("limit", 1)):
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ValueError(f"scoring.{key} is {value}: give {least} or more")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"scoring.seeds is {self.seeds}: give at least one, each once and none below 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The model to learn from. It runs in evaluation mode and without gradients."""
+
+    model: str = "embedded:teacher"
+    """Folder or hub name of a Hugging Face model; embedded:teacher is the small one that ships with the package."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the teacher; auto takes that of the run."""
+    sharding: Literal["replicated", "zero3"] = "replicated"
+    """replicated: every rank holds the whole teacher; zero3: each holds its share, whatever the student's stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentConfig:
+    """The model that learns."""
+
+    model: str | None = None
+    """Folder of a student made before (by `llmdistill compress` or another run); without it the teacher is
+    factorised, with it student.factorize is not looked at."""
+    method: Literal["svd"] = "svd"
+    """How the teacher becomes the student's starting point."""
+    factorize: FactorizeConfig = field(default_factory=FactorizeConfig)
+    """The factorisation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Instruction data: JSONL rows of instruction, input (may be empty) and output (a string or a list of them)."""
+
+    train: str = "embedded:train"
+    """Training set; its first reference is the one learnt."""
+    tests: dict[str, str] = field(default_factory=dict)
+    """Test sets as {name: path}; every model of the final table is scored on each."""
+    max_prompt_length: int = 256
+    """Most tokens a prompt may have, template included."""
+    max_length: int = 512
+    """Most tokens a prompt and its answer may have together; a longer answer is cut, and counted."""
+    long_prompts: Literal["error", "drop", "truncate"] = "error"
+    """What happens to prompts over max_prompt_length: stop, leave them out, or keep their end. Always said."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that leave no room.
+
+        Raises:
+            ValueError: the limits contradict each other.
+        """
+        if not 0 < self.max_prompt_length < self.max_length:
+            raise ValueError(
+                f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
+                "the prompt's limit must be positive and leave room for an answer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Optimisation. The global batch is what is given; how it is split over ranks and accumulation is derived."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    global_batch_size: int = 64
+    """Sequences per optimizer step, over all ranks and accumulation steps."""
+    micro_batch_size: int | None = None
+    """Sequences per rank and forward pass; without it the whole share of a rank at once."""
+    learning_rate: float = 5e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay of the learning rate after the warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the end of a cosine or linear decay."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay; biases and norms have none."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's β1 and β2."""
+    eps: float = 1e-8
+    """AdamW's ε."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 switches it off."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the student's forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
+    activation_checkpointing: bool = False
+    """Recompute the student's activations in the backward pass: less memory, more time."""
+    log_every: int = 10
+    """Steps between two lines of the log."""
+    save_every: int = 100
+    """Steps between two checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 2
+    """How many checkpoints are kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        for key in ("steps", "global_batch_size", "micro_batch_size", "log_every", "save_every", "keep_checkpoints"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"train.{key} is {value}: give 1 or more")
+        for key in ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"train.{key} is {getattr(self, key)}: give 0 or more")
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"train.warmup_steps is {self.warmup_steps}, more than train.steps, {self.steps}: give less"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: teacher, student, data, method, optimisation, scoring."""
+
+    ds_config: str
+    """DeepSpeed configuration (JSON). Where it says "auto", this configuration decides."""
+    output_dir: str | None = None
+    """Folder of the run; without it runs/<recipe>-<ds_config>."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue where the folder's last checkpoint stands; never: stop if the folder holds a run already."""
+    seed: int = 0
+    """Seed of the data order and of everything random in training."""
+    method: Literal["makd", "sft"] = "makd"
+    """makd: the depth-partitioned losses set under makd; sft: cross-entropy on the labels alone, without teacher."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """Teacher."""
+    student: StudentConfig = field(default_factory=StudentConfig)
+    """Student."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data."""
+    makd: MakdConfig = field(default_factory=MakdConfig)
+    """MaKD, where method is makd."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Training."""
+    scoring: GenerationConfig = field(default_factory=GenerationConfig)
+    """Scoring."""

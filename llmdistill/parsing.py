@@ -1,0 +1,193 @@
+"""From a recipe and a command line to a configuration, strictly: an unknown key stops and names the nearest."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from llmdistill.config import RunConfig
+from llmdistill.errors import UserError
+
+DEFAULT_RECIPE = "embedded"
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+_Config = TypeVar("_Config")
+
+
+def recipe_names() -> list[str]:
+    """The recipes that ship with the package."""
+    folder = resources.files("llmdistill") / "recipes"
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def recipe_path(name_or_path: str) -> Path:
+    """A shipped recipe by its name, any other by its path.
+
+    Raises:
+        UserError: there is no such recipe.
+    """
+    if name_or_path in recipe_names():
+        return Path(str(resources.files("llmdistill") / "recipes" / f"{name_or_path}.yaml"))
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise UserError(
+            f"--recipe {name_or_path}: neither a file nor a shipped recipe; shipped are {', '.join(recipe_names())}"
+        )
+    return path
+
+
+def run_parser() -> ArgumentParser:
+    """The parser of the main job: every field of RunConfig, and the flags that are not settings of a run."""
+    parser = ArgumentParser(
+        prog="llmdistill/train.py",
+        usage="deepspeed [--num_gpus N] llmdistill/train.py --ds_config FILE [--recipe NAME] [--KEY VALUE ...]",
+        exit_on_error=False,
+        description="Distil a teacher into a factorised student under DeepSpeed. "
+        "Any setting below may stand in a recipe (YAML) or on the command line; the command line wins.",
+    )
+    parser.add_argument("--recipe", action="config", help="A shipped recipe's name or a YAML file; default: embedded.")
+    parser.add_argument("--dry_run", action="store_true", help="Resolve everything without weights or data, and stop.")
+    parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object.")
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # given by the launcher; the environment says it too
+    parser.add_class_arguments(RunConfig, None)
+    return parser
+
+
+def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
+    """Read the main job's command line.
+
+    Returns the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
+
+    Raises:
+        UserError: an unknown key, a value that does not fit, a recipe that does not exist.
+    """
+    arguments = list(arguments)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe", default=DEFAULT_RECIPE)
+    # The recipe first, wherever it stands, so that the command line always wins over it.
+    flags, rest = first.parse_known_args(arguments)
+    path = recipe_path(flags.recipe)
+    parser = run_parser()
+    check_recipe(parser, path)
+    parsed = parse(parser, ["--recipe", str(path), *rest])
+    if parsed.output_dir is None:
+        parsed.output_dir = f"runs/{path.stem}-{Path(parsed.ds_config).stem}"
+    recipe = argparse.Namespace(recipe=flags.recipe, dry_run=parsed.dry_run, json=parsed.json)
+    return build(parser, parsed, RunConfig), recipe
+
+
+def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
+    """`parser.parse_args` with its errors as one sentence.
+
+    Raises:
+        UserError: an unknown key or a value that does not fit.
+    """
+    known = _keys(parser)
+    for argument in arguments:
+        if argument.startswith("--") and argument != "--":
+            key = argument[2:].split("=")[0]
+            if key not in ("help", "print_config") and not _is_known(key, known):
+                raise UserError(f"--{key}: there is no such setting{_nearest(key, known, '--')}")
+    try:
+        return parser.parse_args(list(arguments))
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise UserError(_one_sentence(str(error))) from error
+
+
+def build(parser: ArgumentParser, parsed: Any, kind: type[_Config]) -> _Config:
+    """The frozen configuration of a parsed command line.
+
+    Raises:
+        UserError: settings that contradict each other.
+    """
+    try:
+        values = parser.instantiate(parsed)
+        return kind(**{name: getattr(values, name) for name in kind.__dataclass_fields__})  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_recipe(parser: ArgumentParser, path: Path) -> None:
+    """Refuse a recipe that is not YAML or has a key that no setting has.
+
+    Raises:
+        UserError: with the file, the key and the nearest known one.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f":{where.line + 1}" if where is not None else ""
+        raise UserError(f"{path}{line}: not valid YAML; mend it or choose another --recipe") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe is a mapping of settings, as in the shipped ones; this is not")
+    known = _keys(parser)
+    for key in _flatten(values):
+        if not _is_known(key, known):
+            raise UserError(f"{path}: {key}: there is no such setting{_nearest(key, known, '')}")
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain JSON values."""
+    values = asdict(config)
+    values["train"]["betas"] = list(values["train"]["betas"])
+    return values
+
+
+def _keys(parser: ArgumentParser) -> dict[str, bool]:
+    """Every key of a parser, and whether it is a mapping with free keys below it."""
+    return {
+        action.dest: "dict[" in str(getattr(action, "_typehint", ""))
+        for action in parser._actions
+        if action.dest != "help"
+    }
+
+
+def _is_known(key: str, known: dict[str, bool]) -> bool:
+    parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
+    return key in known or any(known.get(parent, False) for parent in parents)
+
+
+def _nearest(key: str, known: dict[str, bool], prefix: str) -> str:
+    """A hint at the key that was perhaps meant: by the whole name, else by its last part alone."""
+    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    last = key.rsplit(".", 1)[-1]
+    by_last = {name.rsplit(".", 1)[-1]: name for name in known}
+    same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
+    if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
+        found = [by_last[same_last[0]]]
+    return f"; did you mean {prefix}{found[0]}?" if found else "; --help lists them all"
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        keys += _flatten(value, f"{key}.") if isinstance(value, dict) and value else [key]
+    return keys
+
+
+def _one_sentence(message: str) -> str:
+    """jsonargparse explains over several lines; what the user needs is the key, the value and what fits."""
+    key = re.search(r'[Kk]ey "([^"]+)"', message)
+    value = re.search(r"(?:Given value|Got value): (.*)", message)
+    expected = re.findall(r"Expected an? ([^\n]*?)(?:\. Got|\n|$)", message)
+    if key is not None and value is not None:
+        kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
+        return f"{key.group(1)}: {value.group(1)!r} does not fit; expected {kinds or 'what --help says'}"
+    required = re.search(r'"([\w.]+)" is required', message)
+    if required is not None:
+        return f"--{required.group(1)} is missing: give it on the command line or in the recipe"
+    return " ".join(message.split())

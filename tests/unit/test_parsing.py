@@ -1,0 +1,110 @@
+"""Recipes and command lines."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from llmdistill.config import RunConfig
+from llmdistill.errors import UserError
+from llmdistill.parsing import parse_run, recipe_names, run_parser, to_dict
+
+DS = ["--ds_config", "zero2.json"]
+
+
+def write_recipe(folder, text):
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_command_line_wins_over_recipe_wherever_it_stands(tmp_path):
+    recipe = write_recipe(tmp_path, "train: {steps: 7, learning_rate: 0.5}\n")
+    before, _ = parse_run(["--train.steps", "3", "--recipe", recipe, *DS])
+    after, _ = parse_run([*DS, f"--recipe={recipe}", "--train.steps=3"])
+    assert before.train.steps == after.train.steps == 3
+    assert before.train.learning_rate == 0.5
+
+
+def test_default_folder_names_recipe_and_ds_config(tmp_path):
+    config, _ = parse_run(["--recipe", write_recipe(tmp_path, "seed: 1\n"), *DS])
+    assert config.output_dir == "runs/mine-zero2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--train.step", "3"], "--train.step: .* did you mean --train.steps?"),
+        (["--learning_rate", "3"], "did you mean --train.learning_rate?"),
+        (["--makd.atention=1"], "did you mean --makd.attention?"),
+        (["--train.steps", "many"], "train.steps: 'many' does not fit; expected int"),
+        (["--method", "magic"], "method: 'magic' does not fit"),
+        (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
+        (["--train.warmup_steps", "10", "--train.steps", "5"], "train.warmup_steps is 10, more than train.steps, 5"),
+        (["--data.max_length", "10"], "data.max_prompt_length is .* leave room"),
+        (["--recipe", "nowhere"], "--recipe nowhere: .* shipped are .*embedded"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, expected):
+    with pytest.raises(UserError, match=expected) as caught:
+        parse_run([*DS, *arguments])
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_ds_config_is_said():
+    with pytest.raises(UserError, match="ds_config"):
+        parse_run([])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train: {stepz: 3}\n", r"mine.yaml: train.stepz: there is no such setting; did you mean train.steps\?"),
+        ("a: [\n", r"mine.yaml:\d+: not valid YAML"),
+        ("- 1\n", "mine.yaml: a recipe is a mapping"),
+    ],
+)
+def test_mistakes_in_a_recipe_name_it(tmp_path, text, expected):
+    with pytest.raises(UserError, match=expected):
+        parse_run([*DS, "--recipe", write_recipe(tmp_path, text)])
+
+
+def test_free_keys_below_a_mapping_are_allowed():
+    config, _ = parse_run([*DS, "--data.tests.mine=some.jsonl", "--student.factorize.rank=null"])
+    assert config.data.tests["mine"] == "some.jsonl"
+    assert config.student.factorize.rank is None
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_parses(name):
+    config, flags = parse_run([*DS, "--recipe", name])
+    assert isinstance(config, RunConfig)
+    assert flags.recipe == name
+
+
+def test_every_setting_is_documented_in_help():
+    text = " ".join(run_parser().format_help().split())
+    paths = leaf_keys(RunConfig, "")
+    assert len(paths) > 50
+    for key in paths:
+        entry = text.split(f"--{key} ", 1)[1]
+        assert len(entry.split(" (type:")[0].split()) > 4, f"{key} has no help"
+
+
+def leaf_keys(kind, prefix):
+    hints = {field.name: field for field in dataclasses.fields(kind)}
+    keys = []
+    for name, field in hints.items():
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        keys += (
+            leaf_keys(type(default), f"{prefix}{name}.") if dataclasses.is_dataclass(default) else [f"{prefix}{name}"]
+        )
+    return keys
+
+
+def test_configuration_is_plain_json_values():
+    config, _ = parse_run([*DS, "--train.betas", "[0.9, 0.99]"])
+    assert to_dict(config)["train"]["betas"] == [0.9, 0.99]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3
