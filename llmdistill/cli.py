@@ -1,0 +1,134 @@
+"""The ``llmdistill`` command: train, compress, export, evaluate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.config import FactorizeConfig, GenerationConfig
+from llmdistill.errors import UserError
+from llmdistill.parsing import build, parse
+from llmdistill.runtime.exit import exit_code
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {}
+"""Name -> (what it does, function of its arguments); filled below, where the functions are."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of the commands; returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"error: there is no command {words[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return exit_code(lambda: COMMANDS[words[0]][1](words[1:]))
+
+
+def usage() -> str:
+    """What the command can do, one line each."""
+    lines = "\n".join(f"  {name:10}{text}" for name, (text, _) in COMMANDS.items())
+    return f"usage: llmdistill COMMAND [--help | arguments]\n\n{lines}"
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Start the main job with the deepspeed launcher; the launcher's own flags stand first."""
+    script = Path(__file__).with_name("train.py")
+    if any(word in ("-h", "--help", "--dry_run") for word in arguments):
+        from llmdistill.train import run
+
+        return run(arguments)
+    if shutil.which("deepspeed") is None:
+        raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
+    words = list(arguments)
+    launcher: list[str] = []
+    while words and words[0].split("=")[0] in ("--num_gpus", "--num_nodes", "--hostfile", "--include", "--master_port"):
+        launcher += words[: 1 if "=" in words[0] else 2]
+        words = words[len(launcher) :] if "=" not in words[0] else words[1:]
+    os.execvp("deepspeed", ["deepspeed", *launcher, str(script), *words])
+
+
+def compress(arguments: Sequence[str]) -> None:
+    """Factorise a model folder into a new one, or say what would come of it."""
+    from llmdistill.embedded import locate
+    from llmdistill.factorize import compress as compress_folder
+    from llmdistill.factorize import summarise
+
+    parser = ArgumentParser(
+        prog="llmdistill compress",
+        exit_on_error=False,
+        description="Factorise a model: every linear of its layers becomes a product of two. "
+        "With --dry_run nothing but config.json is needed.",
+    )
+    parser.add_argument("--model", type=str, required=True, help="Model folder.")
+    parser.add_argument("--output", type=str, help="Folder of the student; needed without --dry_run.")
+    parser.add_argument("--method", choices=["svd"], default="svd", help="Kind of factorisation.")
+    parser.add_argument("--dry_run", action="store_true", help="Only count.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parser.add_class_arguments(FactorizeConfig, None)
+    parsed = parse(parser, arguments)
+    settings = build(parser, parsed, FactorizeConfig)
+    if parsed.dry_run:
+        result = summarise(locate(parsed.model), settings)
+    elif parsed.output is None:
+        raise UserError("--output is missing: name the student's folder, or add --dry_run")
+    else:
+        result = compress_folder(locate(parsed.model), Path(parsed.output), settings)
+    _show(result, parsed.json, ("teacher_params", "student_params", "ratio", "rank"))
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Merge a student into a stock model that needs no llmdistill."""
+    from llmdistill.factorize import export_dense
+
+    parser = ArgumentParser(
+        prog="llmdistill export",
+        exit_on_error=False,
+        description="Multiply a student's factors out: the result is a stock Hugging Face model, checked against the "
+        "student before it takes its name.",
+    )
+    parser.add_argument("--dense", action="store_true", help="Multiply the factors out (the only kind there is).")
+    parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
+    parser.add_argument("--output", type=str, required=True, help="Folder of the stock model.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parsed = parse(parser, arguments)
+    if not parsed.dense:
+        raise UserError("--dense is missing: a student is a Hugging Face model already; add --dense to merge it")
+    _show(export_dense(Path(parsed.model), Path(parsed.output)), parsed.json)
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Score a model's answers by ROUGE-L."""
+    from llmdistill.scoring.command import run
+
+    run(arguments)
+
+
+def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
+    if as_json:
+        print(json.dumps(result))
+        return
+    for key in keys or result:
+        value = result[key]
+        print(
+            f"{key:16}{f'{value:,}' if isinstance(value, int) else f'{value:.4g}' if isinstance(value, float) else value}"
+        )
+
+
+COMMANDS.update(
+    train=("distil a teacher into a factorised student (the main job)", train),
+    compress=("factorise a model folder", compress),
+    export=("merge a student into a stock model", export),
+    evaluate=("score a model's answers by ROUGE-L", evaluate),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

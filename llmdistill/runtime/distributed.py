@@ -1,0 +1,86 @@
+"""The processes of a run: who am I, and the few collective operations that the rest needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmdistill.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+
+def init_distributed() -> World:
+    """Join the process group that the launcher describes in the environment; alone, without one, as rank 0 of 1.
+
+    Raises:
+        UserError: DeepSpeed would have to compile its extension and there is no C++ compiler.
+    """
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu and not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++")):
+        raise UserError(
+            "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
+            "install one (Debian and Ubuntu: apt-get install g++)"
+        )
+    # Imported here: reading a configuration or a --help must not wait for DeepSpeed.
+    import deepspeed
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29500")
+    if on_cpu and "OMP_NUM_THREADS" not in os.environ:
+        # The ranks of a node share its cores; torch gives all of them to each.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    deepspeed.init_distributed()
+    device = torch.device("cpu" if on_cpu else f"cuda:{local_rank}")
+    if not on_cpu:
+        torch.cuda.set_device(device)
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_object(value: Any) -> Any:
+    """What rank 0 holds, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def shut_down() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,141 @@
+"""What a run says while it goes: a line a step on the terminal, a row in metrics.jsonl, curves in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from llmdistill.runtime.distributed import World
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' notices off the terminal; their warnings of weight still show."""
+    from deepspeed.utils.logging import logger as deepspeed_logger
+    from transformers.utils import logging as transformers_logging
+
+    deepspeed_logger.setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # Deprecations inside torch and DeepSpeed concern their authors, not the user of a run.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+def print_main(text: str, world: World) -> None:
+    """Print on rank 0."""
+    if world.is_main:
+        print(text, flush=True)
+
+
+class Stopwatch:
+    """Adds up the time of a repeated piece of work, on a GPU without making it wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time spent inside."""
+        if self._on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()  # type: ignore[no-untyped-call]
+            yield
+            end.record()  # type: ignore[no-untyped-call]
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        for begin, end in self._events:
+            end.synchronize()  # type: ignore[no-untyped-call]
+            self._seconds += begin.elapsed_time(end) / 1000  # type: ignore[no-untyped-call]
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds
+
+
+class RunLog:
+    """Progress of one training run; only rank 0 writes."""
+
+    def __init__(self, folder: Path, *, start: int, steps: int, world: World, monitor: Any) -> None:
+        """Open the log.
+
+        Args:
+            folder: the run's folder.
+            start: steps already done; rows of later steps, written before a kill, are dropped.
+            steps: steps in all.
+            world: this process.
+            monitor: DeepSpeed's monitor (TensorBoard and whatever else the DeepSpeed configuration names).
+        """
+        self._active = world.is_main
+        self._file = folder / "metrics.jsonl"
+        self._steps = steps
+        self._monitor = monitor
+        self._header: list[str] = []
+        self._bar: Any = None
+        if self._active:
+            self._drop_rows_after(start)
+            # A terminal gets a bar beneath the lines; a file or a pipe only the lines.
+            self._bar = tqdm(total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), leave=False)
+
+    def _drop_rows_after(self, step: int) -> None:
+        if self._file.is_file():
+            rows = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
+            self._file.write_text("".join(kept), encoding="utf-8")
+
+    def row(self, step: int, values: dict[str, float], terms: dict[str, float], eta: float) -> None:
+        """Log one line: `values` has loss, tokens_per_second, teacher_share and the like, `terms` each loss term."""
+        if not self._active:
+            return
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values, **terms}) + "\n")
+        if getattr(self._monitor, "enabled", False):
+            self._monitor.write_events([(f"train/{name}", value, step) for name, value in {**values, **terms}.items()])
+        cells = {
+            "step": f"{step}/{self._steps}",
+            "loss": f"{values['loss']:.4g}",
+            **{name: f"{value:.3g}" for name, value in terms.items()},
+            "tok/s": f"{values['tokens_per_second']:,.0f}",
+            "teacher": f"{values['teacher_share']:.0%}",
+            "eta": tqdm.format_interval(eta),
+        }
+        if list(cells) != self._header:
+            self._header = list(cells)
+            self.say("".join(f"{name:>{_width(name)}}" for name in cells))
+        self.say("".join(f"{cell:>{_width(name)}}" for name, cell in cells.items()))
+
+    def advance(self, steps: int = 1) -> None:
+        """Move the bar."""
+        if self._active:
+            self._bar.update(steps)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._active:
+            tqdm.write(line)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._active:
+            self._bar.close()
+
+
+def _width(name: str) -> int:
+    return max(9, len(name) + 1)

@@ -1,0 +1,55 @@
+# Sourced by quickstart.sh and test.sh: makes .venv at the repository root and installs into it, once.
+# Environment: PYTHON chooses the interpreter; VENV another place for the environment.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$ROOT/.venv}"
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.10 or newer was found (${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 || true)): install one, or name it with PYTHON=/path/to/python."
+}
+
+check_compiler() {
+    command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
+        fail "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: install one (Debian and Ubuntu: apt-get install g++)."
+    local header
+    header="$("$1" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h"
+    [ -f "$header" ] ||
+        fail "$header is missing, and DeepSpeed's extension needs it: install Python's headers (Debian and Ubuntu: apt-get install python3-dev)."
+}
+
+install() {
+    local python stamp
+    # What was installed, as a checksum of what says it: a changed pyproject or constraint installs anew, nothing else does.
+    stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" | cksum)"
+    if [ "$(cat "$VENV/.installed" 2>/dev/null || true)" = "$stamp" ]; then
+        return
+    fi
+    python="$(find_python)"
+    check_compiler "$python"
+    if [ ! -x "$VENV/bin/python" ]; then
+        echo "Making $VENV with $("$python" --version)"
+        "$python" -m venv "$VENV" || fail "$python cannot make a virtual environment (Debian and Ubuntu: apt-get install python3-venv)."
+    fi
+    echo "Installing (a few minutes the first time)"
+    # torch first: what comes after then finds its requirement met, whichever build this machine offers.
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$ROOT/scripts/constraints.txt")"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[dev]"
+    echo "$stamp" >"$VENV/.installed"
+}
+
+install
+# The deepspeed launcher looks for ninja and python on the path.
+export PATH="$VENV/bin:$PATH"
+cd "$ROOT"

@@ -1,0 +1,86 @@
+"""Real runs: the launcher starts processes, they talk over gloo, and what they leave on disk is compared."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmdistill.embedded import locate
+
+from support import ROOT, environment, launch_command
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """Run the main job; fails with its output unless it ends as expected."""
+
+    def run(*arguments: str, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
+        command = launch_command(*arguments, ranks=ranks)
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_teacher(tmp_path_factory) -> Path:
+    """A random Llama with grouped-query attention and the embedded tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(0)
+    source = locate("embedded:teacher")
+    vocabulary = LlamaConfig.from_pretrained(source).vocab_size
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.2,  # outputs far from uniform, so that there is something to learn
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def settings(tiny_teacher, tmp_path_factory) -> list[str]:
+    """Arguments of a short run of the tiny teacher, without scoring."""
+    recipe = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    recipe.write_text(
+        f"teacher: {{model: {tiny_teacher}}}\n"
+        "student: {factorize: {rank: 6}}\n"
+        "data: {train: embedded:train}\n"
+        "train: {steps: 5, global_batch_size: 8, learning_rate: 1.0e-3, save_every: 2, log_every: 1, dtype: fp32}\n",
+        encoding="utf-8",
+    )
+    return ["--recipe", str(recipe)]
+
+
+@pytest.fixture(scope="session")
+def trained(launch, settings, tmp_path_factory):
+    """The folder of a finished run; equal arguments run once in a session."""
+    runs: dict[tuple[object, ...], Path] = {}
+
+    def run(*arguments: str, ranks: int = 1, ds_config: str = "zero2") -> Path:
+        key = (*arguments, ranks, ds_config)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("run") / "run"
+            ds_path = f"ds_configs/{ds_config}.json"
+            launch(*settings, "--ds_config", ds_path, "--output_dir", str(folder), *arguments, ranks=ranks)
+            runs[key] = folder
+        return runs[key]
+
+    return run

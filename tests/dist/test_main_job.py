@@ -1,0 +1,131 @@
+"""The main job under DeepSpeed: the same numbers however it is cut, killed or sharded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support import ROOT, environment, largest_difference, launch_command, weights
+
+pytestmark = pytest.mark.dist
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_moves_the_student_towards_the_teacher(trained):
+    folder = trained()
+    before, after = load_file(folder / "untrained" / "model.safetensors"), weights(folder)
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) > 1e-3
+    losses = [row["loss"] for row in rows(folder)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    assert {"query", "attention", "hidden", "logits", "tokens_per_second", "teacher_share"} <= rows(folder)[0].keys()
+
+
+@pytest.mark.parametrize("ds_config", ["zero1", "zero2", "zero3"])
+def test_two_ranks_and_every_stage_equal_one_rank(trained, ds_config):
+    assert largest_difference(trained(), trained(ranks=2, ds_config=ds_config)) < 1e-6
+
+
+def test_four_accumulation_steps_equal_one_big_batch(trained):
+    assert largest_difference(trained(), trained("--train.micro_batch_size", "2")) < 1e-6
+
+
+def test_sharded_teacher_and_activation_checkpointing_change_nothing(trained):
+    lean = trained("--teacher.sharding", "zero3", "--train.activation_checkpointing", "true", ranks=2)
+    assert largest_difference(trained(), lean) < 1e-6
+
+
+def test_bf16_ends_at_the_same_loss_in_every_stage(trained):
+    runs = {stage: trained("--train.dtype", "bf16", ranks=2, ds_config=stage) for stage in ("zero1", "zero2", "zero3")}
+    exact = rows(trained())[-1]["loss"]
+    losses = [rows(folder)[-1]["loss"] for folder in runs.values()]
+    # bf16 keeps 8 bits: a relative 2^-8 a value.
+    assert losses == pytest.approx([exact] * 3, rel=0.02)
+    assert weights(runs["zero2"])["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_killed_run_goes_on_and_ends_bit_equal(trained, settings, tmp_path):
+    long = ("--train.steps", "30", "--train.save_every", "5")
+    whole = trained(*long)
+    folder = tmp_path / "killed"
+    command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *long)
+    options = {
+        "cwd": ROOT,
+        "env": environment(),
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.DEVNULL,
+    }
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    latest, patience = folder / "checkpoints" / "latest", time.monotonic() + 200
+    while not latest.is_file() and process.poll() is None and time.monotonic() < patience:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert latest.is_file()
+    assert not (folder / "student").exists(), "the run was over before it could be killed"
+    subprocess.run(command, check=True, timeout=300, **options)
+    first, second = weights(whole), weights(folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [row["step"] for row in rows(folder)] == list(range(1, 31))
+    assert [row["loss"] for row in rows(folder)] == [row["loss"] for row in rows(whole)]
+
+
+def test_two_ranks_of_zero3_resume_bit_equal(trained, launch, settings, tmp_path):
+    whole = trained(ranks=2, ds_config="zero3")
+    folder = tmp_path / "resumed"
+    shutil.copytree(whole, folder)
+    # As a kill after step 4 leaves it: the rows of step 5 written, its checkpoint and the student not.
+    shutil.rmtree(folder / "student")
+    shutil.rmtree(folder / "checkpoints" / "step-5")
+    (folder / "checkpoints" / "latest").write_text("step-4")
+    launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(folder), ranks=2)
+    first, second = weights(whole), weights(folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
+
+
+def test_finished_run_only_shows_its_table(trained, launch, settings):
+    folder = trained()
+    stamp = (folder / "student" / "model.safetensors").stat().st_mtime_ns
+    again = launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
+    assert "student, trained" in again.stdout
+    assert (folder / "student" / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_mistake_reaches_the_user_through_the_launcher(trained, launch, settings):
+    folder = trained()
+    arguments = ["--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), "--seed", "5"]
+    failed = launch(*settings, *arguments, ranks=2, code=2)
+    assert failed.stderr.count("error: ") == 1
+    assert "it holds a run of another configuration: seed was 0 and is now 5" in failed.stderr
+    assert "Traceback" not in failed.stdout + failed.stderr
+
+
+def test_export_needs_no_llmdistill_and_gives_the_same_logits(trained, tmp_path):
+    from llmdistill.cli import main
+    from llmdistill.models.load import load_model
+
+    student, dense = trained() / "student", tmp_path / "dense"
+    assert main(["export", "--dense", "--model", str(student), "--output", str(dense)]) == 0
+    code = (
+        "import sys, torch, transformers\n"
+        f"model = transformers.AutoModelForCausalLM.from_pretrained({str(dense)!r})\n"
+        "assert 'llmdistill' not in sys.modules\n"
+        f"torch.save(model(torch.arange(24)[None]).logits, {str(tmp_path / 'logits.pt')!r})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    exported = torch.load(tmp_path / "logits.pt", weights_only=True)
+    expected = load_model(str(student), dtype=torch.float32)(torch.arange(24)[None]).logits
+    assert torch.allclose(exported, expected, atol=1e-5, rtol=0)

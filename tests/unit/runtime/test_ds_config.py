@@ -1,0 +1,93 @@
+"""The DeepSpeed configuration: one owner per knob."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmdistill.config import TrainConfig
+from llmdistill.errors import UserError
+from llmdistill.runtime.ds_config import read_ds_config, resolve_ds_config
+from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
+
+SHIPPED = sorted((Path(__file__).resolve().parents[3] / "ds_configs").glob("*.json"))
+
+
+def test_five_configurations_ship():
+    assert [path.stem for path in SHIPPED] == ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configurations_resolve_and_deepspeed_accepts_them(path):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    settings = TrainConfig(global_batch_size=16, micro_batch_size=4, learning_rate=3e-4, dtype="bf16")
+    resolved = student_ds_config(read_ds_config(str(path)), str(path), settings, BatchSplit(4, 4), output_dir="runs/x")
+    assert resolved["bf16"]["enabled"] is True
+    assert resolved["zero_optimization"]["overlap_comm"] is True
+    assert resolved["zero_optimization"]["stage"] == int(path.stem[4])
+    assert ("offload_optimizer" in resolved["zero_optimization"]) == path.stem.endswith("offload")
+    accepted = DeepSpeedConfig(resolved)
+    assert accepted.zero_optimization_stage == int(path.stem[4])
+    assert accepted.train_batch_size == 16
+    assert accepted.gradient_accumulation_steps == 4
+    assert accepted.bfloat16_config.enabled
+    assert resolved["optimizer"]["params"]["lr"] == 3e-4
+
+
+def test_disagreement_names_key_values_and_remedy():
+    with pytest.raises(UserError, match=r"z.json: gradient_clipping is 0.5, but the run says 1.0: write \"auto\""):
+        resolve_ds_config({"gradient_clipping": 0.5}, {"gradient_clipping": 1.0}, "z.json")
+
+
+def test_agreement_and_auto_pass():
+    given = {"gradient_clipping": 1, "optimizer": {"params": {"lr": "auto", "betas": [0.9, 0.999]}}}
+    owned = {"gradient_clipping": 1.0, "optimizer.params.lr": 0.1, "optimizer.params.betas": [0.9, 0.999]}
+    resolved = resolve_ds_config(given, owned, "z.json")
+    assert resolved["optimizer"]["params"] == {"lr": 0.1, "betas": [0.9, 0.999]}
+    assert given["optimizer"]["params"]["lr"] == "auto"
+
+
+def test_auto_that_nobody_fills_is_an_error():
+    with pytest.raises(UserError, match=r'zero_optimization\.reduce_bucket_size is "auto"'):
+        resolve_ds_config({"zero_optimization": {"reduce_bucket_size": "auto"}}, {}, "z.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": }', r"z.json:1: not valid JSON"),
+        ("{\n'a': 1}", r"z.json:2: not valid JSON"),
+        ("[]", r"z.json:1: .* JSON object"),
+        (json.dumps({"scheduler": {"type": "WarmupLR"}}), "scheduler: the learning rate is the run's"),
+        (json.dumps({"fp16": {"enabled": True}}), "fp16.enabled: half precision is bf16"),
+    ],
+)
+def test_bad_files_are_one_sentence(tmp_path, text, expected):
+    path = tmp_path / "z.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=expected):
+        read_ds_config(str(path))
+
+
+def test_missing_file_says_where_some_are():
+    with pytest.raises(UserError, match=r"nowhere.json: there is no such file; ds_configs/"):
+        read_ds_config("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "expected"),
+    [(64, None, 2, BatchSplit(32, 1)), (64, 8, 2, BatchSplit(8, 4)), (64, 8, 8, BatchSplit(8, 1))],
+)
+def test_accumulation_is_derived(batch, micro, ranks, expected):
+    assert split_batch(batch, micro, ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "ranks", "nearest"), [(30, 8, 2, 32), (3, 4, 2, 8), (7, None, 2, 8), (41, 4, 2, 40)]
+)
+def test_batch_that_does_not_divide_proposes_the_nearest(batch, micro, ranks, nearest):
+    with pytest.raises(UserError, match=f"the nearest that does is {nearest}$"):
+        split_batch(batch, micro, ranks)
