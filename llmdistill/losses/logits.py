@@ -1,0 +1,61 @@
+"""Cross-entropies of the output: against the teacher's distribution, and against the labels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.batch import IGNORE_INDEX, LossSum
+
+
+def soft_cross_entropy(
+    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, *, temperature: float = 1.0, shift: bool = True
+) -> LossSum:
+    """MaKD eq. 18: CE(softmax(z^T/t), log softmax(z^S/t)), summed over the positions that predict a label.
+
+    It differs from KL(T‖S) by the teacher's entropy, so its gradient is the same and its least value is not zero.
+
+    Args:
+        student_logits: (B, T, V).
+        teacher_logits: (B, T, V).
+        labels: (B, T), IGNORE_INDEX where nothing is learnt; only where they are counts, not what.
+        temperature: t, over zero; as in the paper there is no factor t² on the loss.
+        shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
+
+    Returns:
+        The sum over these positions, and their number.
+    """
+    chosen_BT = _predicting(labels, shift=shift) != IGNORE_INDEX
+    student_NV, teacher_NV = _rows(student_logits, chosen_BT), _rows(teacher_logits, chosen_BT)
+    teacher_p_NV = (teacher_NV / temperature).softmax(-1)
+    student_log_p_NV = (student_NV / temperature).log_softmax(-1)
+    return LossSum(-(teacher_p_NV * student_log_p_NV).sum(), chosen_BT.sum())
+
+
+def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -> LossSum:
+    """Cross-entropy of the labels, summed over the positions that predict one.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T), IGNORE_INDEX where nothing is learnt. Not shifted.
+        shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
+
+    Returns:
+        The sum over these positions, and their number.
+    """
+    targets_BT = _predicting(labels, shift=shift)
+    chosen_BT = targets_BT != IGNORE_INDEX
+    loss = functional.cross_entropy(_rows(logits, chosen_BT), targets_BT[chosen_BT], reduction="sum")
+    return LossSum(loss, chosen_BT.sum())
+
+
+def _predicting(labels: Tensor, *, shift: bool) -> Tensor:
+    """The label that each position predicts: (B, T)."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
+
+
+def _rows(logits: Tensor, chosen_BT: Tensor) -> Tensor:
+    """The chosen rows, (N, V), gathered first and only then made at least fp32: V is large and most rows go."""
+    rows_NV = logits[chosen_BT]
+    return rows_NV.to(torch.promote_types(rows_NV.dtype, torch.float32))

@@ -1,0 +1,1 @@
+"""Models: loading them, knowing their parts, tapping what goes on inside."""

@@ -1,0 +1,202 @@
+"""Loading configs, models and tokenizers. Nothing loaded can run code: safetensors only, no remote code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from llmdistill.errors import UserError
+from llmdistill.models.families import family_named, family_of
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model")
+_GPT2_END = "<|endoftext|>"
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The config of a model of a supported architecture.
+
+    Args:
+        path: a folder with config.json, or a name on the hub.
+
+    Raises:
+        UserError: no such folder, no config.json in it, not JSON, an unknown architecture, or the hub has no such
+            name or cannot be reached.
+    """
+    folder = _local_folder(path)
+    if folder is not None:
+        _check_config_file(folder / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever a bad value provokes in the config's own checks
+        raise _not_loaded(path, "config", error) from error
+    family_of(config)
+    return cast(PreTrainedConfig, config)
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str | None = None) -> PreTrainedModel:
+    """A model with its pretraining head, in evaluation mode: causal LM for decoders, masked LM for encoders.
+
+    Args:
+        path: a folder, or a name on the hub.
+        dtype: of the weights.
+        device: where to put it; None leaves it where it was loaded.
+
+    Raises:
+        UserError: as `load_config`, or no safetensors, weights that are missing or do not fit the config.
+    """
+    config = load_config(path)
+    auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
+    try:
+        loaded: Any = auto.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, UserError | torch.OutOfMemoryError):
+            raise
+        raise _not_loaded(path, "weights (safetensors)", error) from error
+    model, info = loaded
+    if info["missing_keys"]:  # transformers would go on with random numbers in their place
+        raise UserError(
+            f"{path}: {len(info['missing_keys'])} weights are missing, such as {min(info['missing_keys'])}: "
+            "the folder is not a whole checkpoint of this architecture with its language-model head"
+        )
+    return cast(PreTrainedModel, model if device is None else model.to(device))
+
+
+def build_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config on the meta device, without weights, for counting and planning.
+
+    Base model (with pooler) for encoders and causal LM for decoders, as papers count their parameters.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    auto = AutoModelForCausalLM if family_of(config).causal else AutoModel
+    with torch.device("meta"):
+        return cast(PreTrainedModel, auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False))
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """A tokenizer that has an end and a padding token; its padding side is left as it is.
+
+    GPT-2's has no padding token, and neither have many others: the end token is taken for it, as masks and not token
+    ids say what is padding. A folder with a bare tokenizer.json names no end token either: then it is the one of
+    config.json beside it, or else GPT-2's <|endoftext|> where the vocabulary has it.
+
+    Raises:
+        UserError: no such folder or name, no tokenizer in it, or no end token.
+    """
+    folder = _local_folder(path)
+    if folder is not None and not has_tokenizer(folder):
+        raise UserError(f"{path}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}): copy its files in")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
+        raise _not_loaded(path, "tokenizer", error) from error
+    # Encoders end with their separator; only where there is neither does a decoder's folder lack something.
+    if tokenizer.eos_token is None and tokenizer.sep_token is None:
+        end = _end_token(tokenizer, folder)
+        if end is None:
+            raise UserError(f"{path}: the tokenizer names no end token: add eos_token to tokenizer_config.json")
+        tokenizer.eos_token = end
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.sep_token if tokenizer.eos_token is None else tokenizer.eos_token
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def check_same_vocabulary(teacher: str | Path, student: str | Path) -> None:
+    """Make sure that a token id means the same to both models, before their logits are compared.
+
+    A student folder without tokenizer goes by the teacher's; then only the sizes are compared.
+
+    Args:
+        teacher: folder or hub name.
+        student: folder or hub name.
+
+    Raises:
+        UserError: the sizes or the tokens differ.
+    """
+    sizes = load_config(teacher).vocab_size, load_config(student).vocab_size
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"teacher {teacher} has a vocabulary of {sizes[0]} tokens and student {student} one of {sizes[1]}: "
+            "their logits cannot be compared; take a student with the teacher's vocabulary"
+        )
+    student_folder = _local_folder(student)
+    if student_folder is not None and not has_tokenizer(student_folder):
+        return
+    teacher_ids, student_ids = load_tokenizer(teacher).get_vocab(), load_tokenizer(student).get_vocab()
+    differing = sorted(set(teacher_ids.items()) ^ set(student_ids.items()), key=lambda item: item[1])
+    if differing:
+        token, index = differing[0]
+        raise UserError(
+            f"teacher {teacher} and student {student} have different tokenizers, first at id {index} ({token!r}): "
+            "their logits cannot be compared; take a student with the teacher's vocabulary"
+        )
+
+
+def _local_folder(path: str | Path) -> Path | None:
+    """The folder that a path means, or None if it can only be a name on the hub."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{path} is a file: give the folder that holds config.json")
+    looks_like_hub_name = not folder.is_absolute() and len(folder.parts) <= 2 and str(path)[:1] not in (".", "~")
+    if not looks_like_hub_name:
+        raise UserError(f"{path}: no such folder: give one with config.json, or a model's name on the hub")
+    return None
+
+
+def _check_config_file(file: Path) -> None:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file: a model's folder needs its config.json")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text: mend or replace it") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")
+    family_named(content["model_type"])
+
+
+def _end_token(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> str | None:
+    if folder is not None and (folder / "config.json").is_file():
+        index = load_config(folder).eos_token_id
+        if isinstance(index, int):
+            return cast("str | None", tokenizer.convert_ids_to_tokens(index))
+    return _GPT2_END if _GPT2_END in tokenizer.get_vocab() else None
+
+
+def _not_loaded(path: str | Path, what: str, error: Exception) -> UserError:
+    reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+    where = "" if Path(path).is_dir() else " is no folder here, and the hub did not give it"
+    return UserError(f"{path}{where}: its {what} cannot be loaded ({reason}): check the name, the files, the network")

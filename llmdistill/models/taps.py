@@ -1,0 +1,210 @@
+"""Taps: the inner tensors of a forward pass, kept without surgery on the model.
+
+Queries, keys and values come from transformers' attention interface: a model's attention function is replaced by one
+that hands them over and passes on to the stock sdpa function, so the outputs stay bit-equal. Feed-forward and hidden
+states come from forward hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from llmdistill.batch import Aspect, TapRequest, Taps
+from llmdistill.errors import UserError
+from llmdistill.models.families import family_of, layers_of
+
+ATTENTION_NAME = "llmdistill_taps"
+"""Name under which transformers knows the tapping attention function."""
+
+_SINK = "_llmdistill_sink"
+"""Attribute of a tapped attention module; an attribute, so that it lives and dies with the module."""
+
+_ATTENTION_ASPECTS: tuple[Aspect, ...] = ("query", "key", "value")
+
+
+class Recorder:
+    """Keeps the requested inner tensors of a model's forward pass.
+
+    It records only inside `recording()`, and there only between the start and the end of a forward pass of the whole
+    model. So generation and evaluation leave nothing behind, and neither does the recomputation of activation
+    checkpointing in the backward pass, whose second tensors must not replace the first:
+
+        recorder = Recorder(model, {"query": frozenset({0, 1}), "hidden": frozenset({3})})
+        with recorder.recording():
+            logits = model(**inputs).logits
+        taps = recorder.take()
+
+    Build it when the modules are final: after factorisation, and after `deepspeed.initialize`, whose ZeRO-3 hooks wrap
+    the outputs of modules so that their parameters are there in the backward pass; the taps must see what they wrap.
+    For the same reason a loss under ZeRO-3 must reach the model's output too, if only with weight 0.
+    """
+
+    def __init__(self, model: PreTrainedModel, request: TapRequest) -> None:
+        """Install the taps.
+
+        Args:
+            model: the model itself, not the engine around it; its attention implementation is sdpa.
+            request: which aspects to keep, and in which layers (0-based); empty sets are allowed.
+
+        Raises:
+            UserError: the architecture is not supported, or the attention implementation is not sdpa.
+        """
+        self._model = model
+        self._request = {aspect: layers for aspect, layers in request.items() if layers}
+        self._armed = False
+        self._in_forward = False
+        self._taps: Taps | None = None
+        self._handles: list[Any] = []
+        self._tapped_attention: list[nn.Module] = []
+        self._previous_attention: str | None = None
+        self._check_request()
+        self._install_attention()
+        self._install_hooks()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the forward passes inside this block; of several, the last one counts."""
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = self._in_forward = False
+
+    def take(self) -> Taps:
+        """What the last recorded forward pass left; the recorder forgets it."""
+        taps, self._taps = self._taps, None
+        if taps is None:
+            raise RuntimeError("nothing was recorded: run the model inside `with recorder.recording():` first")
+        for aspect, layers in self._request.items():
+            missing = layers - getattr(taps, aspect).keys()
+            if missing:
+                raise RuntimeError(
+                    f"no {aspect} came from layers {sorted(missing)}: the model's attention implementation or "
+                    "modules were changed after the recorder was built"
+                )
+        return taps
+
+    def remove(self) -> None:
+        """Uninstall the taps and set the attention implementation back; the recorder is of no use afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._tapped_attention:
+            delattr(module, _SINK)
+        if self._previous_attention is not None:
+            self._model.set_attn_implementation(self._previous_attention)
+        self._handles, self._tapped_attention, self._previous_attention, self._taps = [], [], None, None
+
+    def _check_request(self) -> None:
+        family, num_layers = family_of(self._model.config), len(layers_of(self._model))
+        for aspect, layers in self._request.items():
+            assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
+            assert aspect != "ffn_gate" or family.ffn_gate is not None, "ffn_gate of a model without gate"
+            if aspect.startswith("ffn_") and getattr(self._model.config, "chunk_size_feed_forward", None):
+                raise UserError(
+                    "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
+                    f"which cannot be distilled ({aspect}): set it to 0"
+                )
+
+    def _install_attention(self) -> None:
+        layers_wanted = frozenset[int]().union(*(self._request.get(a, frozenset()) for a in _ATTENTION_ASPECTS))
+        if not layers_wanted:
+            return
+        implementation = self._model.config._attn_implementation
+        if implementation not in ("sdpa", ATTENTION_NAME):
+            raise UserError(
+                f"attention implementation {implementation!r} cannot be tapped: load the model with "
+                'attn_implementation="sdpa"'
+            )
+        AttentionInterface.register(ATTENTION_NAME, _tapping_attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+        name = family_of(self._model.config).attention
+        for index in sorted(layers_wanted):
+            module = layers_of(self._model)[index].get_submodule(name)
+            assert not hasattr(module, _SINK), "the model is tapped already: remove() the other recorder first"
+            setattr(module, _SINK, partial(self._keep_attention, index))
+            self._tapped_attention.append(module)
+        self._previous_attention = implementation
+        self._model.set_attn_implementation(ATTENTION_NAME)
+
+    def _install_hooks(self) -> None:
+        family, layers = family_of(self._model.config), layers_of(self._model)
+        names: dict[Aspect, str | None] = {
+            "ffn_up": family.ffn_up,
+            "ffn_gate": family.ffn_gate,
+            "ffn_down": family.ffn_down,
+            "hidden": "",  # the layer itself
+        }
+        for aspect, name in names.items():
+            for index in sorted(self._request.get(aspect, ())):
+                assert name is not None
+                module = layers[index].get_submodule(name)
+                self._handles.append(module.register_forward_hook(partial(self._keep_output, aspect, index)))
+        self._handles.append(self._model.register_forward_pre_hook(self._start))
+        self._handles.append(self._model.register_forward_hook(self._end))
+
+    def _start(self, *_: object) -> None:
+        if self._armed:
+            self._refuse_reentrant_checkpointing()
+            self._taps, self._in_forward = Taps(), True
+
+    def _end(self, *_: object) -> None:
+        self._in_forward = False
+
+    def _keep_attention(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+        if not self._in_forward:
+            return
+        tensors: dict[Aspect, Tensor] = {"query": query, "key": key, "value": value}
+        for aspect, tensor in tensors.items():
+            if index in self._request.get(aspect, ()):
+                self._keep(aspect, index, tensor)
+                if aspect == "query":
+                    assert self._taps is not None
+                    self._taps.scaling[index] = scaling
+
+    def _keep_output(self, aspect: Aspect, index: int, _module: nn.Module, _args: object, output: Any) -> None:
+        if self._in_forward:
+            self._keep(aspect, index, output[0] if isinstance(output, tuple) else output)
+
+    def _keep(self, aspect: Aspect, index: int, tensor: Tensor) -> None:
+        assert self._taps is not None
+        kept: dict[int, Tensor] = getattr(self._taps, aspect)
+        assert index not in kept, f"{aspect} of layer {index} came twice in one forward pass"
+        kept[index] = tensor
+
+    def _refuse_reentrant_checkpointing(self) -> None:
+        """Reentrant checkpointing runs the layers without a graph, so the taps' gradients would silently be lost."""
+        if not torch.is_grad_enabled():
+            return
+        for layer in layers_of(self._model):
+            if layer.training and getattr(layer, "gradient_checkpointing", False):
+                function = getattr(layer, "_gradient_checkpointing_func", None)
+                if getattr(function, "keywords", {}).get("use_reentrant") is not False:
+                    raise UserError(
+                        "activation checkpointing with use_reentrant=True loses the gradients of tapped tensors: "
+                        'enable it with {"use_reentrant": False}'
+                    )
+
+
+def _tapping_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Hand query (B, H, T, D), key and value (B, G, T, D) to the module's recorder, if any; then the stock sdpa."""
+    sink = cast("Callable[[Tensor, Tensor, Tensor, float], None] | None", getattr(module, _SINK, None))
+    if sink is not None:
+        sink(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

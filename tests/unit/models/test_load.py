@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+from llmdistill.errors import UserError
+from llmdistill.models.families import family_of
+from llmdistill.models.load import build_meta, check_same_vocabulary, load_config, load_model, load_tokenizer
+
+LLAMA = LlamaConfig(
+    vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2
+)
+BERT = BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
+
+
+def save_model(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
+    auto.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, words: list[str], **special: str) -> Path:
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("config", [LLAMA, BERT], ids=["decoder", "encoder"])
+def test_a_model_comes_back(tmp_path: Path, config: PreTrainedConfig) -> None:
+    folder = save_model(config, tmp_path)
+    model = load_model(folder, dtype=torch.bfloat16, device="cpu")
+    assert type(model).__name__ == {"llama": "LlamaForCausalLM", "bert": "BertForMaskedLM"}[config.model_type]
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.training
+    saved = load_file(folder / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        if name in saved:
+            assert torch.equal(tensor, saved[name].bfloat16())
+    assert load_config(str(folder)).to_dict() == load_config(folder).to_dict()
+
+
+def test_on_the_meta_device_nothing_is_allocated() -> None:
+    decoder, encoder = build_meta(GPT2Config()), build_meta(BertConfig())
+    assert {p.device.type for p in (*decoder.parameters(), *encoder.parameters())} == {"meta"}
+    assert type(decoder).__name__ == "GPT2LMHeadModel"
+    assert type(encoder).__name__ == "BertModel"
+    assert sum(p.numel() for p in decoder.parameters()) == 124_439_808
+    assert sum(p.numel() for p in encoder.parameters()) == 109_482_240
+
+
+def test_bad_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        load_config(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no such folder"):
+        load_config("./nowhere")
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        load_config(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text('{\n "model_type": "llama",\n oops')
+    with pytest.raises(UserError, match=r"config\.json:3: not valid JSON"):
+        load_config(tmp_path)
+    file.write_text("[1]")
+    with pytest.raises(UserError, match="names no model_type"):
+        load_config(tmp_path)
+    file.write_text('{"model_type": "mamba"}')
+    with pytest.raises(UserError, match="'mamba' is not supported, only llama"):
+        load_config(tmp_path)
+    file.write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(UserError, match=r"cannot be loaded .*hidden_size"):
+        load_config(tmp_path)
+    with pytest.raises(UserError, match="is a file"):
+        load_config(file)
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect\nto the hub")
+
+    monkeypatch.setattr("llmdistill.models.load.AutoConfig.from_pretrained", unreachable)
+    with pytest.raises(UserError, match=r"org/name is no folder here.*We couldn't connect to the hub\)") as caught:
+        load_config("org/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    folder = save_model(LLAMA, tmp_path)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="safetensors"):
+        load_model(folder, dtype=torch.float32)
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    folder = save_model(LLAMA, tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 weights are missing, such as model\.norm\.weight"):
+        load_model(folder, dtype=torch.float32)
+    weights["model.norm.weight"] = torch.ones(8)
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(folder, dtype=torch.float32)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(folder, dtype=torch.float32)
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    folder = save_model(LLAMA, tmp_path)
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    content = json.loads((folder / "config.json").read_text())
+    content["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert type(load_model(folder, dtype=torch.float32)).__name__ == "LlamaForCausalLM"
+
+
+def test_padding_token_is_the_end_token_where_there_is_none(tmp_path: Path) -> None:
+    words = ["<unk>", "a", "</s>", "<pad>"]
+    plain = save_tokenizer(tmp_path / "plain", words, eos_token="</s>", padding_side="left")
+    tokenizer = load_tokenizer(plain)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.padding_side) == (2, 2, "left")
+    own = load_tokenizer(save_tokenizer(tmp_path / "own", words, eos_token="</s>", pad_token="<pad>"))
+    assert (own.pad_token_id, own.eos_token_id) == (3, 2)
+
+
+def test_a_bare_tokenizer_finds_its_end_token(tmp_path: Path) -> None:
+    def bare(name: str, words: list[str]) -> Path:
+        folder = save_tokenizer(tmp_path / name, words)
+        (folder / "tokenizer_config.json").unlink()
+        return folder
+
+    gpt2 = load_tokenizer(bare("gpt2", ["<unk>", "a", "<|endoftext|>"]))
+    assert gpt2.eos_token_id == gpt2.pad_token_id == 2
+    with_config = bare("config", ["<unk>", "a", "end", "<|endoftext|>"])
+    LLAMA.save_pretrained(with_config)
+    assert load_tokenizer(with_config).eos_token == "end"
+    with pytest.raises(UserError, match="names no end token"):
+        load_tokenizer(bare("none", ["<unk>", "a"]))
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer there"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_same_vocabulary(tmp_path: Path) -> None:
+    words = ["<unk>", "a", "</s>", "b"]
+    teacher = save_tokenizer(save_model(LLAMA, tmp_path / "teacher"), words, eos_token="</s>")
+    student = save_tokenizer(save_model(LLAMA, tmp_path / "student"), words, eos_token="</s>")
+    check_same_vocabulary(teacher, student)
+    bare = save_model(LLAMA, tmp_path / "bare")
+    check_same_vocabulary(teacher, bare)
+    smaller = LlamaConfig.from_dict({**LLAMA.to_dict(), "vocab_size": 28})
+    with pytest.raises(UserError, match=r"vocabulary of 30 tokens and student .* one of 28"):
+        check_same_vocabulary(teacher, save_model(smaller, tmp_path / "smaller"))
+    swapped = save_tokenizer(save_model(LLAMA, tmp_path / "swapped"), ["<unk>", "b", "</s>", "a"], eos_token="</s>")
+    with pytest.raises(UserError, match="different tokenizers, first at id 1 "):
+        check_same_vocabulary(teacher, swapped)

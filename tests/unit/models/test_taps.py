@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+from llmdistill.batch import Aspect, TapRequest, Taps
+from llmdistill.errors import UserError
+from llmdistill.models.families import family_of, layers_of
+from llmdistill.models.taps import Recorder
+
+LAYERS = 3
+COMMON = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 40,
+}
+GQA = {**COMMON, "num_key_value_heads": 2}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**GQA),
+    "mistral": MistralConfig(**GQA, sliding_window=3),
+    "qwen2": Qwen2Config(**GQA),
+    "qwen3": Qwen3Config(**GQA, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=60, n_embd=16, n_layer=LAYERS, n_head=4, n_inner=24, n_positions=40),
+    "bert": BertConfig(**COMMON),
+    "roberta": RobertaConfig(**COMMON, pad_token_id=0),
+    "xlm-roberta": XLMRobertaConfig(**COMMON, pad_token_id=0),
+}
+EVERY = frozenset(range(LAYERS))
+
+
+def make(name: str) -> PreTrainedModel:
+    torch.manual_seed(3)
+    config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
+    auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
+    return auto.from_config(config, attn_implementation="sdpa").eval()
+
+
+def make_inputs(side: str = "right") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 60, (3, 7), generator=generator)
+    mask = torch.ones_like(ids)
+    if side == "right":
+        mask[0, 5:] = mask[1, 3:] = 0
+    elif side == "left":
+        mask[0, :2] = mask[1, :4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
+    aspects: list[Aspect] = ["query", "key", "value", "ffn_up", "ffn_down", "hidden"]
+    if family_of(model.config).ffn_gate is not None:
+        aspects.append("ffn_gate")
+    return dict.fromkeys(aspects, EVERY)
+
+
+def record(model: PreTrainedModel, request: TapRequest, inputs: dict[str, Tensor]) -> tuple[Tensor, Taps]:
+    recorder = Recorder(model, request)
+    with recorder.recording():
+        logits = model(**inputs).logits
+    return logits, recorder.take()
+
+
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_with_taps_are_bit_equal(name: str, side: str) -> None:
+    model = make(name)
+    inputs = make_inputs(side)
+    expected = model(**inputs).logits
+    logits, _ = record(model, every_aspect(model), inputs)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_taps_are_what_the_modules_compute(name: str) -> None:
+    model = make(name)
+    inputs = make_inputs()
+    _, taps = record(model, every_aspect(model), inputs)
+    family = family_of(model.config)
+    heads, groups = 4, getattr(model.config, "num_key_value_heads", 4)
+    width = 8 if name == "qwen3" else 4
+    for layer in EVERY:
+        assert taps.query[layer].shape == (3, heads, 7, width)
+        assert taps.key[layer].shape == taps.value[layer].shape == (3, groups, 7, width)
+        assert taps.ffn_up[layer].shape == (3, 7, 24)
+        assert taps.ffn_down[layer].shape == taps.hidden[layer].shape == (3, 7, 16)
+        assert taps.scaling[layer] == pytest.approx(width**-0.5)
+    assert set(taps.ffn_gate) == (EVERY if family.ffn_gate else set())
+    # The layers' outputs as transformers gives them (the last one only before the final norm).
+    reference = model(**inputs, output_hidden_states=True).hidden_states
+    for layer in range(LAYERS - 1):
+        assert torch.equal(taps.hidden[layer], reference[layer + 1])
+    # A layer computed by hand from its taps: the down projection reads the activation of the up (and gate) tap.
+    block = layers_of(model)[1]
+    up, down = block.get_submodule(family.ffn_up), block.get_submodule(family.ffn_down)
+    assert isinstance(up, nn.Module)
+    if family.ffn_gate is not None:
+        inner = nn.functional.silu(taps.ffn_gate[1]) * taps.ffn_up[1]
+    else:
+        activation = block.mlp.act if name == "gpt2" else block.intermediate.intermediate_act_fn
+        inner = activation(taps.ffn_up[1])
+    assert torch.equal(down(inner), taps.ffn_down[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen3"])
+def test_queries_and_keys_give_the_models_attention(name: str) -> None:
+    model = make(name)
+    inputs = make_inputs("none")
+    _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
+    model.set_attn_implementation("eager")
+    attentions = model(**inputs, output_attentions=True).attentions
+    for layer in EVERY:
+        key = taps.key[layer].repeat_interleave(4 // taps.key[layer].shape[1], dim=1)
+        scores = taps.query[layer] @ key.transpose(-1, -2) * taps.scaling[layer]
+        if family_of(model.config).causal:
+            scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+        torch.testing.assert_close(scores.softmax(-1), attentions[layer], atol=1e-6, rtol=1e-5)
+
+
+def test_gpt2_scales_by_layer_where_its_config_says_so() -> None:
+    config = GPT2Config(
+        vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=40, scale_attn_by_inverse_layer_idx=True
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    _, taps = record(model, {"query": frozenset({0, 1})}, make_inputs())
+    assert taps.scaling == {0: 0.5, 1: 0.25}
+
+
+def test_only_what_is_asked_for_is_kept() -> None:
+    model = make("llama")
+    request: TapRequest = {
+        "query": frozenset({1}),
+        "value": frozenset({0, 2}),
+        "ffn_down": frozenset({2}),
+        "hidden": frozenset(),
+    }
+    _, taps = record(model, request, make_inputs())
+    kept = {aspect: set(tensors) for aspect, tensors in vars(taps).items() if tensors}
+    assert kept == {"query": {1}, "value": {0, 2}, "ffn_down": {2}, "scaling": {1}}
+
+
+def test_without_attention_aspects_the_attention_is_left_alone() -> None:
+    model = make("llama")
+    Recorder(model, {"hidden": frozenset({0})})
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_nothing_is_held_after_take() -> None:
+    model = make("llama")
+    recorder = Recorder(model, every_aspect(model))
+    with recorder.recording():
+        model(**make_inputs())
+    taps = recorder.take()
+    alive = [weakref.ref(t) for tensors in vars(taps).values() for t in tensors.values() if isinstance(t, Tensor)]
+    assert len(alive) == 7 * LAYERS
+    del taps
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorder.take()
+
+
+def test_nothing_is_recorded_outside_recording() -> None:
+    model = make("llama")
+    recorder = Recorder(model, every_aspect(model))
+    model(**make_inputs())
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorder.take()
+
+
+def test_a_failing_forward_does_not_leave_the_recorder_armed() -> None:
+    model = make("llama")
+    recorder = Recorder(model, every_aspect(model))
+    with pytest.raises(IndexError), recorder.recording():
+        model(input_ids=torch.tensor([[10_000]]))
+    model(**make_inputs())
+    with recorder.recording():
+        model(**make_inputs())
+    assert recorder.take().hidden[0].shape == (3, 7, 16)
+
+
+def test_of_several_forwards_the_last_counts() -> None:
+    model = make("llama")
+    recorder = Recorder(model, {"hidden": frozenset({0})})
+    with recorder.recording():
+        model(**make_inputs())
+        model(input_ids=torch.tensor([[7, 8]]))
+    assert recorder.take().hidden[0].shape == (1, 2, 16)
+
+
+def test_two_models_do_not_mix() -> None:
+    config = LlamaConfig(**GQA)  # one config object for both, as nothing stops a caller from doing
+    torch.manual_seed(0)
+    first, second = (AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval() for _ in range(2))
+    inputs = make_inputs()
+    expected = []
+    for model in (first, second):
+        kept: list[Tensor] = []
+        handle = layers_of(model)[1].self_attn.v_proj.register_forward_hook(
+            lambda _m, _a, out, kept=kept: kept.append(out)
+        )
+        model(**inputs)
+        handle.remove()
+        expected.append(kept[0].view(3, 7, 2, 4).transpose(1, 2))
+    recorders = [Recorder(first, {"value": frozenset({1})}), Recorder(second, {"value": frozenset({1})})]
+    with recorders[0].recording(), recorders[1].recording():
+        first(**inputs)
+        second(**inputs)
+    for recorder, value in zip(recorders, expected, strict=True):
+        assert torch.equal(recorder.take().value[1], value)
+    with recorders[0].recording():
+        first(**inputs)
+        second(**inputs)  # runs while only the first one records
+    assert torch.equal(recorders[0].take().value[1], expected[0])
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorders[1].take()
+
+
+def _tap_gradients(name: str, *, checkpointing: bool) -> tuple[dict[str, Tensor], Recorder]:
+    model = make(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recorder = Recorder(model, every_aspect(model))
+    with recorder.recording():
+        logits = model(**make_inputs(), use_cache=False).logits
+        taps = recorder.take()
+        loss = logits.square().mean()
+        for aspect in every_aspect(model):
+            for weight, tensor in enumerate(getattr(taps, aspect).values(), start=1):
+                loss = loss + weight * tensor.pow(3).mean()
+        # Still recording: the recomputation runs here, and must be recognised as none of the recorder's business.
+        loss.backward()
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return gradients, recorder
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_gradients_with_activation_checkpointing_are_bit_equal(name: str) -> None:
+    expected, _ = _tap_gradients(name, checkpointing=False)
+    gradients, recorder = _tap_gradients(name, checkpointing=True)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        assert torch.equal(gradient, expected[key]), key
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorder.take()
+
+
+def test_recomputation_does_not_replace_the_taps() -> None:
+    model = make("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recorder = Recorder(model, every_aspect(model))
+    with recorder.recording():
+        logits = model(**make_inputs(), use_cache=False).logits
+        held = recorder._taps
+        assert held is not None
+        before = {aspect: dict(getattr(held, aspect)) for aspect in every_aspect(model)}
+        logits.sum().backward()
+    taps = recorder.take()
+    for aspect, tensors in before.items():
+        assert all(getattr(taps, aspect)[layer] is tensor for layer, tensor in tensors.items())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpointing_is_refused() -> None:
+    model = make("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    recorder = Recorder(model, {"hidden": frozenset({0})})
+    with pytest.raises(UserError, match="use_reentrant"), recorder.recording():
+        model(**make_inputs(), use_cache=False)
+    model(**make_inputs(), use_cache=False)  # without recording it is nobody's business
+    with recorder.recording(), torch.no_grad():  # and without gradients it is harmless
+        model(**make_inputs(), use_cache=False)
+    assert set(recorder.take().hidden) == {0}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation_is_unchanged_and_leaves_nothing(name: str) -> None:
+    model = make(name)
+    inputs = make_inputs("left")
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(**inputs, **settings)
+    recorder = Recorder(model, every_aspect(model))
+    assert torch.equal(model.generate(**inputs, **settings), expected)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        recorder.take()
+
+
+def test_factorised_modules_can_be_tapped() -> None:
+    model = make("llama")
+    block = layers_of(model)[0]
+    block.mlp.up_proj = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 24, bias=False))
+    inputs = make_inputs()
+    expected = model(**inputs).logits
+    logits, taps = record(model, every_aspect(model), inputs)
+    assert torch.equal(logits, expected)
+    assert taps.ffn_up[0].shape == (3, 7, 24)
+
+
+def test_remove_sets_everything_back() -> None:
+    model = make("llama")
+    recorder = Recorder(model, every_aspect(model))
+    recorder.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    _, taps = record(model, {"key": frozenset({0})}, make_inputs())  # and it can be tapped anew
+    assert set(taps.key) == {0}
+
+
+def test_a_changed_attention_implementation_is_noticed() -> None:
+    model = make("llama")
+    recorder = Recorder(model, {"query": frozenset({1}), "hidden": frozenset({1})})
+    model.set_attn_implementation("sdpa")
+    with recorder.recording():
+        model(**make_inputs())
+    with pytest.raises(RuntimeError, match=r"no query came from layers \[1\]"):
+        recorder.take()
+
+
+def test_what_cannot_be_tapped_is_refused() -> None:
+    model = make("llama")
+    model.set_attn_implementation("eager")
+    with pytest.raises(UserError, match="sdpa"):
+        Recorder(model, {"query": frozenset({0})})
+    encoder = make("bert")
+    encoder.config.chunk_size_feed_forward = 2
+    with pytest.raises(UserError, match="chunk_size_feed_forward"):
+        Recorder(encoder, {"ffn_up": frozenset({0})})
+
+
+def test_a_tapped_model_is_saved_as_any_other(tmp_path: Path) -> None:
+    model = make("llama")
+    Recorder(model, every_aspect(model))
+    model.save_pretrained(tmp_path)
+    assert "llmdistill" not in (tmp_path / "config.json").read_text()
