@@ -36,7 +36,7 @@ class LossSum(NamedTuple):
 
     sum: Tensor
     """Scalar, fp32."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # a tuple has a method of that name; the pair is never searched
     """Scalar, number of positions."""
 
 

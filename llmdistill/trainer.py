@@ -78,9 +78,13 @@ class Trainer:
             if self.teacher is not None:
                 with clock.running(), torch.no_grad():
                     teacher = self.teacher(batch)
-            losses = self.method(self.student(batch), teacher, batch)
+            student = self.student(batch)
+            losses = self.method(student, teacher, batch)
             terms = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.items()}
             total = torch.stack([self.method.weights[name] * term for name, term in terms.items()]).sum()
+            if "labels" not in self.method.positions.values():
+                # ZeRO-3 gathers parameters on the way back from the model's output, so the loss must hang on it.
+                total = total + 0.0 * student.logits.sum()
             self.engine.backward(total * undo_average)
             self.engine.step()
             totals += torch.stack([terms[name].detach() for name in self.method.weights])

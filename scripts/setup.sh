@@ -44,8 +44,8 @@ install() {
     fi
     echo "Installing (a few minutes the first time)"
     # torch first: what comes after then finds its requirement met, whichever build this machine offers.
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$ROOT/scripts/constraints.txt")"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[dev]"
+    "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$(grep '^torch==' "$ROOT/scripts/constraints.txt")"
+    "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[dev]"
     echo "$stamp" >"$VENV/.installed"
 }
 

@@ -109,7 +109,7 @@ def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: Tr
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     groups = parameter_groups(model, settings.weight_decay)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)  # type: ignore[arg-type]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
     return engine
 
 

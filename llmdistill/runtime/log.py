@@ -50,9 +50,9 @@ class Stopwatch:
         """Count the time spent inside."""
         if self._on_gpu:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()  # type: ignore[no-untyped-call]
+            begin.record()
             yield
-            end.record()  # type: ignore[no-untyped-call]
+            end.record()
             self._events.append((begin, end))
         else:
             start = time.perf_counter()
@@ -62,8 +62,8 @@ class Stopwatch:
     def take(self) -> float:
         """Seconds since the last call."""
         for begin, end in self._events:
-            end.synchronize()  # type: ignore[no-untyped-call]
-            self._seconds += begin.elapsed_time(end) / 1000  # type: ignore[no-untyped-call]
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
         seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
         return seconds
