@@ -1,0 +1,152 @@
+"""The command that scores a model on instruction sets: its arguments, its table, its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.table import Table
+
+from llmdistill.config import DataConfig, GenerationConfig
+from llmdistill.errors import UserError
+from llmdistill.parsing import build, parse
+from llmdistill.runtime.exit import exit_code
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_parser(prog: str) -> ArgumentParser:
+    """The arguments; the settings of generation and their defaults are those of GenerationConfig."""
+    limits = DataConfig()
+    parser = ArgumentParser(
+        prog=prog,
+        exit_on_error=False,
+        description="ROUGE-L of a causal LM's answers, by MiniLLM's protocol or greedily.",
+    )
+    parser.add_argument("--model", type=str, required=True, help="Folder of the model, or embedded:teacher.")
+    parser.add_argument(
+        "--data",
+        type=str,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSONL files of instruction, input, output, or embedded:NAME.",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="Folder for the predictions (one JSONL a set) and metrics.json; without it runs/evaluate/MODEL-DECODING.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object in place of the table.")
+    parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on a GPU.")
+    # Under both names, so that a message that names a run's key tells what to type here too.
+    for name in ("max_prompt_length", "max_length"):
+        parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(limits, name), help="Tokens.")
+    parser.add_argument(
+        "--long_prompts",
+        "--data.long_prompts",
+        type=Literal["error", "drop", "truncate"],
+        default=limits.long_prompts,
+        help="What happens to prompts over max_prompt_length.",
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
+    parser.add_class_arguments(GenerationConfig)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
+    """Run the command and return its exit code: 2, and one sentence on stderr, for bad input."""
+    return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
+
+
+def evaluate(arguments: Sequence[str], *, prog: str) -> None:
+    """Score as the arguments say and print the result.
+
+    Raises:
+        UserError: bad arguments or input.
+    """
+    parsed = parse(build_parser(prog), arguments)
+    result = run(parsed)
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if parsed.json:
+        print(json.dumps(result))
+    else:
+        Console().print(table(result))
+
+
+def run(parsed: Any) -> dict[str, Any]:
+    """Score as the parsed arguments say, on every rank that the launcher started; see evaluate_model."""
+    # Imported here: --help must wait for neither transformers nor DeepSpeed.
+    from llmdistill.runtime.distributed import init_distributed, shut_down
+    from llmdistill.scoring.instruct import evaluate_model
+
+    settings = build(parsed, GenerationConfig)
+    data = set_names(parsed.data)
+    rank, world_size = 0, 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        world = init_distributed()
+        rank, world_size, device = world.rank, world.size, world.device
+    auto = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    try:
+        return evaluate_model(
+            parsed.model,
+            data,
+            settings,
+            max_prompt_length=parsed.max_prompt_length,
+            max_length=parsed.max_length,
+            long_prompts=parsed.long_prompts,
+            dtype=_DTYPES.get(parsed.dtype, auto),
+            device=device,
+            output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
+            rank=rank,
+            world_size=world_size,
+            log=lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
+        )
+    finally:
+        shut_down()
+
+
+def set_names(paths: Sequence[str]) -> dict[str, str]:
+    """{name: path}; a set is called by its file's name without the ending. Raises UserError where two share one."""
+    names: dict[str, str] = {}
+    for path in paths:
+        name = path.removeprefix("embedded:") if path.startswith("embedded:") else Path(path).stem
+        if name in names:
+            raise UserError(f"--data: {names[name]} and {path} would both be called {name}; rename one of the files")
+        names[name] = path
+    return names
+
+
+def default_output(model: str, decoding: str) -> Path:
+    """Where the predictions go unless said: a folder that no other model or decoding shares."""
+    return Path("runs") / "evaluate" / f"{re.sub(r'[^A-Za-z0-9._]+', '-', model).strip('-.')}-{decoding}"
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The scores of evaluate_model, one row a set."""
+    sheet = Table(title=f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}")
+    sheet.add_column("set")
+    for head in ("examples", "ROUGE-L", "± std", "tokens/s", "dropped", "truncated"):
+        sheet.add_column(head, justify="right")
+    for name, score in result["sets"].items():
+        sheet.add_row(
+            name,
+            str(score["examples"]),
+            f"{score['rougeL']:.2f}",
+            f"{score['std']:.2f}",
+            f"{score['tokens_per_second']:.0f}",
+            str(score["dropped"]),
+            str(score["truncated"]),
+        )
+    return sheet

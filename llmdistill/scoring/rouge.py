@@ -1,0 +1,27 @@
+"""ROUGE-L as MiniLLM measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rouge_score.rouge_scorer import RougeScorer
+
+
+def rouge_l(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> float:
+    """Mean ROUGE-L F1 in percent (0-100), words stemmed (Porter), best reference of each prediction (Lin 2004).
+
+    references[i] is one reference or several. Raises ValueError where the lengths differ or are zero, or where
+    a prediction has no reference.
+    """
+    if len(predictions) != len(references):
+        raise ValueError(f"{len(predictions)} predictions but {len(references)} references")
+    if not predictions:
+        raise ValueError("no predictions to score")
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    total = 0.0
+    for index, (prediction, given) in enumerate(zip(predictions, references, strict=True)):
+        targets = [given] if isinstance(given, str) else list(given)
+        if not targets:
+            raise ValueError(f"prediction {index} has no reference")
+        total += scorer.score_multi(targets, prediction)["rougeL"].fmeasure
+    return 100 * total / len(predictions)

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from llmdistill.config import GenerationConfig
+from llmdistill.errors import UserError
+from llmdistill.scoring.generation import GenerationResult, generate, generate_encoded
+
+VOCABULARY = 98
+END = 0
+PROMPTS = ["a", "Name three colours.", "bb bb", "What is it?", "x" * 30]
+GREEDY = GenerationConfig(decoding="greedy", batch_size=2)
+LIMITS = {"max_prompt_length": 30, "max_length": 60, "seed": 0}
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    symbols = ["</s>", "<pad>", "\n", *(chr(code) for code in range(32, 127))]
+    backend = Tokenizer(models.WordLevel({symbol: n for n, symbol in enumerate(symbols)}, unk_token="\n"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+
+
+def tiny_model(kind: str, *, scale: float = 6.0) -> PreTrainedModel:
+    """A random model; scale sharpens its logits, so that greedy choices are no ties."""
+    torch.manual_seed(1)
+    if kind == "llama":
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+        )
+        model: PreTrainedModel = LlamaForCausalLM(config)
+    else:
+        # The config's own end token is not the tokenizer's: it must not count.
+        config = GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=128,
+            initializer_range=0.3,
+            eos_token_id=5,
+        )
+        model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(scale if kind == "llama" else 1.0)
+    return model.eval()
+
+
+def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngram: int) -> list[int]:
+    """One prompt, no padding, no cache, an n-gram of prompt and answer never twice."""
+    ids = list(prompt_ids)
+    for _ in range(limit):
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0, -1]
+        for start in range(len(ids) - ngram + 1) if ngram else ():
+            if ids[start : start + ngram - 1] == ids[len(ids) - ngram + 1 :]:
+                scores[ids[start + ngram - 1]] = -torch.inf
+        ids.append(int(scores.argmax()))
+        if ids[-1] == END:
+            break
+    return ids[len(prompt_ids) :]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("ngram", [0, 3, 6])
+def test_batching_and_left_padding_do_not_change_greedy_answers(kind: str, ngram: int) -> None:
+    model, tokenizer = tiny_model(kind), character_tokenizer()
+    settings = GenerationConfig(decoding="greedy", batch_size=3, no_repeat_ngram_size=ngram)
+    result = generate(model, tokenizer, PROMPTS, settings, **LIMITS)
+    expected = [naive_greedy(model, ids, 30, ngram) for ids in tokenizer(PROMPTS)["input_ids"]]
+    texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
+    assert result.texts == [text.strip() for text in texts]
+    assert result.tokens == sum(map(len, expected))
+    assert result.seconds > 0
+
+
+def test_every_answer_has_the_same_room_whatever_the_prompt() -> None:
+    tokenizer = character_tokenizer()
+    model = tiny_model("llama")
+    model.get_output_embeddings().weight.data[END] = 0  # no end token where another scores above 0
+    settings = GenerationConfig(decoding="greedy", batch_size=2)
+    result = generate(model, tokenizer, ["a", "b" * 30], settings, max_prompt_length=30, max_length=41, seed=0)
+    assert result.tokens == 22
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "sample"])
+def test_shipped_generation_settings_do_not_count(decoding: str) -> None:
+    model, tokenizer = tiny_model("llama"), character_tokenizer()
+    settings = GenerationConfig(decoding=decoding, batch_size=2)
+    expected = generate(model, tokenizer, PROMPTS, settings, **LIMITS).texts
+    shipped = model.generation_config
+    for key, value in {
+        "do_sample": decoding == "greedy",
+        "temperature": 0.01,
+        "top_k": 1,
+        "top_p": 0.1,
+        "min_p": 0.5,
+        "repetition_penalty": 9.0,
+        "eos_token_id": [7, 8, 9],
+        "suppress_tokens": list(range(10, 60)),
+        "min_new_tokens": 20,
+    }.items():
+        setattr(shipped, key, value)
+    assert generate(model, tokenizer, PROMPTS, settings, **LIMITS).texts == expected
+    assert model.generation_config is shipped
+
+
+def test_sampling_follows_the_models_own_distribution() -> None:
+    # Distance (total variation) of 6,000 first tokens from the softmax: chance alone gives about 0.04; temperature
+    # 0.8 would give 0.10 and a top-k of 50 (the library's default) 0.09.
+    model, tokenizer = tiny_model("llama", scale=1.0), character_tokenizer()
+    count = 6000
+    ids = tokenizer("Hello")["input_ids"]
+    settings = GenerationConfig(batch_size=1000)
+    limits = {"max_prompt_length": 10, "max_length": 11}
+    texts = generate_encoded(model, tokenizer, [ids] * count, settings, seed=4, **limits).texts
+    assert len({text for text in texts if text}) > 75
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+    drawn = torch.zeros(VOCABULARY)
+    for text in texts:
+        if len(text) == 1:
+            drawn[tokenizer.convert_tokens_to_ids(text)] += 1 / count
+    visible = slice(4, None)  # end, padding, newline and space are stripped from the texts
+    assert (drawn[visible] - expected[visible]).abs().sum() / 2 < 0.06
+
+
+def test_samples_depend_on_the_seed_alone() -> None:
+    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
+    settings = GenerationConfig(batch_size=2)
+
+    def sample(seed: int) -> list[str]:
+        limits = {"max_prompt_length": 30, "max_length": 60}
+        return generate(model, tokenizer, PROMPTS, settings, seed=seed, **limits).texts
+
+    torch.manual_seed(123)
+    state = torch.random.get_rng_state()
+    first = sample(0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert sample(0) == first
+    assert sample(1) != first
+    assert sample(10) != sample(11)
+
+
+def test_equal_prompts_in_different_batches_get_different_samples() -> None:
+    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
+    result = generate(model, tokenizer, ["Hello"] * 4, GenerationConfig(batch_size=2), **LIMITS)
+    assert len(set(result.texts)) == 4
+
+
+def test_model_and_tokenizer_are_left_as_they_were() -> None:
+    model, tokenizer = tiny_model("gpt2").train(), character_tokenizer()
+    model.transformer.h[1].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    tokenizer.padding_side = "right"
+    generate(model, tokenizer, PROMPTS, GREEDY, **LIMITS)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert tokenizer.padding_side == "right"
+
+
+def test_answers_are_cut_at_the_end_token_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    endings = {"a": " ok </s>", "bb": "hm</s> no </s></s>", "ccc": "goes on forever"}
+
+    def fake(input_ids: torch.Tensor, **_: object) -> torch.Tensor:
+        prompts = [tokenizer.decode(row, skip_special_tokens=True).replace(" ", "") for row in input_ids]
+        tokens = [tokenizer(endings[prompt])["input_ids"] for prompt in prompts]
+        width = max(map(len, tokens))
+        return torch.cat([input_ids, torch.tensor([row + [END] * (width - len(row)) for row in tokens])], dim=1)
+
+    monkeypatch.setattr(model, "generate", fake)
+    monkeypatch.setattr(
+        tokenizer, "batch_decode", lambda rows, **_: ["".join(tokenizer.convert_ids_to_tokens(row)) for row in rows]
+    )
+    result = generate(model, tokenizer, ["ccc", "a", "bb"], GenerationConfig(batch_size=3), **LIMITS)
+    assert result.texts == ["goes on forever", "ok", "hm"]
+    assert result.tokens == 15 + 5 + 3
+
+
+def test_long_prompts_and_misfits_are_refused() -> None:
+    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
+    limits = {"max_prompt_length": 20, "max_length": 60, "seed": 0}
+    with pytest.raises(UserError, match="1 of 5 prompts are longer"):
+        generate(model, tokenizer, PROMPTS, GREEDY, **limits)
+    cut = generate(model, tokenizer, PROMPTS, GREEDY, long_prompts="truncate", **limits)
+    assert cut.texts[-1] == generate(model, tokenizer, ["x" * 20], GREEDY, **limits).texts[0]
+    with pytest.raises(UserError, match=r"max_length=200 is beyond the model's context of 128"):
+        generate(model, tokenizer, PROMPTS, GREEDY, max_prompt_length=30, max_length=200, seed=0)
+    encoder = BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+        )
+    )
+    with pytest.raises(UserError, match="bert models do not generate"):
+        generate(encoder, tokenizer, PROMPTS, GREEDY, **LIMITS)
+
+
+def run_rank(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    model, tokenizer = tiny_model("llama"), character_tokenizer()
+    results = {
+        (decoding, synced, size): generate(
+            model,
+            tokenizer,
+            PROMPTS,
+            GenerationConfig(decoding=decoding, batch_size=size),
+            rank=rank,
+            world_size=2,
+            synced=synced,
+            **LIMITS,
+        )
+        for decoding in ("greedy", "sample")
+        for synced in (False, True)
+        for size in (2, 8)
+    }
+    torch.save({key: (result.texts, result.tokens) for key, result in results.items()}, Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_two_ranks_give_the_texts_of_one(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, args=(port, str(tmp_path)), nprocs=2)
+    model, tokenizer = tiny_model("llama"), character_tokenizer()
+    by_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert by_rank[0] == by_rank[1]
+    for (decoding, _, size), (texts, tokens) in by_rank[0].items():
+        settings = GenerationConfig(decoding=decoding, batch_size=size)
+        alone: GenerationResult = generate(model, tokenizer, PROMPTS, settings, **LIMITS)
+        assert texts == alone.texts
+        assert tokens == alone.tokens
