@@ -25,6 +25,7 @@ from llmdistill.runtime.distributed import World, barrier, broadcast_object
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import TORCH_DTYPES, BatchSplit, build_engine, split_batch, student_ds_config
 from llmdistill.scoring.book import ScoreBook
+from llmdistill.scoring.instruct import check_sets
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 from llmdistill.trainer import Trainer
 
@@ -146,8 +147,7 @@ def read_data(plan: Plan) -> RunData:
     }
     train = encode(read_examples(locate(data.train)), tokenizer, **limits)
     tests = {name: read_examples(locate(path)) for name, path in data.tests.items()}
-    for examples in tests.values():
-        encode(examples, tokenizer, **limits)  # only for its errors: scoring comes much later
+    check_sets(tests, tokenizer, plan.config.scoring, **limits)
     return RunData(tokenizer, train, tests)
 
 

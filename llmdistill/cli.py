@@ -12,20 +12,21 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config import FactorizeConfig, GenerationConfig
+from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.parsing import build, parse
 from llmdistill.runtime.exit import exit_code
 
-COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {}
-"""Name -> (what it does, function of its arguments); filled below, where the functions are."""
+LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_addr", "master_port")
+"""What `llmdistill train` hands to the deepspeed launcher; each takes a value."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the commands; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
-        print(usage())
+        lines = "\n".join(f"  {name:10}{text}" for name, (text, _) in COMMANDS.items())
+        print(f"usage: llmdistill COMMAND [--help | arguments]\n\n{lines}")
         return 0
     if words[0] not in COMMANDS:
         print(f"error: there is no command {words[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -33,27 +34,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: COMMANDS[words[0]][1](words[1:]))
 
 
-def usage() -> str:
-    """What the command can do, one line each."""
-    lines = "\n".join(f"  {name:10}{text}" for name, (text, _) in COMMANDS.items())
-    return f"usage: llmdistill COMMAND [--help | arguments]\n\n{lines}"
-
-
 def train(arguments: Sequence[str]) -> None:
-    """Start the main job with the deepspeed launcher; the launcher's own flags stand first."""
-    script = Path(__file__).with_name("train.py")
+    """Start the main job with the deepspeed launcher."""
     if any(word in ("-h", "--help", "--dry_run") for word in arguments):
         from llmdistill.train import run
 
         return run(arguments)
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
-    words = list(arguments)
+    launcher, words = split_launcher_flags(arguments)
+    os.execvp("deepspeed", ["deepspeed", *launcher, str(Path(__file__).with_name("train.py")), *words])
+
+
+def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's flags with their values, and the rest, which is the run's."""
     launcher: list[str] = []
-    while words and words[0].split("=")[0] in ("--num_gpus", "--num_nodes", "--hostfile", "--include", "--master_port"):
-        launcher += words[: 1 if "=" in words[0] else 2]
-        words = words[len(launcher) :] if "=" not in words[0] else words[1:]
-    os.execvp("deepspeed", ["deepspeed", *launcher, str(script), *words])
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, _ = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in LAUNCHER_FLAGS:
+            launcher += [word] if equals else [word, next(words, "")]
+        else:
+            rest.append(word)
+    return launcher, rest
 
 
 def compress(arguments: Sequence[str]) -> None:
@@ -75,7 +79,7 @@ def compress(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_class_arguments(FactorizeConfig, None)
     parsed = parse(parser, arguments)
-    settings = build(parser, parsed, FactorizeConfig)
+    settings = build(parsed, FactorizeConfig)
     if parsed.dry_run:
         result = summarise(locate(parsed.model), settings)
     elif parsed.output is None:
@@ -107,9 +111,9 @@ def export(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Score a model's answers by ROUGE-L."""
-    from llmdistill.scoring.command import run
+    from llmdistill.scoring.command import evaluate as evaluate_command
 
-    run(arguments)
+    evaluate_command(arguments, prog="llmdistill evaluate")
 
 
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
@@ -117,18 +121,22 @@ def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = No
         print(json.dumps(result))
         return
     for key in keys or result:
-        value = result[key]
-        print(
-            f"{key:16}{f'{value:,}' if isinstance(value, int) else f'{value:.4g}' if isinstance(value, float) else value}"
-        )
+        print(f"{key:20}{_readable(result[key])}")
 
 
-COMMANDS.update(
-    train=("distil a teacher into a factorised student (the main job)", train),
-    compress=("factorise a model folder", compress),
-    export=("merge a student into a stock model", export),
-    evaluate=("score a model's answers by ROUGE-L", evaluate),
-)
+def _readable(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
+    "train": ("distil a teacher into a factorised student (the main job)", train),
+    "compress": ("factorise a model folder", compress),
+    "export": ("merge a student into a stock model", export),
+    "evaluate": ("score a model's answers by ROUGE-L", evaluate),
+}
+"""Name -> what it does, and the function of its arguments."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -221,3 +221,12 @@ class RunConfig:
     """Training."""
     scoring: GenerationConfig = field(default_factory=GenerationConfig)
     """Scoring."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}: give 0 or more")

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import Field, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,7 +85,7 @@ def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
     if parsed.output_dir is None:
         parsed.output_dir = f"runs/{path.stem}-{Path(parsed.ds_config).stem}"
     recipe = argparse.Namespace(recipe=flags.recipe, dry_run=parsed.dry_run, json=parsed.json)
-    return build(parser, parsed, RunConfig), recipe
+    return build(parsed, RunConfig), recipe
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
@@ -106,17 +106,22 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
         raise UserError(_one_sentence(str(error))) from error
 
 
-def build(parser: ArgumentParser, parsed: Any, kind: type[_Config]) -> _Config:
-    """The frozen configuration of a parsed command line.
+def build(parsed: Any, kind: type[_Config]) -> _Config:
+    """The frozen configuration of a parsed command line, nested parts included.
 
     Raises:
         UserError: settings that contradict each other.
     """
     try:
-        values = parser.instantiate(parsed)
-        return kind(**{name: getattr(values, name) for name in kind.__dataclass_fields__})  # type: ignore[attr-defined]
+        return kind(**{field.name: _part(field, getattr(parsed, field.name)) for field in fields(kind)})  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _part(field: Field[Any], value: Any) -> Any:
+    """A field's value; the parts of a configuration name their type in their default factory."""
+    is_part = is_dataclass(field.default_factory)
+    return build(value, field.default_factory) if is_part else value  # type: ignore[arg-type]
 
 
 def check_recipe(parser: ArgumentParser, path: Path) -> None:

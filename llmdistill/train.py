@@ -5,12 +5,15 @@ A teacher is factorised into a student, the student learns from it, and a table 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 if not __package__:
     # Run as a script, this folder is first on the path, and the repository is not on it at all.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    # Read when torch is loaded. Threads that spin while they wait make a run on busy cores several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
 from collections.abc import Sequence

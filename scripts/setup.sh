@@ -52,4 +52,6 @@ install() {
 install
 # The deepspeed launcher looks for ninja and python on the path.
 export PATH="$VENV/bin:$PATH"
+# Threads that spin while they wait make everything several times slower where other programs use the cores too.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 cd "$ROOT"

@@ -1,0 +1,120 @@
+"""What users get wrong, through the main job's own entry: one sentence, exit code 2, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from llmdistill.embedded import locate
+from llmdistill.train import main
+
+DS = "ds_configs/zero2.json"
+
+
+@pytest.fixture
+def fails(tmp_path, capsys, monkeypatch):
+    """Run the main job on a mistake; gives the sentence."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(*arguments: str, ds_config: str = DS) -> str:
+        code = main(["--ds_config", ds_config, "--output_dir", str(tmp_path / "run"), *arguments])
+        captured = capsys.readouterr()
+        assert code == 2
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        assert not (tmp_path / "run").exists()
+        return captured.err
+
+    return run
+
+
+def rows(path, *lines):
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def test_missing_data(fails):
+    assert "nowhere.jsonl: no such file" in fails("--data.train", "nowhere.jsonl")
+
+
+def test_malformed_data_names_the_line(fails, tmp_path):
+    good = json.dumps({"instruction": "a", "input": "", "output": "b"})
+    path = rows(tmp_path / "bad.jsonl", good, '{"instruction": ')
+    assert "bad.jsonl:2: not JSON" in fails("--data.train", path)
+
+
+def test_malformed_test_set_is_seen_before_training(fails, tmp_path):
+    path = rows(tmp_path / "bad.jsonl", json.dumps({"instruction": "a"}))
+    assert 'bad.jsonl:1: the key "output" is missing' in fails("--data.tests.mine", path)
+
+
+def test_empty_data(fails, tmp_path):
+    assert "empty.jsonl: holds no example" in fails("--data.train", rows(tmp_path / "empty.jsonl"))
+
+
+def test_long_prompts_are_counted(fails, tmp_path):
+    row = json.dumps({"instruction": "word " * 600, "input": "", "output": "b"})
+    said = fails("--data.train", rows(tmp_path / "long.jsonl", row, row))
+    assert "2 of 2 prompts are longer than data.max_prompt_length" in said
+    assert "long.jsonl:1" in said
+    assert "data.long_prompts=drop" in said
+
+
+def test_rank_beyond_the_matrix(fails):
+    said = fails("--student.factorize.rank", "5000")
+    assert "5000" in said
+    assert "layers.0" in said
+
+
+def test_batch_that_does_not_divide(fails):
+    assert "the nearest that does is 35" in fails("--train.global_batch_size", "32", "--train.micro_batch_size", "5")
+
+
+def test_ds_config_that_is_not_json(fails, tmp_path):
+    assert "z.json:1: not valid JSON" in fails(ds_config=rows(tmp_path / "z.json", "{zero}"))
+
+
+def test_ds_config_that_disagrees(fails, tmp_path):
+    path = rows(tmp_path / "z.json", json.dumps({"train_batch_size": 7, "zero_optimization": {"stage": 2}}))
+    assert "z.json: train_batch_size is 7, but the run says" in fails(ds_config=path)
+
+
+def test_unknown_architecture(fails, tmp_path):
+    rows(tmp_path / "config.json", json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}))
+    said = fails("--teacher.model", str(tmp_path))
+    assert "'bloom' is not supported" in said
+    assert "llama" in said
+    assert "FAMILIES" in said
+
+
+def test_student_with_another_vocabulary(fails, tmp_path):
+    config = AutoConfig.from_pretrained(locate("embedded:teacher"))
+    student = tmp_path / "student"
+    other = LlamaConfig(**{**config.to_dict(), "vocab_size": config.vocab_size + 3})
+    LlamaForCausalLM(other).save_pretrained(student)
+    said = fails("--student.model", str(student))
+    assert f"a vocabulary of {config.vocab_size} tokens" in said
+    assert f"one of {config.vocab_size + 3}" in said
+
+
+def test_student_with_other_tokens(fails, tmp_path):
+    source, student = locate("embedded:teacher"), tmp_path / "student"
+    shutil.copytree(source, student)
+    tokenizer = json.loads((student / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (student / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert "different tokenizers, first at id" in fails("--student.model", str(student))
+
+
+def test_teacher_without_weights(tmp_path, capsys):
+    from llmdistill.models.load import load_model
+
+    shutil.copy(locate("embedded:teacher") / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="weights"):
+        load_model(tmp_path, dtype=torch.float32)
