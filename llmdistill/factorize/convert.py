@@ -1,0 +1,110 @@
+"""Factorise loaded weights: a model in place, or a folder into a new folder (MaKD §3.1)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.budget import summarise
+from llmdistill.factorize.checkpoint import copy_companions, load, local_folder, new_folder
+from llmdistill.factorize.hub import FactorizedConfig
+from llmdistill.factorize.modules import base_name, install, matrix, tied_heads, token_embedding
+from llmdistill.factorize.svd import place_sigma, truncated_svd
+from llmdistill.models.load import load_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Sigma = Literal["left", "balanced"]
+
+
+@torch.no_grad()
+def factorize(
+    model: PreTrainedModel,
+    ranks: Mapping[str, int],
+    *,
+    sigma: Sigma = "left",
+    embedding_rank: int | None = None,
+    progress: bool = False,
+) -> None:
+    """Replace each named linear, and the token embedding if asked, by its best rank-k product (MaKD eq. 11), in place.
+
+    `ranks` is what `plan` gives. dtype and device stay, the arithmetic is fp32 or finer; a tied head stays tied.
+    save_pretrained then writes a student that from_pretrained loads. UserError if the model is factorised or quantised
+    already, or has a matrix with values that are not finite.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError(f"this {type(model).__name__} is factorised or quantised already; start from the dense teacher")
+    base = model.base_model
+    names = {base_name(model, name): rank for name, rank in ranks.items()}
+    factors = {
+        name: _factors(name, matrix(base.get_submodule(name)), rank, sigma)
+        for name, rank in tqdm(names.items(), desc="SVD", disable=not progress)
+    }
+    embedding_factors = None if embedding_rank is None else _embedding_factors(model, embedding_rank, sigma)
+
+    install(model, names, embedding_rank)
+    low_rank: Any
+    for name, (a, b) in factors.items():
+        low_rank = base.get_submodule(name)
+        low_rank.A.weight.copy_(a.T)
+        low_rank.B.weight.copy_(b.T)
+    if embedding_factors is not None:
+        low_rank = model.get_input_embeddings()
+        low_rank.A.weight.copy_(embedding_factors[0])
+        low_rank.B.weight.copy_(embedding_factors[1])
+    _unshare_config(model)
+    model.config.quantization_config = FactorizedConfig("svd", names, embedding_rank)
+
+
+def compress(model_dir: Path | str, output_dir: Path | str, settings: FactorizeConfig) -> dict[str, Any]:
+    """Factorise the model of a folder into a new folder that from_pretrained loads, and return what `summarise` says.
+
+    The model keeps its class and so its heads, its dtype, its tokenizer and its generation settings. UserError for
+    bad settings, unreadable folders and a folder to write to that is not empty, before the weights are read.
+    """
+    config = load_config(model_dir)
+    summary = summarise(config, settings)
+    with new_folder(output_dir) as folder:
+        source = local_folder(model_dir)
+        model = load(source, config)
+        factorize(model, summary["ranks"], sigma=settings.sigma, embedding_rank=settings.embedding_rank, progress=True)
+        model.save_pretrained(folder)
+        copy_companions(source, folder)
+    return summary
+
+
+def _unshare_config(model: PreTrainedModel) -> None:
+    """Give the model a config of its own: one that a teacher shares must not call that teacher factorised."""
+    shared = model.config
+    own: Any = copy.deepcopy(shared)
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
+
+
+def _factors(name: str, weight: Tensor, rank: int, sigma: Sigma) -> tuple[Tensor, Tensor]:
+    """A (n, k) and B (k, m) of a matrix (n, m)."""
+    if not weight.isfinite().all():
+        raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
+    a, b = place_sigma(*truncated_svd(weight, rank), sigma)
+    return a.to(weight.dtype), b.to(weight.dtype)
+
+
+def _embedding_factors(model: PreTrainedModel, rank: int, sigma: Sigma) -> tuple[Tensor, Tensor]:
+    name, embedding = token_embedding(model)
+    for head in tied_heads(model, name):
+        if model.get_submodule(head).weight is not embedding.weight:
+            raise UserError(
+                f"the config ties {head} to the token embedding, but their weights differ; "
+                "set tie_word_embeddings to false in config.json"
+            )
+    return _factors(name, embedding.weight, rank, sigma)

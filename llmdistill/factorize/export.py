@@ -1,0 +1,108 @@
+"""Merge a student's factors into a stock model that needs no llmdistill."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.budget import count_parameters
+from llmdistill.factorize.checkpoint import copy_companions, load, local_folder, new_folder
+from llmdistill.factorize.hub import NAME
+from llmdistill.factorize.modules import LowRankEmbedding, LowRankLinear, replace
+from llmdistill.models.load import load_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far the exported logits may be from the student's, as a share of the largest logit (and of 1 at least). Both run
+in fp32; what the half types add is the rounding of each merged matrix when it is stored."""
+
+
+@torch.no_grad()
+def merge(model: PreTrainedModel) -> None:
+    """Multiply all factors out, in place: what is left is the stock architecture, in the same dtype.
+
+    Products are computed in fp32 or finer. GPT-2's modules become Conv1D again; a tied head is tied again.
+    """
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        stock = type(model)(config)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LowRankLinear):
+            bias = module.B.bias
+            product = _product(module.A.weight.T, module.B.weight.T)
+            replace(model, name, _dense_linear(type(stock.get_submodule(name)), product, bias))
+        elif isinstance(module, LowRankEmbedding):
+            table = _product(module.A.weight, module.B.weight)
+            replace(model, name, nn.Embedding.from_pretrained(table, freeze=False, padding_idx=module.padding_idx))
+    vars(model).pop("_tied_weights_keys", None)
+    vars(model.config).pop("quantization_config", None)
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    model.tie_weights()
+
+
+def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]:
+    """Write a student's folder as a stock model's, which loads without llmdistill; tokenizer files come along.
+
+    The new folder is loaded again and its logits compared with the student's before it gets its name. UserError if
+    the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES). Returned: output,
+    params, and largest_difference of a logit.
+    """
+    config = load_config(student_dir)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") != NAME:
+        raise UserError(
+            f"{student_dir} is no factorised student: its config.json has no quantization_config of llmdistill"
+        )
+    with new_folder(out_dir) as folder:
+        source = local_folder(student_dir)
+        model = load(source, config)
+        tolerance = TOLERANCES[model.dtype]
+        merge(model)
+        params = count_parameters(model)
+        model.save_pretrained(folder)
+        copy_companions(source, folder)
+        del model
+        expected = _outputs(load(source, config, torch.float32))
+        difference = (_outputs(load(folder, load_config(folder), torch.float32)) - expected).abs().max().item()
+        # Not "if difference > limit": a NaN must fail too.
+        if not difference <= tolerance * max(1.0, expected.abs().max().item()):
+            raise UserError(
+                f"the export of {student_dir} differs from the student by {difference:.2g} in its logits, of which "
+                f"{tolerance:g} of the largest is allowed; nothing was written"
+            )
+    return {"output": str(out_dir), "params": params, "largest_difference": difference}
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
+def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A Conv1D or nn.Linear with that weight (n, m)."""
+    n, m = weight.shape
+    dense: Any
+    with torch.device("meta"):
+        dense = Conv1D(m, n) if kind is Conv1D else nn.Linear(n, m, bias=bias is not None)
+    dense.weight = nn.Parameter(weight if kind is Conv1D else weight.T.contiguous())
+    if bias is not None:
+        dense.bias = bias
+    return dense
+
+
+@torch.no_grad()
+def _outputs(model: PreTrainedModel) -> Tensor:
+    """What a model gives first (logits, or a base model's last hidden state) for two sequences of random tokens."""
+    length = min(16, getattr(model.config, "max_position_embeddings", 16) // 2)
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(model.config.get_text_config().vocab_size, (2, length), generator=generator)
+    outputs: Any = model.eval()(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+    return outputs[0]

@@ -1,0 +1,110 @@
+"""How transformers loads a student: the factorisation stands in config.json, and a hook exchanges the modules.
+
+transformers calls its hook for changed modules "quantizer"; nothing is quantised here. Before the weights are read,
+while the model is on the meta device, the named linears become low-rank; from then on loading is the stock one
+(sharded files, dtype, device_map, tied weights). Without `import llmdistill` transformers warns of an unknown
+quantization type and loads the dense architecture with fresh random weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.modules import install
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "llmdistill"
+"""`quant_method` in a student's config.json."""
+METHODS = {"svd": install}
+"""How each `method` of a student's config.json exchanges the modules of a model on the meta device."""
+
+
+class FactorizedConfig(QuantizationConfigMixin):
+    """The factorisation of a student, kept in config.json as `quantization_config`."""
+
+    quant_method: Any  # transformers types it as its own enum, which a registered method is not part of
+
+    def __init__(
+        self,
+        method: str = "svd",
+        modules: dict[str, int] | None = None,
+        embedding_rank: int | None = None,
+        quant_method: str = NAME,
+        **unknown: Any,
+    ) -> None:
+        """`modules` maps names inside the base model to ranks. UserError for what this version does not know."""
+        if method not in METHODS or unknown:
+            what = f"keys {sorted(unknown)}" if unknown else f"method {method!r}"
+            raise UserError(
+                f"the student's config.json gives {what} under quantization_config, which this version of llmdistill "
+                "does not know; install the version that made the student"
+            )
+        self.quant_method = quant_method
+        self.method = method
+        self.modules = dict(modules or {})
+        self.embedding_rank = embedding_rank
+
+
+def install_saved(model: PreTrainedModel) -> None:
+    """Give a fresh model the low-rank modules that its config asks for, if any; what loading does, without weights.
+
+    For counting: a model that transformers builds from a config alone is always dense.
+    """
+    saved = getattr(model.config, "quantization_config", None)
+    if isinstance(saved, dict) and saved.get("quant_method") == NAME:
+        saved = FactorizedConfig.from_dict(saved)
+    if isinstance(saved, FactorizedConfig):
+        METHODS[saved.method](model, saved.modules, saved.embedding_rank)
+
+
+class FactorizedLoader(HfQuantizer):
+    """Makes the modules low-rank before the weights are read, and leaves an ordinary model behind."""
+
+    quantization_config: FactorizedConfig
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """UserError when asked to factorise on the fly: that needs the dense weights first."""
+        if not self.pre_quantized:
+            raise UserError(
+                "quantization_config of llmdistill describes a saved student and cannot be passed to from_pretrained; "
+                "load the dense model and call llmdistill.factorize.factorize"
+            )
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        config = self.quantization_config
+        METHODS[config.method](model, config.modules, config.embedding_rank)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        # Nothing is quantised, so nothing should say so: transformers refuses .float(), .half() and training, and
+        # resizes differently under ZeRO-3, for models that do. What save_pretrained needs is in the config.
+        vars(model).pop("is_quantized", None)
+        del model.hf_quantizer, model.quantization_method
+        for module in model.modules():
+            vars(getattr(module, "config", self)).pop("_is_quantized", None)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Make transformers know students; calling it again changes nothing."""
+    if NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(NAME)(FactorizedConfig)
+    if NAME not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(NAME)(FactorizedLoader)

@@ -1,0 +1,222 @@
+"""Parameter counts of the papers' models from configs alone, and what plan() accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import build_reference, count_parameters, factorize, plan, summarise
+from llmdistill.factorize.budget import layer_linears, parse_target
+from llmdistill.factorize.modules import install
+
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+TINY_DECODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+}
+TINY_ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+}
+DECODER_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def meta(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def tiny_llama(**changes: Any) -> PreTrainedModel:
+    return meta(LlamaConfig(**{**TINY_DECODER, "tie_word_embeddings": True, **changes}))
+
+
+@pytest.mark.parametrize(("config", "settings", "teacher", "student"), [
+    (BertConfig(), {"rank": 256}, 109_482_240, 67_014_912),  # MaKD's 67.0M
+    (GPT2Config(), {"rank": 256}, 124_439_808, 77_253_888),  # c_attn as one 768×2304 matrix
+    # MaKD_64's 24.1M needs the embedding too; ranks 394 to 397 round to it.
+    (BertConfig(), {"rank": 64, "embedding_rank": 395}, 109_482_240, 24_083_070),
+    # k_proj and v_proj (2048×512) stay dense: they shrink at ranks under 410 only.
+    (LlamaConfig(**LLAMA_1B), {"target_params": "0.69B"}, 1_235_814_400, 689_768_448),
+])  # fmt: skip
+def test_published_counts(config: PreTrainedConfig, settings: dict[str, Any], teacher: int, student: int) -> None:
+    summary = summarise(config, FactorizeConfig(**settings))
+    assert summary["teacher_params"] == teacher
+    assert summary["student_params"] == student
+    assert summary["ratio"] == student / teacher
+
+
+def test_llama_target_leaves_narrow_matrices_dense() -> None:
+    summary = summarise(LlamaConfig(**LLAMA_1B), FactorizeConfig(target_params="0.69B"))
+    assert summary["rank"] == 632
+    assert len(summary["ranks"]) == 5 * 16
+    assert {name.rsplit(".", 1)[1] for name in summary["dense"]} == {"k_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(("config", "auto", "linears"), [
+    (LlamaConfig(**TINY_DECODER), AutoModelForCausalLM, DECODER_LINEARS),
+    (MistralConfig(**TINY_DECODER), AutoModelForCausalLM, DECODER_LINEARS),
+    (Qwen2Config(**TINY_DECODER), AutoModelForCausalLM, DECODER_LINEARS),
+    (Qwen3Config(**TINY_DECODER, head_dim=8), AutoModelForCausalLM, DECODER_LINEARS),
+    (GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96), AutoModelForCausalLM, {"c_attn", "c_proj", "c_fc"}),
+    (BertConfig(**TINY_ENCODER), AutoModelForMaskedLM, {"query", "key", "value", "dense"}),
+    (BertConfig(**TINY_ENCODER), AutoModel, {"query", "key", "value", "dense"}),
+    (RobertaConfig(**TINY_ENCODER), AutoModelForMaskedLM, {"query", "key", "value", "dense"}),
+    (XLMRobertaConfig(**TINY_ENCODER), AutoModel, {"query", "key", "value", "dense"}),
+])  # fmt: skip
+def test_only_linears_of_the_layers(config: PreTrainedConfig, auto: Any, linears: set[str]) -> None:
+    model = meta(config, auto)
+    found = layer_linears(model)
+    assert {name.rsplit(".", 1)[1] for name in found} == linears
+    assert all(re.search(r"\.\d+\.", f".{name}") for name in found)  # all have a layer number
+    assert all(model.get_submodule(name) is module for name, module in found.items())
+    per_layer = {"gpt2": 4, "bert": 6, "roberta": 6, "xlm-roberta": 6}.get(config.model_type, 7)
+    assert len(found) == 2 * per_layer
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("embedding_rank", [None, 20])
+def test_target_is_the_largest_rank_below(tie: bool, embedding_rank: int | None) -> None:
+    def count(settings: dict[str, Any]) -> int:
+        model = tiny_llama(tie_word_embeddings=tie)
+        install(model, plan(model, FactorizeConfig(**settings, embedding_rank=embedding_rank)), embedding_rank)
+        return count_parameters(model)
+
+    by_rank = {rank: count({"rank": rank}) for rank in range(1, 16)}
+    for rank in range(1, 15):
+        assert count({"target_params": str(by_rank[rank])}) == by_rank[rank]
+        assert count({"target_params": str(by_rank[rank + 1] - 1)}) == by_rank[rank]
+
+
+@pytest.mark.parametrize(
+    ("text", "params"),
+    [("690000000", 690_000_000), ("690_000_000", 690_000_000), ("0.69B", 690_000_000), ("77.25M", 77_250_000),
+     ("500k", 500_000), ("62%", 620_000_000), (" 12.5 % ", 125_000_000)],
+)  # fmt: skip
+def test_parse_target(text: str, params: int) -> None:
+    assert parse_target(text, 1_000_000_000) == params
+
+
+@pytest.mark.parametrize("text", ["", "many", "-5M", "1.2.3B", "5T", "1e9", "2B", "100%"])
+def test_parse_target_refuses(text: str) -> None:
+    with pytest.raises(UserError, match="target_params"):
+        parse_target(text, 1_000_000_000)
+
+
+def test_single_rank_leaves_dense_what_it_would_not_shrink() -> None:
+    # 32×16 (k, v) shrinks under rank 10.7, 32×32 (q, o) under 16, 32×48 under 19.2.
+    ranks = plan(tiny_llama(), FactorizeConfig(rank=16))
+    assert {name.rsplit(".", 1)[1] for name in ranks} == {"gate_proj", "up_proj", "down_proj"}
+    assert set(ranks.values()) == {16}
+
+
+def test_patterns_first_match_counts_and_is_literal() -> None:
+    ranks = plan(tiny_llama(), FactorizeConfig(ranks={"model.layers.0.*.q_proj": 32, "*.q_proj": 4, "*.mlp.*": 7}))
+    assert ranks["model.layers.0.self_attn.q_proj"] == 32
+    assert ranks["model.layers.1.self_attn.q_proj"] == 4
+    assert ranks["model.layers.1.mlp.down_proj"] == 7
+    assert len(ranks) == 2 + 6
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({}, ["rank, ranks and target_params"]),
+    ({"rank": 4, "target_params": "50%"}, ["exactly one", "rank and target_params"]),
+    ({"rank": 17}, ["rank 17", "model.layers.0.self_attn.k_proj", "16"]),
+    ({"rank": 0}, ["rank 0", "from 1"]),
+    ({"ranks": {"*.q_proj": 33}}, ["*.q_proj", "33", "model.layers.0.self_attn.q_proj", "32"]),
+    ({"ranks": {"*.q_porj": 3}}, ["'*.q_porj'", "q_proj"]),
+    ({"ranks": {"lm_head": 3}}, ["'lm_head'", "transformer layers"]),
+    ({"rank": 4, "embedding_rank": 40}, ["embedding_rank 40", "96×32", "32"]),
+    ({"target_params": "3000"}, ["3000", "out of reach", "embedding_rank"]),
+    ({"target_params": "huge"}, ["target_params 'huge'"]),
+])  # fmt: skip
+def test_refuses_in_one_sentence(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(tiny_llama(), FactorizeConfig(**settings))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_useless_rank_names_the_largest_useful_one() -> None:
+    with pytest.raises(UserError, match=r"rank 20 makes no matrix smaller.* 19"):
+        plan(tiny_llama(num_key_value_heads=4), FactorizeConfig(rank=20))
+
+
+def test_out_of_reach_target_names_a_range_that_is_reachable() -> None:
+    with pytest.raises(UserError) as caught:
+        plan(tiny_llama(), FactorizeConfig(target_params="1000"))
+    least, most = re.search(r"give ([\d,]+) to ([\d,]+)", str(caught.value)).groups()  # type: ignore[union-attr]
+    for bound, rank in ((least, 1), (most, 19)):
+        ranks = plan(tiny_llama(), FactorizeConfig(target_params=bound.replace(",", "")))
+        assert set(ranks.values()) == {rank}
+
+
+def test_summarise_reads_config_json_alone(tmp_path: Path) -> None:
+    BertConfig().save_pretrained(tmp_path)
+    summary = summarise(tmp_path, FactorizeConfig(rank=256))
+    assert summary["student_params"] == 67_014_912
+    assert json.loads(json.dumps(summary)) == summary
+
+
+@pytest.mark.parametrize("content", [None, "{not json", '{"model_type": "nonesuch"}'])
+def test_summarise_refuses_what_is_no_model(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json"):
+        summarise(tmp_path, FactorizeConfig(rank=4))
+
+
+def test_reference_of_a_student_is_factorised(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    student = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_DECODER, tie_word_embeddings=True))
+    factorize(student, plan(student, FactorizeConfig(rank=5)), embedding_rank=20)
+    student.save_pretrained(tmp_path)
+    for config in (student.config, AutoConfig.from_pretrained(tmp_path)):
+        assert count_parameters(build_reference(config)) == count_parameters(student)
+    with pytest.raises(UserError, match="already"):
+        summarise(tmp_path, FactorizeConfig(rank=4))
+
+
+def test_factorised_model_is_refused() -> None:
+    model = tiny_llama()
+    install(model, {"layers.0.mlp.up_proj": 4}, None)
+    with pytest.raises(UserError, match="already"):
+        plan(model, FactorizeConfig(rank=4))

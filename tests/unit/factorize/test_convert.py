@@ -1,0 +1,187 @@
+"""Factorising loaded weights, in place and from folder to folder."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import compress, count_parameters, factorize, plan
+from llmdistill.factorize.modules import LowRankLinear, matrix
+
+
+def tiny(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96))
+    elif kind == "bert":
+        model = BertForMaskedLM(
+            BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=96)
+        )
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=48,
+                vocab_size=96,
+                attention_bias=True,
+                tie_word_embeddings=True,
+            )
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel) -> torch.Tensor:
+    return model(input_ids=torch.arange(3, 19).view(2, 8))[0]
+
+
+@pytest.mark.parametrize("sigma", ["left", "balanced"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_full_rank_changes_nothing(kind: str, sigma: Any) -> None:
+    teacher = tiny(kind)
+    student = copy.deepcopy(teacher)
+    full = {name: min(matrix(module).shape) for name, module in student.named_modules() if name in plan_all(student)}
+    factorize(student, full, sigma=sigma, embedding_rank=32)
+    assert sum(isinstance(module, LowRankLinear) for module in student.modules()) == len(full) + 1  # the tied head
+    torch.testing.assert_close(outputs(student), outputs(teacher), rtol=0, atol=2e-5)
+
+
+def plan_all(model: PreTrainedModel) -> dict[str, int]:
+    return plan(model, FactorizeConfig(ranks={"*": 1}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str) -> None:
+    teacher = tiny(kind)
+    student = copy.deepcopy(teacher)
+    ranks = plan(student, FactorizeConfig(rank=5))
+    factorize(student, ranks, sigma="left")
+    x = torch.randn(3, 32)
+    for name in ranks:
+        dense, low_rank = teacher.get_submodule(name), student.get_submodule(name)
+        assert isinstance(low_rank, LowRankLinear)
+        weight = matrix(dense).detach().double()
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+        best = (u[:, :5] * s[:5]) @ vh[:5]
+        product = (low_rank.A.weight.T @ low_rank.B.weight.T).detach()
+        torch.testing.assert_close(product.double(), best, rtol=0, atol=1e-5)
+        # Σ sits in A, so B's rows have length 1 (MaKD eq. 11).
+        torch.testing.assert_close(torch.linalg.norm(low_rank.B.weight, dim=0), torch.ones(5))
+        if weight.shape[0] == 32:
+            bias = 0 if dense.bias is None else dense.bias
+            torch.testing.assert_close(low_rank(x), x @ best.float() + bias, rtol=0, atol=1e-5)
+
+
+def test_dtype_is_kept_and_computed_finer() -> None:
+    teacher = tiny("llama").to(torch.bfloat16)
+    student = copy.deepcopy(teacher)
+    factorize(student, plan(student, FactorizeConfig(rank=8)), embedding_rank=16)
+    assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
+    name = "model.layers.0.mlp.up_proj"
+    weight = matrix(teacher.get_submodule(name)).float()
+    u, s, _ = torch.linalg.svd(weight, full_matrices=False)
+    low_rank = student.get_submodule(name)
+    # One rounding to bf16 (half of 2⁻⁷) and no more; an SVD in bf16 would be off by far more.
+    torch.testing.assert_close(low_rank.A.weight.T.abs().float(), (u * s)[:, :8].abs(), rtol=2**-8, atol=1e-5)
+
+
+def test_a_config_shared_with_the_teacher_is_left_alone() -> None:
+    teacher = tiny("llama")
+    student = LlamaForCausalLM(teacher.config)
+    assert student.config is teacher.config
+    factorize(student, plan(student, FactorizeConfig(rank=4)))
+    assert not hasattr(teacher.config, "quantization_config")
+    configs = {id(module.config) for module in student.modules() if hasattr(module, "config")}
+    assert configs == {id(student.config)}
+
+
+def test_second_factorisation_is_refused() -> None:
+    model = tiny("llama")
+    ranks = plan(model, FactorizeConfig(rank=4))
+    factorize(model, ranks)
+    with pytest.raises(UserError, match="already"):
+        factorize(model, ranks)
+
+
+def test_weights_that_are_not_finite_are_refused_and_nothing_changes() -> None:
+    model = tiny("llama")
+    ranks = plan(model, FactorizeConfig(rank=4))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.down_proj"):
+        factorize(model, ranks)
+    assert not any(isinstance(module, LowRankLinear) for module in model.modules())
+
+
+def test_tied_in_config_but_not_in_fact_is_refused() -> None:
+    model = tiny("llama")
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32))
+    with pytest.raises(UserError, match="lm_head"):
+        factorize(model, {}, embedding_rank=8)
+
+
+@pytest.mark.parametrize(("kind", "auto"), [("llama", AutoModelForCausalLM), ("bert", AutoModelForMaskedLM)])
+def test_compress_from_folder_to_folder(tmp_path: Path, kind: str, auto: Any) -> None:
+    teacher = tiny(kind)
+    teacher.save_pretrained(tmp_path / "teacher")
+    (tmp_path / "teacher/tokenizer.json").write_text("{}")
+    settings = FactorizeConfig(rank=6, embedding_rank=16)
+    summary = compress(tmp_path / "teacher", tmp_path / "new/student", settings)
+    student = auto.from_pretrained(tmp_path / "new/student")
+    factorize(teacher, plan(teacher, settings), embedding_rank=16)
+    assert torch.equal(outputs(student), outputs(teacher))
+    assert (tmp_path / "new/student/tokenizer.json").read_text() == "{}"
+    if kind == "llama":  # counted on the causal LM; an encoder's base model differs from the one with its head
+        assert summary["student_params"] == count_parameters(student)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["student"]
+
+
+def test_compress_refuses_a_full_folder_before_reading_weights(tmp_path: Path) -> None:
+    tiny("llama").config.save_pretrained(tmp_path / "teacher")  # no weights there at all
+    (tmp_path / "student").mkdir()
+    (tmp_path / "student/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty"):
+        compress(tmp_path / "teacher", tmp_path / "student", FactorizeConfig(rank=4))
+    assert (tmp_path / "student/notes.txt").read_text() == "mine"
+
+
+def test_compress_names_missing_weights_and_leaves_nothing(tmp_path: Path) -> None:
+    config = tiny("llama").config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(UserError, match="teacher"):
+        compress(tmp_path / "teacher", tmp_path / "student", FactorizeConfig(rank=4))
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+
+
+def test_compress_refuses_unknown_architectures(tmp_path: Path) -> None:
+    teacher = tiny("llama")
+    teacher.save_pretrained(tmp_path / "teacher")
+    teacher.config.architectures = ["LlamaForNothing"]
+    teacher.config.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(UserError, match="LlamaForNothing"):
+        compress(tmp_path / "teacher", tmp_path / "student", FactorizeConfig(rank=4))

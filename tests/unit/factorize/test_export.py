@@ -1,0 +1,144 @@
+"""Students merged into stock models that need no llmdistill."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
+from transformers.pytorch_utils import Conv1D
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import export, export_dense, factorize, plan
+
+LLAMA = LlamaConfig(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=96,
+    tie_word_embeddings=True,
+)
+GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=0, eos_token_id=0)
+ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+}
+
+STOCK_LOAD = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+for folder, auto in (("llama", AutoModelForCausalLM), ("gpt2", AutoModelForCausalLM), ("bert", AutoModelForMaskedLM)):
+    model, info = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        torch.save(model(input_ids=torch.arange(3, 19).view(2, 8))[0], folder + ".pt")
+assert not any(name.startswith("llmdistill") for name in sys.modules)
+"""
+
+
+def save_student(
+    folder: Path, auto: Any, config: PreTrainedConfig, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = auto.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(dtype)
+    factorize(model, plan(model, FactorizeConfig(rank=9)), embedding_rank=20)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "notes.txt").write_text("not a model's file")
+    return model
+
+
+def test_export_loads_without_llmdistill(tmp_path: Path) -> None:
+    cases = {
+        "llama": (AutoModelForCausalLM, LLAMA),
+        "gpt2": (AutoModelForCausalLM, GPT2),
+        "bert": (AutoModelForMaskedLM, BertConfig(**ENCODER)),
+    }
+    students = {name: save_student(tmp_path / f"{name}-student", *case) for name, case in cases.items()}
+    for name in cases:
+        export_dense(tmp_path / f"{name}-student", tmp_path / name)
+    # Outside of the checkout, so that llmdistill cannot be imported from it by accident.
+    subprocess.run([sys.executable, "-c", STOCK_LOAD], check=True, cwd=tmp_path)
+    for name, student in students.items():
+        with torch.no_grad():
+            expected = student(input_ids=torch.arange(3, 19).view(2, 8))[0]
+        logits = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("auto", "config"), [
+    (AutoModelForCausalLM, GPT2), (AutoModelForMaskedLM, RobertaConfig(**ENCODER)), (AutoModel, BertConfig(**ENCODER)),
+])  # fmt: skip
+def test_export_is_a_whole_folder(tmp_path: Path, auto: Any, config: PreTrainedConfig) -> None:
+    save_student(tmp_path / "student", auto, config)
+    export_dense(tmp_path / "student", tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    files = {path.name for path in (tmp_path / "dense").iterdir()}
+    companions = {"generation_config.json"} if auto is AutoModelForCausalLM else set()
+    assert files == {"config.json", "model.safetensors", "tokenizer.json"} | companions
+
+
+def test_gpt2_gets_its_conv1d_back() -> None:
+    model = AutoModelForCausalLM.from_config(GPT2)
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    factorize(model, plan(model, FactorizeConfig(rank=9)), embedding_rank=20)
+    export.merge(model)
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert Conv1D in kinds.values()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    # Dense again in every respect: it can be factorised anew.
+    factorize(model, plan(model, FactorizeConfig(rank=5)))
+
+
+def test_bf16_student_exports_as_bf16(tmp_path: Path) -> None:
+    save_student(tmp_path / "student", AutoModelForCausalLM, LLAMA, torch.bfloat16)
+    export_dense(tmp_path / "student", tmp_path / "dense")
+    assert json.loads((tmp_path / "dense/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_wrong_export_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_student(tmp_path / "student", AutoModelForCausalLM, LLAMA)
+    product = export._product
+    monkeypatch.setattr(export, "_product", lambda a, b: 1.001 * product(a, b))
+    with pytest.raises(UserError, match="differs from the student"):
+        export_dense(tmp_path / "student", tmp_path / "dense")
+    assert [path.name for path in tmp_path.iterdir()] == ["student"]
+
+
+def test_what_is_no_student_is_refused(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "dense")
+    with pytest.raises(UserError, match="no factorised student"):
+        export_dense(tmp_path / "dense", tmp_path / "out")
+    with pytest.raises(UserError, match=r"no such folder"):
+        export_dense(tmp_path / "nothing", tmp_path / "out")
+
+
+def test_export_onto_the_student_is_refused(tmp_path: Path) -> None:
+    save_student(tmp_path / "student", AutoModelForCausalLM, LLAMA)
+    with pytest.raises(UserError, match="not empty"):
+        export_dense(tmp_path / "student", tmp_path / "student")
