@@ -16,10 +16,10 @@ from llmdistill.data.instruct import Example, InstructData, encode, read_example
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize import compress, count_parameters, summarise
+from llmdistill.factorize import build_reference, compress, count_parameters, summarise
 from llmdistill.methods import METHODS, Method
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.load import build_meta, check_same_vocabulary, load_config, load_model, load_tokenizer
+from llmdistill.models.load import check_same_vocabulary, load_config, load_model, load_tokenizer
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.distributed import World, barrier, broadcast_object
 from llmdistill.runtime.ds_config import read_ds_config
@@ -121,7 +121,7 @@ def make_plan(config: RunConfig) -> Plan:
     else:
         check_same_vocabulary(locate(config.teacher.model), config.student.model)
         student_config = load_config(config.student.model)
-        params = [count_parameters(build_meta(each)) for each in (teacher_config, student_config)]
+        params = [count_parameters(build_reference(each)) for each in (teacher_config, student_config)]
         sizes = {
             "method": "given",
             "teacher_params": params[0],

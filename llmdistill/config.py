@@ -144,7 +144,7 @@ class TrainConfig:
     """Optimisation. The global batch is what is given; how it is split over ranks and accumulation is derived."""
 
     steps: int = 1000
-    """Optimizer steps."""
+    """Optimizer steps of the whole run."""
     global_batch_size: int = 64
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     micro_batch_size: int | None = None

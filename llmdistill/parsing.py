@@ -154,9 +154,10 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 def _keys(parser: ArgumentParser) -> dict[str, bool]:
     """Every key of a parser, and whether it is a mapping with free keys below it."""
     return {
-        action.dest: "dict[" in str(getattr(action, "_typehint", ""))
+        option.removeprefix("--"): "dict[" in str(getattr(action, "_typehint", ""))
         for action in parser._actions
-        if action.dest != "help"
+        for option in action.option_strings
+        if option.startswith("--")
     }
 
 

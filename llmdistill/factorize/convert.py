@@ -47,7 +47,9 @@ def factorize(
     names = {base_name(model, name): rank for name, rank in ranks.items()}
     factors = {
         name: _factors(name, matrix(base.get_submodule(name)), rank, sigma)
-        for name, rank in tqdm(names.items(), desc="SVD", disable=not progress)
+        for name, rank in tqdm(
+            names.items(), desc="SVD", disable=None if progress else True
+        )  # None: silent where there is no terminal
     }
     embedding_factors = None if embedding_rank is None else _embedding_factors(model, embedding_rank, sigma)
 

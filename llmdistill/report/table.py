@@ -18,7 +18,7 @@ from rich.table import Table
 import llmdistill
 from llmdistill.runtime.checkpoint import write_json
 
-MODELS = {"teacher": "teacher", "untrained": "student, untrained", "student": "student, trained"}
+MODELS = {"teacher": "teacher", "untrained": "untrained student", "student": "trained student"}
 """Rows of the table: key in metrics.json, and what a reader sees."""
 
 
@@ -70,7 +70,7 @@ def training_speed(metrics_file: Path) -> float | None:
 def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows, as text."""
     sets = list(metrics["teacher"]["rougeL"])
-    header = ["model", "parameters", *(f"ROUGE-L {name}" for name in sets), "training tok/s", "generation tok/s"]
+    header = ["", "parameters", *sets, "train tok/s", "gen. tok/s"]
     rows = []
     for key, label in MODELS.items():
         model = metrics[key]
@@ -91,9 +91,9 @@ def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def print_table(metrics: dict[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal."""
     header, rows = _cells(metrics)
-    table = Table(title="Did it help?", title_justify="left")
+    table = Table(title="ROUGE-L (0-100) on each test set", title_justify="left")
     for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        table.add_column(name, justify="left" if number == 0 else "right")
     for row in rows:
         table.add_row(*row)
     (console or Console()).print(table)
@@ -111,7 +111,8 @@ def write_report(folder: Path, metrics: dict[str, Any]) -> None:
         "|" + "|".join("---" if number == 0 else "---:" for number in range(len(header))) + "|",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
-        f"ROUGE-L: F1 with stemming, best of the references, x 100; decoding: {run['decoding']}.",
+        f"ROUGE-L on {', '.join(metrics['teacher']['rougeL']) or 'no test set'}: F1 with stemming, best of the "
+        f"references, x 100; decoding: {run['decoding']}. Speeds are tokens per second of training and generation.",
         "",
         f"- Command: `{run['command']}`",
         f"- Hardware: {run['hardware']}",

@@ -90,7 +90,10 @@ def run(parsed: Any) -> dict[str, Any]:
     from llmdistill.runtime.distributed import init_distributed, shut_down
     from llmdistill.scoring.instruct import evaluate_model
 
-    settings = build(parsed, GenerationConfig)
+    try:
+        settings = build(parsed, GenerationConfig)
+    except UserError as error:  # there, these settings are the part `scoring` of a run
+        raise UserError(str(error).replace("scoring.", "--")) from error
     data = set_names(parsed.data)
     rank, world_size = 0, 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
