@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import llmdistill
 from llmdistill.runtime.checkpoint import write_json
 
-MODELS = {"teacher": "teacher", "untrained": "untrained student", "student": "trained student"}
+MODELS = {"teacher": "teacher", "untrained": "student before", "student": "student after"}
 """Rows of the table: key in metrics.json, and what a reader sees."""
 
 
@@ -70,16 +71,16 @@ def training_speed(metrics_file: Path) -> float | None:
 def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows, as text."""
     sets = list(metrics["teacher"]["rougeL"])
-    header = ["", "parameters", *sets, "train tok/s", "gen. tok/s"]
+    header = ["", "params", "size", *sets, "train tok/s", "gen tok/s"]
     rows = []
     for key, label in MODELS.items():
         model = metrics[key]
-        share = "" if key == "teacher" else f" ({model['params'] / metrics['teacher']['params']:.0%})"
         training = model.get("training_tokens_per_second")
         rows.append(
             [
                 label,
-                f"{model['params']:,}{share}",
+                f"{model['params']:,}",
+                f"{model['params'] / metrics['teacher']['params']:.0%}",
                 *(f"{model['rougeL'][name]:.1f}" for name in sets),
                 "" if training is None else f"{training:,.0f}",
                 f"{model['generation_tokens_per_second']:,.0f}",
@@ -91,7 +92,7 @@ def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def print_table(metrics: dict[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal."""
     header, rows = _cells(metrics)
-    table = Table(title="ROUGE-L (0-100) on each test set", title_justify="left")
+    table = Table(title="ROUGE-L (0-100) on each test set", title_justify="left", box=box.HORIZONTALS, pad_edge=False)
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number == 0 else "right")
     for row in rows:

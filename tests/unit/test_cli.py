@@ -1,0 +1,101 @@
+"""The llmdistill command."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, GPT2Config
+
+from llmdistill.cli import main, split_launcher_flags
+from llmdistill.train import main as train_main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("config", "teacher", "student"),
+    [(BertConfig(), 109_482_240, 67_014_912), (GPT2Config(), 124_439_808, 77_253_888)],
+    ids=["bert", "gpt2"],
+)
+def test_compress_counts_from_a_config_alone(tmp_path, capsys, config, teacher, student):
+    config.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert main(["compress", "--model", str(tmp_path), "--method", "svd", "--rank", "256", "--dry_run", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["teacher_params"], printed["student_params"]) == (teacher, student)
+
+
+def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
+    assert main(["compress", "--model", str(tmp_path), "--rank", "2"]) == 2
+    assert capsys.readouterr().err == "error: --output is missing: name the student's folder, or add --dry_run\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compres"], "there is no command 'compres'; there are train, compress, export, evaluate"),
+        (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
+        (["compress", "--rank", "3"], "model"),
+        (["export", "--model", "x", "--output", "y"], "--dense is missing"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_two(capsys, arguments, said):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_help_lists_every_command(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("train", "compress", "export", "evaluate"))
+
+
+def test_launcher_flags_go_to_the_launcher():
+    words = ["--ds_config", "z.json", "--num_gpus", "2", "--train.steps=3", "--master_port=29501"]
+    launcher, rest = split_launcher_flags(words)
+    assert launcher == ["--num_gpus", "2", "--master_port=29501"]
+    assert rest == ["--ds_config", "z.json", "--train.steps=3"]
+
+
+def test_dry_run_prints_one_json_object_without_weights_or_data(tmp_path, capsys):
+    GPT2Config().save_pretrained(tmp_path)
+    arguments = ["--teacher.model", str(tmp_path), "--student.factorize.rank", "256", "--data.train", "nowhere.jsonl"]
+    code = train_main(["--ds_config", str(ROOT / "ds_configs" / "zero3.json"), "--dry_run", "--json", *arguments])
+    assert code == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["teacher_params"] == 124_439_808
+    assert printed["student_params"] == 77_253_888
+    assert printed["config"]["student"]["factorize"]["rank"] == 256
+    assert printed["ds_config"]["zero_optimization"]["stage"] == 3
+    assert printed["batch"]["global_batch_size"] == printed["config"]["train"]["global_batch_size"]
+    assert "ffn_gate" not in printed["terms"]
+
+
+def test_wheel_holds_only_the_package(tmp_path):
+    from setuptools import build_meta
+
+    assert (ROOT / "pyproject.toml").is_file()
+    # Built in a copy: setuptools leaves folders behind where it builds.
+    import shutil
+
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", "tests")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(copy)
+        name = build_meta.build_wheel(str(tmp_path))
+    names = zipfile.ZipFile(tmp_path / name).namelist()
+    tops = {entry.split("/")[0] for entry in names}
+    assert all(top.startswith("llmdistill") for top in tops), tops
+    for needed in (
+        "recipes/embedded.yaml",
+        "embedded/teacher/model.safetensors",
+        "embedded/data/train.jsonl",
+        "train.py",
+    ):
+        assert f"llmdistill/{needed}" in names

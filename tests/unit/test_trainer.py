@@ -1,0 +1,140 @@
+"""The loop's arithmetic, with an engine that only remembers what it was asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmdistill.batch import Batch, LossSum, Outputs, Taps
+from llmdistill.config import TrainConfig
+from llmdistill.data.instruct import Encoded
+from llmdistill.data.sampler import TrainLoader
+from llmdistill.errors import UserError
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.log import RunLog, Stopwatch
+from llmdistill.trainer import Trainer, global_counts
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+class Engine:
+    """Plain SGD in DeepSpeed's clothes: gradients are averaged over the accumulation steps."""
+
+    def __init__(self, weight, accumulation):
+        self.weight, self.accumulation, self.count = weight, accumulation, 0
+        self.optimizer = torch.optim.SGD([weight], lr=0.0)
+        self.monitor = None
+
+    def backward(self, loss):
+        (loss / self.accumulation).backward()
+
+    def step(self):
+        self.count += 1
+        if self.count % self.accumulation == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def get_global_grad_norm(self):
+        return 0.0
+
+    def save_checkpoint(self, *args, **kwargs):
+        pass
+
+
+class Squares:
+    """Two terms: the squares of all real tokens' logits, and those of labelled positions only."""
+
+    weights = {"all": 1.0, "labelled": 3.0}  # noqa: RUF012
+    positions = {"all": "tokens", "labelled": "labels"}  # noqa: RUF012
+
+    def __call__(self, student, teacher, batch):
+        values = student.logits[..., 0] ** 2
+        real, labelled = batch.attention_mask.bool(), batch.labels[:, 1:] != -100
+        return {
+            "all": LossSum(values[real].sum(), real.sum()),
+            "labelled": LossSum(values[:, :-1][labelled].sum(), labelled.sum()),
+        }
+
+
+def make_trainer(folder, micro_batch_size, method=None, steps=4):
+    weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    items = [Encoded(list(range(1, 2 + n % 5)), list(range(3, 5 + n % 3))) for n in range(12)]
+    loader = TrainLoader(items, pad_token_id=0, seed=3, global_batch_size=8, micro_batch_size=micro_batch_size)
+    return weight, Trainer(
+        engine=Engine(weight, 8 // micro_batch_size),
+        student=lambda batch: Outputs(logits=weight * batch.input_ids[..., None].double(), taps=Taps()),
+        teacher=None,
+        method=Squares() if method is None else method,
+        loader=loader,
+        settings=TrainConfig(steps=steps, global_batch_size=8, learning_rate=1e-3, schedule="constant", log_every=1),
+        seed=3,
+        folder=folder,
+        world=WORLD,
+    )
+
+
+def naive(steps=4):
+    """The same training over whole global batches: each term a mean over its own positions."""
+    weight = torch.tensor(0.7, dtype=torch.float64)
+    _, trainer = make_trainer(None, 8)
+    for step in range(steps):
+        (batch,) = trainer.loader.micro_batches(step)
+        all_squares, labelled_squares = [], []
+        for row in range(8):
+            for token in range(batch.input_ids.shape[1]):
+                if batch.attention_mask[row, token]:
+                    all_squares.append(float(batch.input_ids[row, token]) ** 2)
+                if token + 1 < batch.labels.shape[1] and batch.labels[row, token + 1] != -100:
+                    labelled_squares.append(float(batch.input_ids[row, token]) ** 2)
+        slope = sum(all_squares) / len(all_squares) + 3 * sum(labelled_squares) / len(labelled_squares)
+        weight = weight - 1e-3 * 2 * weight * slope
+    return weight
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 4, 2, 1])
+def test_loss_is_divided_once_by_the_global_counts(tmp_path, micro_batch_size):
+    weight, trainer = make_trainer(tmp_path, micro_batch_size)
+    trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+    # fp32 zeros hold the log's sums, the training itself is fp64 here.
+    torch.testing.assert_close(weight.detach(), naive(), rtol=1e-12, atol=0)
+
+
+def test_counts_agree_with_what_the_terms_count(tmp_path):
+    _, trainer = make_trainer(tmp_path, 4)
+    batches = trainer.loader.micro_batches(0)
+    losses = [trainer.method(trainer.student(batch), None, batch) for batch in batches]
+    counts = global_counts(batches)
+    assert counts[0] == sum(int(loss["all"].count) for loss in losses)
+    assert counts[1] == sum(int(loss["labelled"].count) for loss in losses)
+
+
+def test_loss_that_is_not_finite_stops_the_run(tmp_path):
+    class Broken(Squares):
+        def __call__(self, student, teacher, batch):
+            return {
+                name: LossSum(loss.sum * float("nan"), loss.count)
+                for name, loss in super().__call__(student, teacher, batch).items()
+            }
+
+    _, trainer = make_trainer(tmp_path, 8, method=Broken())
+    with pytest.raises(UserError, match=r"the loss is nan at step 1: lower train\.learning_rate"):
+        trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+
+
+def test_log_drops_rows_that_a_resumed_run_writes_again(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    RunLog(tmp_path, start=2, steps=4, world=WORLD, monitor=None)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_stopwatch_starts_anew_when_read():
+    clock = Stopwatch(torch.device("cpu"))
+    with clock.running():
+        sum(range(10_000))
+    assert clock.take() > 0
+    assert clock.take() == 0
+
+
+def test_first_token_is_no_label():
+    ids = torch.tensor([[5, 6, 7]])
+    assert int(Batch(ids, torch.ones_like(ids), ids).num_labels()) == 2
