@@ -19,7 +19,7 @@ from rich.table import Table
 import llmdistill
 from llmdistill.runtime.checkpoint import write_json
 
-MODELS = {"teacher": "teacher", "untrained": "student before", "student": "student after"}
+MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json, and what a reader sees."""
 
 
@@ -71,7 +71,7 @@ def training_speed(metrics_file: Path) -> float | None:
 def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows, as text."""
     sets = list(metrics["teacher"]["rougeL"])
-    header = ["", "params", "size", *sets, "train tok/s", "gen tok/s"]
+    header = ["model", "params", "size", *sets, "train tok/s", "gen tok/s"]
     rows = []
     for key, label in MODELS.items():
         model = metrics[key]
@@ -92,7 +92,12 @@ def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def print_table(metrics: dict[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal."""
     header, rows = _cells(metrics)
-    table = Table(title="ROUGE-L (0-100) on each test set", title_justify="left", box=box.HORIZONTALS, pad_edge=False)
+    table = Table(
+        title="Teacher, untrained student, trained student: ROUGE-L (0-100) on each set",
+        title_justify="left",
+        box=box.HORIZONTALS,
+        pad_edge=False,
+    )
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number == 0 else "right")
     for row in rows:
