@@ -1,11 +1,8 @@
-"""Model folders on disk: read as the class that saved them, written whole or not at all."""
+"""Model folders on disk: read as the class that saved them, with what belongs to a model beside its weights."""
 
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,22 +67,6 @@ def model_class(config: PreTrainedConfig) -> Any:
             f"config.json names the architecture {name!r}, which transformers {transformers.__version__} lacks"
         )
     return found
-
-
-@contextmanager
-def new_folder(path: Path | str) -> Iterator[Path]:
-    """A folder to write into that gets its name only when the block ends well. UserError if the name is taken."""
-    final = Path(path)
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"{final} exists and is not empty; give another folder or remove it")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        partial.replace(final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def copy_companions(source: Path | str, target: Path) -> None:

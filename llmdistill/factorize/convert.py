@@ -14,10 +14,11 @@ from tqdm import tqdm
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.budget import summarise
-from llmdistill.factorize.checkpoint import copy_companions, load, local_folder, new_folder
+from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.modules import base_name, install, matrix, tied_heads, token_embedding
 from llmdistill.factorize.svd import place_sigma, truncated_svd
+from llmdistill.files import new_folder
 from llmdistill.models.load import load_config
 
 if TYPE_CHECKING:

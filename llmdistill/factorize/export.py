@@ -12,9 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.budget import count_parameters
-from llmdistill.factorize.checkpoint import copy_companions, load, local_folder, new_folder
+from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.hub import NAME
 from llmdistill.factorize.modules import LowRankEmbedding, LowRankLinear, replace
+from llmdistill.files import new_folder
 from llmdistill.models.load import load_config
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import llmdistill
-from llmdistill.runtime.checkpoint import write_json
+from llmdistill.files import write_json
 
 MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json, and what a reader sees."""

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from llmdistill.errors import UserError
+from llmdistill.files import write_json
 from llmdistill.runtime.distributed import World, barrier, broadcast_object
 
 RUN_FILE = "run.json"
 _FREE_KEYS = ("output_dir", "resume", "ds_config", "scoring", "data.tests")
 _FREE_TRAIN_KEYS = ("log_every", "save_every", "keep_checkpoints")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def claim_folder(folder: Path, run: dict[str, Any], *, resume: str, world: World) -> None:

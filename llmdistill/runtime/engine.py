@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.checkpoint import copy_companions, new_folder
+from llmdistill.factorize.checkpoint import copy_companions
+from llmdistill.files import new_folder
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World, barrier
 from llmdistill.runtime.ds_config import resolve_ds_config

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.data.instruct import Example
 from llmdistill.factorize import count_parameters
-from llmdistill.runtime.checkpoint import write_json
+from llmdistill.files import write_json
 from llmdistill.runtime.distributed import World, broadcast_object
 from llmdistill.scoring.instruct import score_sets
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from llmdistill.data.instruct import (
     render_prompt,
 )
 from llmdistill.embedded import locate
+from llmdistill.files import write_json, write_text
 from llmdistill.models.load import load_model, load_tokenizer
 from llmdistill.scoring.generation import GenerationResult, generate_encoded
 from llmdistill.scoring.rouge import rouge_l
@@ -149,15 +149,7 @@ def _write_predictions(path: Path, examples: Sequence[Example], texts: Mapping[s
         }
         for index, example in enumerate(examples)
     ]
-    _write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file such that a kill leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def check_sets(
@@ -269,5 +261,5 @@ def evaluate_model(
         "sets": {name: score.to_dict() for name, score in scores.items()},
     }
     if output_dir is not None and rank == 0:
-        _write_whole(output_dir / "metrics.json", json.dumps(result, indent=2) + "\n")
+        write_json(output_dir / "metrics.json", result)
     return result

@@ -10,7 +10,7 @@ import torch
 
 from llmdistill.errors import UserError
 from llmdistill.parsing import parse_run, to_dict
-from llmdistill.runtime.checkpoint import claim_folder, last_step, write_json
+from llmdistill.runtime.checkpoint import claim_folder, last_step
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -71,9 +71,3 @@ def test_last_step_reads_what_deepspeed_wrote(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step-120")
     assert last_step(tmp_path) == 120
-
-
-def test_json_is_written_whole(tmp_path):
-    write_json(tmp_path / "new" / "a.json", {"x": "é"})
-    assert json.loads((tmp_path / "new" / "a.json").read_text(encoding="utf-8")) == {"x": "é"}
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]

@@ -1,0 +1,43 @@
+"""Files and folders that are written whole or not at all: a kill leaves the old one or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llmdistill.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; its folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def new_folder(path: Path | str) -> Iterator[Path]:
+    """A folder to write into that gets its name only when the block ends well. UserError if the name is taken."""
+    final = Path(path)
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"{final} exists and is not empty; give another folder or remove it")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.replace(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
