@@ -17,7 +17,8 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.10 or newer was found (${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 || true)): install one, or name it with PYTHON=/path/to/python."
+    candidate="${PYTHON:-python3}"
+    fail "no Python 3.10 or newer was found ($candidate is $("$candidate" --version 2>/dev/null || echo missing)): install one, or name it with PYTHON=/path/to/python."
 }
 
 check_compiler() {
