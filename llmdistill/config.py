@@ -14,7 +14,7 @@ class FactorizeConfig:
     """One rank for every factorised linear."""
     ranks: dict[str, int] | None = None
     """Rank per module pattern, as {glob over module names: rank}; the first pattern that matches counts."""
-    target_params: str | None = None
+    target_params: str | int | None = None
     """Parameters the student may have: a number (690000000), a short form (0.69B, 77.25M) or a share of the
     teacher (62%); the largest single rank that stays below it is taken."""
     embedding_rank: int | None = None

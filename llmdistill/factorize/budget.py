@@ -75,7 +75,7 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     if len(given) > 1 or not (given or settings.embedding_rank is not None):
         raise UserError(
             "give exactly one of rank, ranks and target_params (or embedding_rank alone), "
-            f"not {' and '.join(given) or 'none'}"
+            f"not {' and '.join(given) or 'none'}; null takes one back that a recipe sets"
         )
     if is_factorised(model):
         raise UserError(f"this {type(model).__name__} is factorised already; start from the dense teacher")
@@ -94,7 +94,7 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     return {}
 
 
-def parse_target(text: str, teacher_params: int) -> int:
+def parse_target(text: str | int, teacher_params: int) -> int:
     """Parameters meant by "690000000", "0.69B", "77.25M" or "62%" (of the teacher). UserError for anything else."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([KMB%]?)\s*", str(text), re.IGNORECASE)
     if match is None:

@@ -108,3 +108,12 @@ def test_configuration_is_plain_json_values():
     assert to_dict(config)["train"]["betas"] == [0.9, 0.99]
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 3
+
+
+def test_target_may_be_a_bare_number_in_yaml(tmp_path):
+    recipe = write_recipe(tmp_path, "student: {factorize: {target_params: 690000000}}\n")
+    assert parse_run([*DS, "--recipe", recipe])[0].student.factorize.target_params == 690_000_000
+    assert (
+        parse_run([*DS, "--recipe", recipe, "--student.factorize.target_params=62%"])[0].student.factorize.target_params
+        == "62%"
+    )
