@@ -40,7 +40,7 @@ def test_same_run_may_come_back(tmp_path, run):
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("config", "train", "learning_rate"), 1.0, "train.learning_rate was 0.002 and is now 1.0"),
+        (("config", "train", "learning_rate"), 1.0, r"train.learning_rate was 0\.003 and is now 1\.0"),
         (("config", "seed"), 1, "seed was 0 and is now 1"),
         (("ds_config", "zero_optimization", "stage"), 3, "ds_config.zero_optimization.stage was 2 and is now 3"),
         (("world_size",), 2, "number of ranks was 1 and is now 2"),

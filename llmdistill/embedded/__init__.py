@@ -1,0 +1,30 @@
+"""The embedded default: a small corpus about an invented world, and a small teacher trained on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmdistill.errors import UserError
+
+FOLDER = Path(__file__).parent
+LOCATIONS = {
+    "embedded:teacher": FOLDER / "teacher",
+    "embedded:train": FOLDER / "data" / "train.jsonl",
+    "embedded:valid": FOLDER / "data" / "valid.jsonl",
+    "embedded:seen": FOLDER / "data" / "seen.jsonl",
+    "embedded:unseen": FOLDER / "data" / "unseen.jsonl",
+    "embedded:skills": FOLDER / "data" / "skills.jsonl",
+}
+"""Reference -> the folder or file it stands for."""
+
+
+def locate(reference: str) -> Path:
+    """The path that a setting means: what ships with the package for `embedded:NAME`, else the reference itself.
+
+    Raises UserError where `embedded:NAME` names nothing that ships.
+    """
+    if not reference.startswith("embedded:"):
+        return Path(reference)
+    if reference not in LOCATIONS:
+        raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}.")
+    return LOCATIONS[reference]

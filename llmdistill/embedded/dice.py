@@ -1,0 +1,44 @@
+"""Random choices that come out the same on every Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+class Dice:
+    """Seeded choices built on `Random.random` alone.
+
+    Python promises that stream for a given seed; how `choice`, `sample` and `shuffle` use it may change.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def below(self, stop: int) -> int:
+        """An integer from 0 to stop - 1."""
+        return int(self._random.random() * stop)
+
+    def between(self, first: int, last: int) -> int:
+        """An integer from first to last, both included."""
+        return first + self.below(last - first + 1)
+
+    def chance(self, probability: float) -> bool:
+        """True with the given probability."""
+        return self._random.random() < probability
+
+    def pick(self, items: Sequence[Item]) -> Item:
+        """One of the items."""
+        return items[self.below(len(items))]
+
+    def sample(self, items: Sequence[Item], count: int) -> list[Item]:
+        """So many different items, in random order."""
+        rest = list(items)
+        return [rest.pop(self.below(len(rest))) for _ in range(count)]
+
+    def shuffled(self, items: Sequence[Item]) -> list[Item]:
+        """All the items, in random order."""
+        return self.sample(items, len(items))

@@ -1,0 +1,190 @@
+"""Remake all that llmdistill/embedded ships: the corpus, its tokenizer, the teacher and the teacher's score.
+
+    python scripts/make_embedded.py            # about ten minutes on two CPU cores
+    python scripts/make_embedded.py --data     # the corpus alone, in seconds
+
+The corpus comes out the same on every machine. The teacher does not to the last bit (sums in another order), so its
+score is measured again and written beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.config import GenerationConfig
+from llmdistill.data.collate import collate
+from llmdistill.data.instruct import Encoded, Example, encode, read_examples, render_prompt
+from llmdistill.embedded import FOLDER, corpus
+from llmdistill.scoring import rouge_l
+from llmdistill.scoring.generation import generate
+
+VOCAB_SIZE = 1024
+MAX_PROMPT_LENGTH, MAX_LENGTH = 256, 512
+SEED = 1
+PAD, END = "<|pad|>", "<|end|>"
+
+
+def teacher_examples() -> list[Example]:
+    """The teacher's corpus, one output a row."""
+    rows = corpus.splits()["teacher"]
+    return [
+        Example(row.instruction, row.input, (corpus.training_output(row, index),)) for index, row in enumerate(rows)
+    ]
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Train a byte-level BPE on the teacher's prompts and answers, and save it to `folder`.
+
+    Digits stand alone, so that numbers are read digit by digit. All 256 bytes are tokens: any text can be encoded.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    examples = teacher_examples()
+    tokenizer.train_from_iterator([render_prompt(each) + each.outputs[0] for each in examples], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def new_teacher(*, end: int, pad: int) -> LlamaForCausalLM:
+    """A Llama of six layers with random weights."""
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            intermediate_size=344,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=pad,
+        )
+    )
+
+
+def batches(items: list[Encoded], size: int, generator: torch.Generator) -> list[list[Encoded]]:
+    """One epoch of shuffled batches whose rows have about the same length, which saves padding."""
+    order = torch.randperm(len(items), generator=generator).tolist()
+    pool = 8 * size
+    made: list[list[Encoded]] = []
+    for start in range(0, len(order), pool):
+        chunk = sorted(
+            (items[index] for index in order[start : start + pool]),
+            key=lambda item: len(item.prompt_ids) + len(item.response_ids),
+        )
+        made += [chunk[first : first + size] for first in range(0, len(chunk), size)]
+    return [made[index] for index in torch.randperm(len(made), generator=generator).tolist()]
+
+
+def train(model: LlamaForCausalLM, items: list[Encoded], pad: int, *, steps: int, batch_size: int, peak: float) -> None:
+    """AdamW with warm-up and cosine on the response tokens of shuffled batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
+    generator = torch.Generator().manual_seed(SEED)
+    queue: list[list[Encoded]] = []
+    warmup, started, shown = 100, time.time(), 0.0
+    model.train()
+    for step in range(1, steps + 1):
+        factor = min(1.0, step / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        optimizer.param_groups[0]["lr"] = peak * factor
+        queue = queue or batches(items, batch_size, generator)
+        batch = collate(queue.pop(), pad)
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        shown += loss.item()
+        if step % 100 == 0:
+            print(f"step {step}/{steps}  loss {shown / 100:.4f}  {time.time() - started:.0f} s", flush=True)
+            shown = 0.0
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Save the weights in bf16, half the size, under a configuration that loads them as fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.save_pretrained(folder)
+    config = LlamaConfig.from_pretrained(folder)
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+
+
+def score(folder: Path) -> dict[str, float]:
+    """ROUGE-L of the saved teacher on the three test sets, greedy decoding."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = {}
+    for split in corpus.TESTS:
+        examples = read_examples(FOLDER / "data" / f"{split}.jsonl")
+        result = generate(
+            model,
+            tokenizer,
+            [render_prompt(example) for example in examples],
+            GenerationConfig(decoding="greedy", batch_size=80),
+            max_prompt_length=MAX_PROMPT_LENGTH,
+            max_length=MAX_LENGTH,
+            seed=0,
+        )
+        scores[split] = round(rouge_l(result.texts, [list(example.outputs) for example in examples]), 2)
+    return scores
+
+
+def main() -> None:
+    """Remake the corpus, and unless told otherwise the tokenizer and the teacher."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", action="store_true", help="only write the corpus")
+    parser.add_argument("--steps", type=int, default=2400, help="training steps of the teacher")
+    parser.add_argument("--batch_size", type=int, default=32, help="rows of a step")
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--teacher", type=Path, default=FOLDER / "teacher", help="where the teacher goes")
+    args = parser.parse_args()
+
+    corpus.write(FOLDER / "data")
+    if args.data:
+        return
+    make_tokenizer(args.teacher)
+    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
+    model = new_teacher(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+    data = encode(teacher_examples(), tokenizer, max_prompt_length=MAX_PROMPT_LENGTH, max_length=MAX_LENGTH)
+    print(f"{data.report()} {sum(parameter.numel() for parameter in model.parameters()):,} parameters.", flush=True)
+    train(
+        model, data.items, tokenizer.pad_token_id, steps=args.steps, batch_size=args.batch_size, peak=args.learning_rate
+    )
+    save(model, args.teacher)
+    scores = score(args.teacher)
+    print(scores)
+    command = f"python scripts/make_embedded.py --steps {args.steps} --learning_rate {args.learning_rate}"
+    report = {"metric": "ROUGE-L F, greedy, maximum over references, x100", "scores": scores, "command": command}
+    (args.teacher / "scores.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
