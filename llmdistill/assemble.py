@@ -162,7 +162,7 @@ def prepare_student(plan: Plan, world: World) -> Path:
     error = None
     if world.is_main and not (folder / "config.json").is_file():
         try:
-            compress(plan.teacher_path, folder, plan.config.student.factorize)
+            compress(plan.teacher_path, folder, plan.config.student.factorize, device=world.device)
         except UserError as mistake:
             error = str(mistake)
     error = broadcast_object(error)

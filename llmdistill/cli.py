@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentParser
 
 from llmdistill.config import FactorizeConfig
@@ -85,7 +86,8 @@ def compress(arguments: Sequence[str]) -> None:
     elif parsed.output is None:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
     else:
-        result = compress_folder(locate(parsed.model), Path(parsed.output), settings)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        result = compress_folder(locate(parsed.model), Path(parsed.output), settings, device=device)
     _show(result, parsed.json, ("teacher_params", "student_params", "ratio", "rank"))
 
 

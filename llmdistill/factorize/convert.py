@@ -34,25 +34,26 @@ def factorize(
     *,
     sigma: Sigma = "left",
     embedding_rank: int | None = None,
+    device: torch.device | None = None,
     progress: bool = False,
 ) -> None:
     """Replace each named linear, and the token embedding if asked, by its best rank-k product (MaKD eq. 11), in place.
 
-    `ranks` is what `plan` gives. dtype and device stay, the arithmetic is fp32 or finer; a tied head stays tied.
-    save_pretrained then writes a student that from_pretrained loads. UserError if the model is factorised or quantised
-    already, or has a matrix with values that are not finite.
+    `ranks` is what `plan` gives. Each matrix is decomposed on `device` (where it is, without one), one at a time, so a
+    model that no GPU holds can still use one. dtype and device of the model stay, the arithmetic is fp32 or finer; a
+    tied head stays tied. save_pretrained then writes a student that from_pretrained loads. UserError if the model is
+    factorised or quantised already, or has a matrix with values that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"this {type(model).__name__} is factorised or quantised already; start from the dense teacher")
     base = model.base_model
     names = {base_name(model, name): rank for name, rank in ranks.items()}
+    silent = None if progress else True  # None: tqdm is silent where there is no terminal
     factors = {
-        name: _factors(name, matrix(base.get_submodule(name)), rank, sigma)
-        for name, rank in tqdm(
-            names.items(), desc="SVD", disable=None if progress else True
-        )  # None: silent where there is no terminal
+        name: _factors(name, matrix(base.get_submodule(name)), rank, sigma, device)
+        for name, rank in tqdm(names.items(), desc="SVD", disable=silent)
     }
-    embedding_factors = None if embedding_rank is None else _embedding_factors(model, embedding_rank, sigma)
+    embedding_factors = None if embedding_rank is None else _embedding_factors(model, embedding_rank, sigma, device)
 
     install(model, names, embedding_rank)
     low_rank: Any
@@ -68,7 +69,9 @@ def factorize(
     model.config.quantization_config = FactorizedConfig("svd", names, embedding_rank)
 
 
-def compress(model_dir: Path | str, output_dir: Path | str, settings: FactorizeConfig) -> dict[str, Any]:
+def compress(
+    model_dir: Path | str, output_dir: Path | str, settings: FactorizeConfig, *, device: torch.device | None = None
+) -> dict[str, Any]:
     """Factorise the model of a folder into a new folder that from_pretrained loads, and return what `summarise` says.
 
     The model keeps its class and so its heads, its dtype, its tokenizer and its generation settings. UserError for
@@ -79,7 +82,14 @@ def compress(model_dir: Path | str, output_dir: Path | str, settings: FactorizeC
     with new_folder(output_dir) as folder:
         source = local_folder(model_dir)
         model = load(source, config)
-        factorize(model, summary["ranks"], sigma=settings.sigma, embedding_rank=settings.embedding_rank, progress=True)
+        factorize(
+            model,
+            summary["ranks"],
+            sigma=settings.sigma,
+            embedding_rank=settings.embedding_rank,
+            device=device,
+            progress=True,
+        )
         model.save_pretrained(folder)
         copy_companions(source, folder)
     return summary
@@ -94,15 +104,18 @@ def _unshare_config(model: PreTrainedModel) -> None:
             module.config = own
 
 
-def _factors(name: str, weight: Tensor, rank: int, sigma: Sigma) -> tuple[Tensor, Tensor]:
-    """A (n, k) and B (k, m) of a matrix (n, m)."""
+def _factors(name: str, weight: Tensor, rank: int, sigma: Sigma, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """A (n, k) and B (k, m) of a matrix (n, m), where the matrix is."""
     if not weight.isfinite().all():
         raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
-    a, b = place_sigma(*truncated_svd(weight, rank), sigma)
-    return a.to(weight.dtype), b.to(weight.dtype)
+    moved = weight if device is None else weight.to(device)
+    a, b = place_sigma(*truncated_svd(moved, rank), sigma)
+    return a.to(weight), b.to(weight)
 
 
-def _embedding_factors(model: PreTrainedModel, rank: int, sigma: Sigma) -> tuple[Tensor, Tensor]:
+def _embedding_factors(
+    model: PreTrainedModel, rank: int, sigma: Sigma, device: torch.device | None
+) -> tuple[Tensor, Tensor]:
     name, embedding = token_embedding(model)
     for head in tied_heads(model, name):
         if model.get_submodule(head).weight is not embedding.weight:
@@ -110,4 +123,4 @@ def _embedding_factors(model: PreTrainedModel, rank: int, sigma: Sigma) -> tuple
                 f"the config ties {head} to the token embedding, but their weights differ; "
                 "set tie_word_embeddings to false in config.json"
             )
-    return _factors(name, embedding.weight, rank, sigma)
+    return _factors(name, embedding.weight, rank, sigma, device)

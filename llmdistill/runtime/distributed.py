@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def init_distributed() -> World:
         # The ranks of a node share its cores; torch gives all of them to each.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    deepspeed.init_distributed()
+    # Ranks wait for one another while rank 0 factorises or writes, which takes a large model longer than half an hour.
+    deepspeed.init_distributed(timeout=timedelta(hours=6))
     device = torch.device("cpu" if on_cpu else f"cuda:{local_rank}")
     if not on_cpu:
         torch.cuda.set_device(device)
