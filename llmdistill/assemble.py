@@ -18,6 +18,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize import build_reference, compress, count_parameters, summarise
 from llmdistill.methods import METHODS, Method
+from llmdistill.models.families import family_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import check_same_vocabulary, load_config, load_model, load_tokenizer
 from llmdistill.models.taps import Recorder
@@ -115,6 +116,11 @@ def make_plan(config: RunConfig) -> Plan:
     split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
     resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
     teacher_config = load_config(locate(config.teacher.model))
+    if not family_of(teacher_config).causal:
+        raise UserError(
+            f"teacher.model {config.teacher.model} is an encoder ({teacher_config.model_type}), and instruction data train "
+            "decoders only: take a decoder; `llmdistill compress` and `export` do work on encoders"
+        )
     if config.student.model is None:
         student_config = teacher_config  # a factorised student has its teacher's shape
         sizes = summarise(teacher_config, config.student.factorize)

@@ -68,6 +68,7 @@ def distil(plan: assemble.Plan, data: assemble.RunData, world: World) -> None:
             plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor
         )
         trainer.run(start, log)
+        log.close()
         save_student(trainer.engine, world, template=untrained, output=trained)
     metrics["student"] = book.score("student", lambda: assemble.load_scored(trained, plan, world))
 

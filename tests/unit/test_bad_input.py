@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, BertConfig, LlamaConfig, LlamaForCausalLM
 
 from llmdistill.embedded import locate
 from llmdistill.train import main
@@ -90,6 +90,11 @@ def test_unknown_architecture(fails, tmp_path):
     assert "'bloom' is not supported" in said
     assert "llama" in said
     assert "FAMILIES" in said
+
+
+def test_encoder_is_refused(fails, tmp_path):
+    BertConfig().save_pretrained(tmp_path)
+    assert "is an encoder (bert)" in fails("--teacher.model", str(tmp_path))
 
 
 def test_student_with_another_vocabulary(fails, tmp_path):
