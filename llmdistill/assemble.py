@@ -118,8 +118,8 @@ def make_plan(config: RunConfig) -> Plan:
     teacher_config = load_config(locate(config.teacher.model))
     if not family_of(teacher_config).causal:
         raise UserError(
-            f"teacher.model {config.teacher.model} is an encoder ({teacher_config.model_type}), and instruction data train "
-            "decoders only: take a decoder; `llmdistill compress` and `export` do work on encoders"
+            f"teacher.model {config.teacher.model} is an encoder ({teacher_config.model_type}), and instruction data "
+            "train decoders only: take a decoder; `llmdistill compress` and `export` do work on encoders"
         )
     if config.student.model is None:
         student_config = teacher_config  # a factorised student has its teacher's shape

@@ -17,6 +17,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.parsing import build, parse
 from llmdistill.runtime.exit import exit_code
+from llmdistill.runtime.log import quiet_transformers
 
 LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_addr", "master_port")
 """What `llmdistill train` hands to the deepspeed launcher; each takes a value."""
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"error: there is no command {words[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    quiet_transformers()
     return exit_code(lambda: COMMANDS[words[0]][1](words[1:]))
 
 

@@ -154,7 +154,7 @@ class TrainConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; a run shorter than that ends on the way up."""
     min_learning_rate: float = 0.0
     """Learning rate at the end of a cosine or linear decay."""
     weight_decay: float = 0.0
@@ -189,10 +189,6 @@ class TrainConfig:
         for key in ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self, key) < 0:
                 raise ValueError(f"train.{key} is {getattr(self, key)}: give 0 or more")
-        if self.warmup_steps > self.steps:
-            raise ValueError(
-                f"train.warmup_steps is {self.warmup_steps}, more than train.steps, {self.steps}: give less"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ in fp32; what the half types add is the rounding of each merged matrix when it i
 def merge(model: PreTrainedModel) -> None:
     """Multiply all factors out, in place: what is left is the stock architecture, in the same dtype.
 
-    Products are computed in fp32 or finer. GPT-2's modules become Conv1D again; a tied head is tied again.
+    Products are computed in fp64. GPT-2's modules become Conv1D again; a tied head is tied again.
     """
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
@@ -83,8 +83,8 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+    # In fp64, so that the one rounding is that of the stored matrix.
+    return (a.double() @ b.double()).to(a.dtype)
 
 
 def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:

@@ -18,14 +18,20 @@ from tqdm import tqdm
 from llmdistill.runtime.distributed import World
 
 
-def quiet_libraries() -> None:
-    """Keep the libraries' notices off the terminal; their warnings of weight still show."""
-    from deepspeed.utils.logging import logger as deepspeed_logger
+def quiet_transformers() -> None:
+    """Keep transformers' notices and bars off the terminal; its errors still show."""
     from transformers.utils import logging as transformers_logging
 
-    deepspeed_logger.setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def quiet_libraries() -> None:
+    """Keep the notices of all the libraries of a run off the terminal."""
+    from deepspeed.utils.logging import logger as deepspeed_logger
+
+    quiet_transformers()
+    deepspeed_logger.setLevel(logging.ERROR)
     # Deprecations inside torch and DeepSpeed concern their authors, not the user of a run.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -20,6 +20,7 @@ from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.errors import UserError
 from llmdistill.parsing import build, parse
 from llmdistill.runtime.exit import exit_code
+from llmdistill.runtime.log import quiet_transformers
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -74,6 +75,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     Raises:
         UserError: bad arguments or input.
     """
+    quiet_transformers()
     parsed = parse(build_parser(prog), arguments)
     result = run(parsed)
     if int(os.environ.get("RANK", "0")) != 0:
