@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,10 @@ def make_teacher(plan: Plan, world: World) -> LiveTeacher:
     return load_teacher(str(plan.teacher_path), dtype=dtype, sharding=plan.config.teacher.sharding, world=world)
 
 
-def make_trainer(plan: Plan, student_folder: Path, teacher: LiveTeacher, data: RunData, world: World) -> Trainer:
-    """Student engine, taps, loader and method, put together."""
+def make_trainer(
+    plan: Plan, student_folder: Path, teacher: Callable[[], LiveTeacher], data: RunData, world: World
+) -> Trainer:
+    """Student engine, taps, loader and method, put together; `teacher` is called only where the method needs one."""
     config, method = plan.config, plan.method
     student = load_model(str(student_folder), dtype=plan.dtype)
     engine = build_engine(student, plan.ds_config, config.train)
@@ -202,7 +205,8 @@ def make_trainer(plan: Plan, student_folder: Path, teacher: LiveTeacher, data: R
     # The recorders come last: DeepSpeed's own hooks must sit inside them.
     tapped_teacher = None
     if method.needs_teacher:
-        tapped_teacher = TappedModel(teacher.forward, Recorder(teacher.model, method.teacher_taps))
+        live = teacher()
+        tapped_teacher = TappedModel(live.forward, Recorder(live.model, method.teacher_taps))
     return Trainer(
         engine=engine,
         student=TappedModel(engine, Recorder(engine.module, method.student_taps)),

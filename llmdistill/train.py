@@ -17,6 +17,7 @@ if not __package__:
 
 import json
 from collections.abc import Sequence
+from functools import cache
 
 from llmdistill import assemble, parsing
 from llmdistill.report.table import print_table, run_record, training_speed, write_report
@@ -53,10 +54,12 @@ def distil(plan: assemble.Plan, data: assemble.RunData, world: World) -> None:
     claim_folder(plan.folder, plan.record(), resume=plan.config.resume, world=world)
     print_main(plan.headline(data), world)
     book = assemble.make_score_book(plan, data, world)
-    teacher = assemble.make_teacher(plan, world)
-    metrics = {
-        "teacher": book.score("teacher", lambda: teacher.model, sharded=teacher.sharded, params=plan.teacher_params)
-    }
+    # Loaded when it is first needed: a run that is scored and finished needs it no more.
+    teacher = cache(lambda: assemble.make_teacher(plan, world))
+    sharded = plan.config.teacher.sharding == "zero3"
+    metrics = {"teacher": book.score("teacher", lambda: teacher().model, sharded=sharded, params=plan.teacher_params)}
+    if not plan.method.needs_teacher:
+        teacher.cache_clear()
     untrained = assemble.prepare_student(plan, world)
     metrics["untrained"] = book.score("untrained", lambda: assemble.load_scored(untrained, plan, world))
 

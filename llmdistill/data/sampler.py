@@ -50,7 +50,6 @@ class TrainLoader:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        pad_to_multiple_of: int | None = None,
     ) -> None:
         self.items = items
         self.pad_token_id = pad_token_id
@@ -59,7 +58,6 @@ class TrainLoader:
         self.micro_batch_size = micro_batch_size
         self.rank = rank
         self.world_size = world_size
-        self.pad_to_multiple_of = pad_to_multiple_of
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size."""
@@ -72,7 +70,4 @@ class TrainLoader:
         parts = rank_micro_batches(
             indices, rank=self.rank, world_size=self.world_size, micro_batch_size=self.micro_batch_size
         )
-        return [
-            collate([self.items[i] for i in part], self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
-            for part in parts
-        ]
+        return [collate([self.items[i] for i in part], self.pad_token_id) for part in parts]

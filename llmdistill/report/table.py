@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import llmdistill
-from llmdistill.files import write_json
+from llmdistill.files import write_json, write_text
 
 MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json, and what a reader sees."""
@@ -129,4 +129,4 @@ def write_report(folder: Path, metrics: dict[str, Any]) -> None:
         "every answer in `predictions/`.",
         "",
     ]
-    (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    write_text(folder / "report.md", "\n".join(lines))

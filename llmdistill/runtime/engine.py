@@ -67,11 +67,9 @@ def student_ds_config(
     Raises:
         UserError: the file and the run disagree.
     """
-    world_size, remainder = divmod(settings.global_batch_size, split.micro_batch_size * split.accumulation_steps)
-    assert remainder == 0
     dtype = resolve_dtype(settings.dtype, ds_config)
     owned: dict[str, Any] = {
-        "train_batch_size": split.micro_batch_size * split.accumulation_steps * world_size,
+        "train_batch_size": settings.global_batch_size,
         "train_micro_batch_size_per_gpu": split.micro_batch_size,
         "gradient_accumulation_steps": split.accumulation_steps,
         "gradient_clipping": settings.max_grad_norm,

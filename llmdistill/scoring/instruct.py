@@ -23,6 +23,7 @@ from llmdistill.data.instruct import (
     render_prompt,
 )
 from llmdistill.embedded import locate
+from llmdistill.factorize import count_parameters
 from llmdistill.files import write_json, write_text
 from llmdistill.models.load import load_model, load_tokenizer
 from llmdistill.scoring.generation import GenerationResult, generate_encoded
@@ -251,7 +252,7 @@ def evaluate_model(
     )
     result = {
         "model": model_path,
-        "params": sum(parameter.numel() for parameter in model.parameters()),
+        "params": count_parameters(model),
         "dtype": str(dtype).removeprefix("torch."),
         "decoding": settings.decoding,
         "passes": list(_passes(settings)),

@@ -20,8 +20,6 @@ class LiveTeacher:
     model: PreTrainedModel
     forward: Callable[..., Any]
     """The forward pass to call: the model itself, or the engine that gathers its shards."""
-    sharded: bool
-    """Whether every rank must take part in each of its forward passes."""
 
 
 def load_teacher(
@@ -34,7 +32,7 @@ def load_teacher(
     if sharding == "replicated":
         model = load_model(path, dtype=dtype, device=world.device)
         model.eval().requires_grad_(False)
-        return LiveTeacher(model, model, sharded=False)
+        return LiveTeacher(model, model)
     return _load_sharded(path, dtype, world)
 
 
@@ -59,7 +57,7 @@ def _load_sharded(path: str, dtype: torch.dtype, world: World) -> LiveTeacher:
     model.eval().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.eval()
-    return LiveTeacher(engine.module, engine, sharded=True)
+    return LiveTeacher(engine.module, engine)
 
 
 def _forget_hf_config() -> None:
