@@ -61,6 +61,10 @@ class TrainLoader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size."""
+        return [collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
+
+    def micro_batch_items(self, step: int) -> list[list[Encoded]]:
+        """The examples of each of this rank's micro batches of a step, in order."""
         indices = global_batch_indices(
             seed=self.seed,
             step=step,
@@ -70,4 +74,4 @@ class TrainLoader:
         parts = rank_micro_batches(
             indices, rank=self.rank, world_size=self.world_size, micro_batch_size=self.micro_batch_size
         )
-        return [collate([self.items[i] for i in part], self.pad_token_id) for part in parts]
+        return [[self.items[i] for i in part] for part in parts]

@@ -1,86 +1,27 @@
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from llmdistill.data.instruct import Example, check_lengths, encode, encode_prompts, read_examples, render_prompt
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.collate import collate
+from llmdistill.data.instruct import (
+    Example,
+    check_lengths,
+    encode,
+    encode_example_prompts,
+    encode_prompts,
+    render_prompt,
+)
+from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.sources import read_examples
 from llmdistill.errors import UserError
 
-
-def word_tokenizer(*, with_start: bool = False, with_end: bool = False) -> PreTrainedTokenizerFast:
-    """One token per character, so that lengths can be counted by hand."""
-    symbols = ["</s>", "<s>", *(chr(code) for code in range(32, 127)), "\n", "é"]
-    backend = Tokenizer(models.WordLevel({symbol: n for n, symbol in enumerate(symbols)}, unk_token="</s>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    single = ("<s> " if with_start else "") + "$A" + (" </s>" if with_end else "")
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("</s>", 0), ("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
-
-
-def write(path: Path, *lines: object) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
-    return path
-
-
-ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
-
-
-class TestReadExamples:
-    def test_string_list_and_missing_input(self, tmp_path: Path) -> None:
-        path = write(
-            tmp_path / "a.jsonl",
-            ROW,
-            {"instruction": "Greet.", "output": ["Hello.", "Hi."], "id": 7},
-            {"instruction": "Greet.", "input": None, "output": "é"},
-            "",
-            "",
-        )
-        assert read_examples(path) == [
-            Example("Add.", "1 2", ("3",)),
-            Example("Greet.", "", ("Hello.", "Hi.")),
-            Example("Greet.", "", ("é",)),
-        ]
-
-    def test_line_separators_inside_strings_do_not_end_a_line(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.jsonl"
-        path.write_bytes('\ufeff{"instruction": "a\u2028b", "output": "c\x85d"}\r\n'.encode())
-        assert read_examples(path) == [Example("a\u2028b", "", ("c\x85d",))]
-
-    @pytest.mark.parametrize(
-        ("line", "what"),
-        [
-            ('{"instruction": "a", ', "not JSON"),
-            ("[1, 2]", "a list, not an object"),
-            ({"instruction": "a"}, 'the key "output" is missing'),
-            ({"output": "a"}, 'the key "instruction" is missing'),
-            ({**ROW, "instruction": 3}, '"instruction" is 3, not a string'),
-            ({**ROW, "input": ["x"]}, '"input" is ["x"], not a string'),
-            ({**ROW, "output": {"a": 1}}, '"output" is {"a": 1}; give a string or a list'),
-            ({**ROW, "output": ["a", 1]}, '"output" is ["a", 1]; give'),
-            ({**ROW, "output": []}, '"output" is []; give'),
-        ],
-    )
-    def test_bad_line_is_named(self, tmp_path: Path, line: object, what: str) -> None:
-        path = write(tmp_path / "a.jsonl", ROW, line, ROW)
-        with pytest.raises(UserError) as error:
-            read_examples(path)
-        assert str(error.value).startswith(f"{path}:2: {what}")
-
-    def test_missing_file_empty_file_and_binary(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
-            read_examples(tmp_path / "none.jsonl")
-        with pytest.raises(UserError, match="holds no example"):
-            read_examples(write(tmp_path / "empty.jsonl", "", "  "))
-        (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(UserError, match="cannot be read as UTF-8"):
-            read_examples(tmp_path / "binary.jsonl")
-        with pytest.raises(UserError, match="cannot be read"):
-            read_examples(tmp_path)
+Make = Callable[..., PreTrainedTokenizerFast]
 
 
 def test_prompts_are_those_of_alpaca() -> None:
@@ -101,7 +42,7 @@ class TestEncode:
     def examples(self, *lengths: int) -> list[Example]:
         return [Example("i" * n, "", ("out", "other"), f"file:{place}") for place, n in enumerate(lengths, start=1)]
 
-    def test_prompt_and_first_reference_with_the_end_token(self) -> None:
+    def test_prompt_and_first_reference_with_the_end_token(self, word_tokenizer: Make) -> None:
         tokenizer = word_tokenizer()
         [example] = self.examples(3)
         data = encode([example], tokenizer, max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 7)
@@ -111,7 +52,7 @@ class TestEncode:
         assert item.response_ids == [*tokenizer.convert_tokens_to_ids(list("out")), tokenizer.eos_token_id]
         assert (data.dropped, data.truncated_prompts, data.truncated_responses) == (0, 0, 0)
 
-    def test_a_response_that_does_not_fit_is_cut_and_counted(self) -> None:
+    def test_a_response_that_does_not_fit_is_cut_and_counted(self, word_tokenizer: Make) -> None:
         data = encode(
             self.examples(3, 1), word_tokenizer(), max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6
         )
@@ -121,7 +62,7 @@ class TestEncode:
         assert data.truncated_responses == 1
         assert data.report() == "2 examples: 0 dropped for a long prompt, 0 prompts and 1 responses truncated."
 
-    def test_long_prompts_stop_by_default_and_are_counted(self) -> None:
+    def test_long_prompts_stop_by_default_and_are_counted(self, word_tokenizer: Make) -> None:
         with pytest.raises(UserError) as error:
             encode(self.examples(1, 5, 9), word_tokenizer(), max_prompt_length=self.LENGTH + 4, max_length=200)
         assert str(error.value).startswith(
@@ -129,7 +70,7 @@ class TestEncode:
             f"first file:2 with {self.LENGTH + 5}; set data.long_prompts=drop"
         )
 
-    def test_long_prompts_are_dropped(self) -> None:
+    def test_long_prompts_are_dropped(self, word_tokenizer: Make) -> None:
         limits = {"max_prompt_length": self.LENGTH + 4, "max_length": 200, "long_prompts": "drop"}
         data = encode(self.examples(5, 1, 9), word_tokenizer(), **limits)
         assert [len(item.prompt_ids) for item in data.items] == [self.LENGTH + 1]
@@ -137,7 +78,7 @@ class TestEncode:
         with pytest.raises(UserError, match="all 2 prompts"):
             encode(self.examples(5, 9), word_tokenizer(), **limits)
 
-    def test_truncation_keeps_the_end_and_the_start_token(self) -> None:
+    def test_truncation_keeps_the_end_and_the_start_token(self, word_tokenizer: Make) -> None:
         examples = self.examples(50, 1)
         limits = {"max_prompt_length": self.LENGTH + 10, "max_length": 300, "long_prompts": "truncate"}
         plain = encode(examples, word_tokenizer(), **limits)
@@ -149,12 +90,12 @@ class TestEncode:
         assert started.items[1].prompt_ids[0] == 1
         assert started.items[1].response_ids[0] != 1, "a start token belongs at the start only"
 
-    def test_a_tokenizer_that_closes_texts_does_not_close_the_prompt(self) -> None:
+    def test_a_tokenizer_that_closes_texts_does_not_close_the_prompt(self, word_tokenizer: Make) -> None:
         data = encode(self.examples(1), word_tokenizer(with_end=True), max_prompt_length=180, max_length=200)
         assert data.items[0].prompt_ids.count(0) == 0
         assert data.items[0].response_ids.count(0) == 1
 
-    def test_limits_and_end_token_are_checked(self) -> None:
+    def test_limits_and_end_token_are_checked(self, word_tokenizer: Make) -> None:
         for lengths in ((10, 10), (0, 10)):
             with pytest.raises(UserError, match="max_prompt_length"):
                 check_lengths(*lengths)
@@ -163,9 +104,108 @@ class TestEncode:
         with pytest.raises(UserError, match="no end token"):
             encode(self.examples(1), tokenizer, max_prompt_length=180, max_length=200)
 
-    def test_prompts_without_sources_are_numbered(self) -> None:
+    def test_prompts_without_sources_are_numbered(self, word_tokenizer: Make) -> None:
         with pytest.raises(UserError, match="first prompt 2 with 3"):
             encode_prompts(["a", "abc"], word_tokenizer(), max_prompt_length=2, long_prompts="error")
+
+    def test_of_one_prompt_the_message_is_its_own(self, word_tokenizer: Make) -> None:
+        with pytest.raises(UserError, match=r"^file:1: the prompt has \d+ tokens and is longer than data.max_prompt"):
+            encode(self.examples(9), word_tokenizer(), max_prompt_length=self.LENGTH, max_length=200)
+
+    def test_none_left_among_prompts(self, word_tokenizer: Make) -> None:
+        for prompts in (["abc", "abcd"], [Example("", "", (), raw_prompt=text) for text in ("abc", "abcd")]):
+            encode_them = encode_prompts if isinstance(prompts[0], str) else encode_example_prompts
+            with pytest.raises(UserError, match="all 2 prompts"):
+                encode_them(prompts, word_tokenizer(), max_prompt_length=2, long_prompts="drop")
+
+
+CHAT = Example("", "", ("Hello.",), "x:1", messages=(("system", "Be short."), ("user", "Hi.")))
+RAW = Example("", "", ("Hello.",), "x:2", raw_prompt="{Hi} ")
+ALPACA = Example("Greet.", "", ("Hello.",), "x:3")
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+class TestForms:
+    LIMITS = {"max_prompt_length": 200, "long_prompts": "error"}  # noqa: RUF012
+
+    def test_a_ready_prompt_stays_as_it_is(self, word_tokenizer: Make) -> None:
+        assert render_prompt(RAW) == "{Hi} "
+        for with_start, prompt in ((False, "{Hi} "), (True, "<s>{Hi} ")):
+            tokenizer = word_tokenizer(with_start=with_start)
+            [ids] = encode_example_prompts([RAW], tokenizer, **self.LIMITS).ids
+            assert text_of(tokenizer, ids) == prompt
+
+    def test_a_start_token_written_and_added_stands_once(self, word_tokenizer: Make) -> None:
+        tokenizer = word_tokenizer(with_start=True)
+        assert tokenizer("<s>Hi")["input_ids"][:2] == [1, 1]
+        [ids] = encode_example_prompts([Example("", "", (), raw_prompt="<s>Hi")], tokenizer, **self.LIMITS).ids
+        assert text_of(tokenizer, ids) == "<s>Hi"
+
+    @pytest.mark.parametrize("affixes", [{}, {"with_start": True}, {"with_start": True, "with_end": True}])
+    def test_messages_get_the_template_and_one_start_token(self, word_tokenizer: Make, affixes: dict) -> None:
+        tokenizer = word_tokenizer(chat=True, **affixes)
+        prompt = "<s>[system]Be short.[user]Hi.[assistant]"
+        assert render_prompt(CHAT, tokenizer) == prompt
+        assert prompt == tokenizer.apply_chat_template(
+            [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi."}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        [item] = encode([CHAT], tokenizer, max_prompt_length=200, max_length=300).items
+        assert text_of(tokenizer, item.prompt_ids) == prompt
+        assert item.prompt_ids.count(1) == 1
+        assert text_of(tokenizer, item.response_ids) == "Hello.</s>"
+
+    def test_an_end_token_of_the_template_stays(self, word_tokenizer: Make) -> None:
+        tokenizer = word_tokenizer(chat=True)
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+        [ids] = encode_example_prompts([CHAT], tokenizer, **self.LIMITS).ids
+        assert text_of(tokenizer, ids) == "Be short.</s>Hi.</s>"
+
+    def test_forms_may_be_mixed_and_keep_their_order(self, word_tokenizer: Make) -> None:
+        tokenizer = word_tokenizer(with_start=True, chat=True)
+        mixed = [CHAT, RAW, ALPACA, RAW, CHAT]
+        alone = [encode_example_prompts([example], tokenizer, **self.LIMITS).ids[0] for example in mixed]
+        assert encode_example_prompts(mixed, tokenizer, **self.LIMITS).ids == alone
+        limits = {"max_prompt_length": len(alone[0]) - 1, "long_prompts": "drop"}
+        dropped = encode_example_prompts(mixed, tokenizer, **limits)
+        assert (dropped.kept, dropped.ids, dropped.dropped) == ([1, 3], [alone[1], alone[3]], 3)
+        with pytest.raises(UserError, match=r"3 of 5 prompts are longer .* first x:1 with"):
+            encode_example_prompts(mixed, tokenizer, **{**limits, "long_prompts": "error"})
+
+    def test_messages_need_a_template_that_takes_them(self, word_tokenizer: Make) -> None:
+        for tokenizer in (None, word_tokenizer()):
+            with pytest.raises(
+                UserError, match=r"^x:1: .*the tokenizer has no chat template; give one in tokenizer_conf"
+            ):
+                render_prompt(CHAT, tokenizer)
+        odd = Example("", "", ("a",), "x:9", messages=(("user", "Hi."), ("system", "Be short.")))
+        with pytest.raises(UserError, match=r"^x:9: the tokenizer's chat template refuses .*system comes first"):
+            encode([odd], word_tokenizer(chat=True), max_prompt_length=200, max_length=300)
+
+
+@pytest.mark.parametrize("example", [ALPACA, RAW, CHAT], ids=["alpaca", "raw", "chat"])
+@pytest.mark.parametrize("affixes", [{}, {"with_start": True, "with_end": True}], ids=["plain", "affixed"])
+def test_the_end_token_is_learnt_where_it_is_the_padding(word_tokenizer: Make, example: Example, affixes: dict) -> None:
+    tokenizer = word_tokenizer(chat=True, **affixes)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    short = Example("", "", ("a",), raw_prompt="a")
+    items = encode([example, short], tokenizer, max_prompt_length=200, max_length=300).items
+    loader = TrainLoader(items, pad_token_id=0, seed=0, global_batch_size=2, micro_batch_size=2)
+    for batch in (collate(items, 0), *loader.micro_batches(0)):
+        assert (batch.attention_mask == 0).any(), "one row is padded with the end token"
+        for labels, mask in zip(batch.labels, batch.attention_mask, strict=True):
+            end = int(mask.sum()) - 1
+            assert labels[end] == tokenizer.eos_token_id != IGNORE_INDEX
+            assert (labels[end + 1 :] == IGNORE_INDEX).all()
+    length = len(items[0].prompt_ids)
+    limits = {"max_prompt_length": length, "max_length": length + len(items[0].response_ids) - 1}
+    cut = encode([example], tokenizer, **limits)
+    assert cut.truncated_responses == 1
+    assert tokenizer.eos_token_id not in cut.items[0].response_ids, "a response that was cut has no end"
 
 
 @pytest.mark.parametrize(

@@ -83,5 +83,8 @@ def test_loader_collates_this_ranks_share() -> None:
         for batch, want in zip(batches, wanted, strict=True):
             assert torch.equal(batch.input_ids, want.input_ids)
             assert torch.equal(batch.labels, want.labels)
+        shown = loader(rank, 2, 1).micro_batch_items(5)
+        assert shown == [[items[expected[rank]]], [items[expected[2 + rank]]]]
     [whole] = loader(0, 1, 4).micro_batches(5)
     assert whole.input_ids.shape[0] == 4
+    assert loader(0, 1, 4).micro_batch_items(5) == [[items[index] for index in expected]]

@@ -1,0 +1,158 @@
+"""One row of a data set as an example: three forms, told apart by their keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmdistill.errors import UserError
+
+Messages = tuple[tuple[str, str], ...]
+"""(role, content) of each turn; the roles are system, user and assistant."""
+
+_OUTPUTS = ("output", "response")
+_COMPLETIONS = ("completion", "response", "output")
+_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its answers, in one of three forms: an instruction, a ready prompt, or messages."""
+
+    instruction: str
+    """Empty in the other two forms."""
+    input: str
+    """Further context of the instruction; empty where there is none."""
+    outputs: tuple[str, ...]
+    """The reference answers; training learns the first, scoring takes the best match. Empty only where none is needed,
+    for generation."""
+    source: str = field(default="", compare=False)
+    """Where it was read, as ``file:line``; only for messages to the user."""
+    messages: Messages = ()
+    """The turns before the answer, for the tokenizer's chat template; empty in the other two forms."""
+    raw_prompt: str | None = None
+    """A prompt that is taken as it is, without any template; None in the other two forms."""
+
+
+def parse_row(row: Mapping[str, Any], source: str, *, needs_answer: bool = True) -> Example:
+    """The example in a row; a key whose value is null counts as missing, and keys of no form are not looked at.
+
+    - ``instruction``, perhaps ``input`` or ``context``, and ``output`` or ``response``; a ready ``prompt`` beside them
+      is ignored.
+    - ``messages`` of role and content, or ShareGPT's ``conversations`` of from and value: the last assistant turn is
+      the answer, what stands before it the prompt, and what stands after it is left out. Without the need of an
+      answer, a list that does not end with an assistant turn is a prompt as a whole.
+    - ``prompt`` and ``completion``, ``response`` or ``output``: strings, or lists of messages.
+
+    Args:
+        row: keys and values.
+        source: where the row stands, the beginning of every message.
+        needs_answer: whether a row without answer is refused.
+
+    Raises:
+        UserError: a missing key, or a value that is not of the form.
+    """
+    row = {key: value for key, value in row.items() if value is not None}
+    if "instruction" in row:
+        return _from_instruction(row, source, needs_answer)
+    for key in ("messages", "conversations"):
+        if key in row:
+            return _from_messages(row, key, source, needs_answer)
+    if "prompt" in row:
+        return _from_prompt(row, source, needs_answer)
+    raise _missing("instruction", row, source)
+
+
+def _from_instruction(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
+    instruction = _string(row, "instruction", source, "quote it")
+    key = "input" if "input" in row else "context"
+    context = _string(row, key, source, "quote it or leave it out") if key in row else ""
+    return Example(instruction, context, _answers(row, _OUTPUTS, source, needs_answer), source)
+
+
+def _from_messages(row: Mapping[str, Any], key: str, source: str, needs_answer: bool) -> Example:
+    messages = _messages(row[key], key, source)
+    if not needs_answer and messages[-1][0] != "assistant":
+        return Example("", "", (), source, messages)
+    return _before_last_answer(messages, key, source)
+
+
+def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
+    if not isinstance(row["prompt"], list):
+        prompt = _string(row, "prompt", source, "give a string, or a list of messages with role and content")
+        if not prompt:
+            raise UserError(f'{source}: "prompt" is empty; an answer needs something to follow')
+        return Example("", "", _answers(row, _COMPLETIONS, source, needs_answer), source, raw_prompt=prompt)
+    prompt_messages = _messages(row["prompt"], "prompt", source)
+    key = _first(row, _COMPLETIONS)
+    if key is not None and isinstance(row[key], list) and any(isinstance(turn, dict) for turn in row[key]):
+        completion = _messages(row[key], key, source)
+        # Checked apart, so that an assistant turn of the prompt is never taken for the answer.
+        _last_answer(completion, key, source)
+        return _before_last_answer(prompt_messages + completion, key, source)
+    return Example("", "", _answers(row, _COMPLETIONS, source, needs_answer), source, prompt_messages)
+
+
+def _answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, needed: bool) -> tuple[str, ...]:
+    """The answer under the first of these keys that is there, a string or a list of them."""
+    key = _first(row, keys)
+    if key is None:
+        if needed:
+            raise _missing(keys[0], row, source)
+        return ()
+    answers = row[key] if isinstance(row[key], list) else [row[key]]
+    if (needed and not answers) or not all(isinstance(answer, str) for answer in answers):
+        raise UserError(f'{source}: "{key}" is {_shown(row[key])}; give a string or a list of strings')
+    return tuple(answers)
+
+
+def _messages(value: object, key: str, source: str) -> Messages:
+    if not isinstance(value, list) or not value:
+        raise UserError(f'{source}: "{key}" is {_shown(value)}; give a list of messages with role and content')
+    return tuple(_message(turn, f'{source}: message {place} of "{key}"') for place, turn in enumerate(value, start=1))
+
+
+def _message(turn: object, where: str) -> tuple[str, str]:
+    if not isinstance(turn, dict):
+        raise UserError(f"{where} is {_shown(turn)}; give an object with role and content")
+    role, content = (turn.get(key, turn.get(other)) for key, other in (("role", "from"), ("content", "value")))
+    if not isinstance(role, str) or role not in _ROLES:
+        raise UserError(f"{where} has the role {_shown(role)}; the roles are system, user (human) and assistant (gpt)")
+    if not isinstance(content, str):
+        raise UserError(f"{where} has the content {_shown(content)}, not a string; quote it or leave the row out")
+    return _ROLES[role], content
+
+
+def _before_last_answer(messages: Messages, key: str, source: str) -> Example:
+    last = _last_answer(messages, key, source)
+    if last == 0:
+        raise UserError(f'{source}: "{key}" starts with its only answer; put a user turn in front of it')
+    return Example("", "", (messages[last][1],), source, messages[:last])
+
+
+def _last_answer(messages: Messages, key: str, source: str) -> int:
+    places = [place for place, (role, _) in enumerate(messages) if role == "assistant"]
+    if not places:
+        raise UserError(f'{source}: "{key}" has no assistant turn, so there is no answer; add one')
+    return places[-1]
+
+
+def _string(row: Mapping[str, Any], key: str, source: str, remedy: str) -> str:
+    if not isinstance(row[key], str):
+        raise UserError(f'{source}: "{key}" is {_shown(row[key])}, not a string; {remedy}')
+    return str(row[key])
+
+
+def _first(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if key in row), None)
+
+
+def _missing(key: str, row: Mapping[str, Any], source: str) -> UserError:
+    return UserError(f'{source}: the key "{key}" is missing (there are {sorted(row)}); add it')
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 40 else text[:37] + "..."

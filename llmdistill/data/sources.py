@@ -1,0 +1,212 @@
+"""Data sets by path or by name: JSONL, JSON, Parquet and CSV files, and what is on the hub."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmdistill.data.examples import Example, parse_row
+from llmdistill.errors import UserError
+
+Rows = Iterator[tuple[dict[str, Any], str]]
+"""Each row with where it stands: ``file:line``, ``file: item N`` or ``file: row N``, from 1."""
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_HUB_FILE = re.compile(r"hf:/+datasets/(?P<file>[^:]+)(:(?P<split>.+))?")  # pathlib squeezes the two slashes to one
+_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_SLICE = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<start>\d*):(?P<stop>\d*)\]")
+
+
+def read_examples(reference: str | Path) -> list[Example]:
+    """Examples of a file or of a data set on the hub; their forms are those of `parse_row`.
+
+    Args:
+        reference: a JSONL, JSON, Parquet or CSV file (any other name is read as JSONL), or else a name on the hub:
+            ``OWNER/NAME``, ``OWNER/NAME:SPLIT`` or ``OWNER/NAME:CONFIG:SPLIT``, the split in the notation of the
+            datasets library, such as ``train[:500]``, and ``train`` by default; or one file of such a set,
+            ``hf://datasets/OWNER/NAME/FILE``, perhaps with ``:train[:500]``. A path that exists wins over a name.
+
+    Raises:
+        UserError: nothing there, nothing in it, or a malformed row, which is named.
+    """
+    return _parse_all(reference, needs_answer=True)
+
+
+def read_prompts(reference: str | Path) -> list[Example]:
+    """As `read_examples`, but an answer may be missing: for prompts that a model is to answer."""
+    return _parse_all(reference, needs_answer=False)
+
+
+def stream_rows(reference: str | Path) -> Rows:
+    """The rows of a file or of a data set on the hub one after the other, never all of them in memory.
+
+    A JSON array is the exception: it has to be read as a whole. Of the datasets library's slices only those by whole
+    numbers can be streamed.
+
+    Raises:
+        UserError: nothing there, at once; a malformed row, when it is reached.
+    """
+    return _open_rows(reference, streaming=True)
+
+
+def _parse_all(reference: str | Path, *, needs_answer: bool) -> list[Example]:
+    rows = _open_rows(reference, streaming=False)
+    examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
+    if not examples:
+        raise no_example(reference)
+    return examples
+
+
+def no_example(reference: str | Path) -> UserError:
+    """The error for a data set without any row."""
+    return UserError(f"{reference}: holds no example; give at least one row of instruction, input, output")
+
+
+def _open_rows(reference: str | Path, *, streaming: bool) -> Rows:
+    path = Path(reference)
+    if path.exists():
+        return _READERS.get(path.suffix.lower(), _jsonl_rows)(path)
+    in_set = _HUB_FILE.fullmatch(str(reference))
+    kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
+    if in_set is not None and kind is not None:
+        url = f"hf://datasets/{in_set['file']}"
+        return _hub_rows(str(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
+    # A colon inside the brackets of a slice separates nothing.
+    name, *rest = re.split(r":(?![^\[]*\])", str(reference))
+    if path.suffix.lower() in _READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
+        raise UserError(
+            f"{reference}: no such file; give a JSONL, JSON, Parquet or CSV file, "
+            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
+        )
+    config = rest[0] if len(rest) == 2 else None
+    return _hub_rows(str(reference), name, config, rest[-1] if rest else "train", streaming)
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    try:
+        # Only newlines end a line here; str.splitlines would also cut at separators inside strings.
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, "UTF-8 text", error) from error
+
+
+def _json_object(line: str, source: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{source}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{source}: a {type(row).__name__}, not an object; write one object a line")
+    return row
+
+
+def _json_rows(path: Path) -> Rows:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object a line, under the other name
+            yield from _jsonl_rows(path)
+            return
+        where = f"{path}:{error.lineno}"
+        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one array") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, "UTF-8 text", error) from error
+    items = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(items, list):
+        raise UserError(f'{path}: holds no array; give an array of objects, or an object with one under "data"')
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, dict):
+            raise UserError(f"{path}: item {number}: a {type(item).__name__}, not an object; make it one")
+        yield item, f"{path}: item {number}"
+
+
+def _parquet_rows(path: Path) -> Rows:
+    return _table_rows(path, "Parquet", dict)
+
+
+def _csv_rows(path: Path) -> Rows:
+    return _table_rows(path, "CSV", lambda: _csv_options(path))
+
+
+def _csv_options(path: Path) -> dict[str, Any]:
+    """Options with which every cell stays the text that it is: "007", "NA" and "None" too. An empty cell is missing."""
+    from datasets import Features, Value
+
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        header = next(csv.reader(file), [])
+    return {"features": Features({name: Value("string") for name in header}), "keep_default_na": False, "na_values": ""}
+
+
+def _table_rows(path: Path, kind: str, options: Callable[[], dict[str, Any]]) -> Rows:
+    """Rows of a table, read piece by piece; so no second copy of it comes into the datasets library's cache."""
+
+    def open_table() -> Iterable[dict[str, Any]]:
+        import datasets
+
+        files = glob.escape(str(path))
+        return datasets.load_dataset(kind.lower(), data_files=files, split="train", streaming=True, **options())
+
+    return _numbered(str(path), open_table, lambda error: _unreadable(path, kind, error))
+
+
+def _hub_rows(reference: str, name: str, config: str | None, split: str, streaming: bool, **more: str) -> Rows:
+    def open_set() -> Iterable[dict[str, Any]]:
+        import datasets
+
+        if not streaming or "[" not in split:
+            return datasets.load_dataset(name, config, split=split, streaming=streaming, **more)
+        part = _SLICE.fullmatch(split)
+        if part is None:
+            raise UserError(
+                f"{reference}: a set that is streamed is cut by whole numbers alone, such as train[:500]; "
+                "cut it so or set data.streaming=false"
+            )
+        rows = datasets.load_dataset(name, config, split=part["split"], streaming=True, **more)
+        start = int(part["start"] or 0)
+        rows = rows.skip(start)
+        return rows.take(max(int(part["stop"]) - start, 0)) if part["stop"] else rows
+
+    def not_loaded(error: Exception) -> UserError:
+        return UserError(
+            f"{reference}: no such file, and not loaded from the hub as data set {more.get('data_files', name)}, "
+            f"{'' if config is None else f'configuration {config}, '}split {split} ({_line(error)}); "
+            "check the name, the split and the network, or give a file"
+        )
+
+    return _numbered(reference, open_set, not_loaded)
+
+
+def _numbered(
+    reference: str, open_set: Callable[[], Iterable[dict[str, Any]]], explain: Callable[[Exception], UserError]
+) -> Rows:
+    try:
+        for number, row in enumerate(open_set(), start=1):
+            yield row, f"{reference}: row {number}"
+    except UserError:
+        raise
+    except Exception as error:  # the datasets library raises what its many readers and the network raise
+        raise explain(error) from error
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> UserError:
+    return UserError(f"{path}: cannot be read as {kind} ({_line(error)}); give a readable file")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+    ".csv": _csv_rows,
+}

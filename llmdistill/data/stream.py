@@ -1,0 +1,178 @@
+"""Training data read while training, for sets that do not fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.batch import Batch
+from llmdistill.data.collate import collate
+from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.instruct import Encoded, LongPrompts, check_encodable, encode_each, none_left
+from llmdistill.data.sampler import rank_micro_batches
+from llmdistill.data.sources import no_example, stream_rows
+from llmdistill.errors import UserError
+
+Item = TypeVar("Item")
+
+
+def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
+    """A permutation of items that holds no more than size of them at a time.
+
+    Each new item takes the place of a random one of those held, which is given out; in the end come those still held.
+    """
+    held: list[Item] = []
+    for item in items:
+        if len(held) < size:
+            held.append(item)
+            continue
+        place = int(rng.integers(size))
+        out, held[place] = held[place], item
+        yield out
+    for place in rng.permutation(len(held)):
+        yield held[place]
+
+
+def check_stream(reference: str | Path) -> None:
+    """Read the first row of a set.
+
+    Raises:
+        UserError: the set is missing or empty, or the row is malformed.
+    """
+    first = next(stream_rows(reference), None)
+    if first is None:
+        raise no_example(reference)
+    parse_row(*first)
+
+
+class StreamLoader:
+    """The batches of one rank, by step, from a set that is walked and never held.
+
+    Like TrainLoader it gives the same batches for the same seed and step, whatever was asked for before, and the same
+    global order for any number of ranks and micro batch sizes. It gets there by walking: every rank reads and tokenises
+    the whole stream and takes its share, a later step is reached by passing over those before it, and an earlier one
+    from the beginning. Each epoch has its own order, drawn from seed and epoch; a batch may straddle epochs.
+    """
+
+    def __init__(
+        self,
+        reference: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_length: int,
+        max_length: int,
+        long_prompts: LongPrompts = "error",
+        shuffle_buffer: int,
+        pad_token_id: int,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Check the settings and the set's first row.
+
+        Raises:
+            UserError: a limit or the tokenizer does not fit, or the set is missing, empty or malformed.
+        """
+        check_encodable(tokenizer, max_prompt_length, max_length)
+        if shuffle_buffer < 1:
+            raise UserError(f"data.shuffle_buffer is {shuffle_buffer}: give 1 or more (1 keeps the order of the set)")
+        self.reference = reference
+        self.tokenizer = tokenizer
+        self.max_prompt_length = max_prompt_length
+        self.max_length = max_length
+        self.long_prompts: LongPrompts = long_prompts
+        self.shuffle_buffer = shuffle_buffer
+        self.pad_token_id = pad_token_id
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self._restart()
+        check_stream(reference)
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size."""
+        return [collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
+
+    def micro_batch_items(self, step: int) -> list[list[Encoded]]:
+        """The examples of each of this rank's micro batches of a step, in order.
+
+        Raises:
+            UserError: a malformed row or, where data.long_prompts is "error", a prompt over the limit, on the way to
+                this step; or no prompt of the set is within the limit.
+        """
+        batch = self._global_batch(step)
+        parts = rank_micro_batches(
+            range(len(batch)), rank=self.rank, world_size=self.world_size, micro_batch_size=self.micro_batch_size
+        )
+        return [[batch[place] for place in part] for part in parts]
+
+    def report(self) -> str:
+        """One sentence: where the examples come from, and what had to be left out up to the last step asked for."""
+        return (
+            f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {self.dropped} "
+            f"dropped for a long prompt, {self.truncated_prompts} prompts and {self.truncated_responses} responses "
+            "truncated."
+        )
+
+    def _restart(self) -> None:
+        self._walk = self._encoded()
+        self._step, self._batch = -1, list[Encoded]()
+        self.dropped = self.truncated_prompts = self.truncated_responses = 0
+
+    def _global_batch(self, step: int) -> list[Encoded]:
+        """The examples of a step over all ranks; the last batch is kept, as one step may be asked for twice."""
+        assert step >= 0
+        if step < self._step:
+            self._restart()
+        try:
+            while self._step < step:
+                self._batch = list(islice(self._walk, self.global_batch_size))
+                self._step += 1
+        except BaseException:
+            # A generator that has failed ends silently when it is asked again.
+            self._restart()
+            raise
+        return self._batch
+
+    def _encoded(self) -> Iterator[Encoded]:
+        """Every example within the limits, epoch after epoch, without end."""
+        for epoch in count():
+            read, kept = 0, 0
+            rng = np.random.default_rng((self.seed, epoch))
+            # Texts are shuffled and not tokens, as they are smaller; so each is tokenised when its turn comes.
+            for example in shuffled(self._examples(), self.shuffle_buffer, rng):
+                read += 1
+                item = self._encode(example)
+                if item is not None:
+                    kept += 1
+                    yield item
+            if read == 0:
+                raise no_example(self.reference)
+            if kept == 0:
+                raise none_left(read, self.max_prompt_length)
+
+    def _examples(self) -> Iterator[Example]:
+        return (parse_row(row, source) for row, source in stream_rows(self.reference))
+
+    def _encode(self, example: Example) -> Encoded | None:
+        """The tokens of an example; None where it is dropped."""
+        data = encode_each(
+            [example],
+            self.tokenizer,
+            max_prompt_length=self.max_prompt_length,
+            max_length=self.max_length,
+            long_prompts=self.long_prompts,
+        )
+        self.dropped += data.dropped
+        self.truncated_prompts += data.truncated_prompts
+        self.truncated_responses += data.truncated_responses
+        return data.items[0] if data.items else None

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmdistill.data.examples import Example, parse_row
+from llmdistill.errors import UserError
+
+SYSTEM = {"role": "system", "content": "Be short."}
+USER = {"role": "user", "content": "Hi."}
+ANSWER = {"role": "assistant", "content": "Hello."}
+CHAT = Example("", "", ("Hello.",), messages=(("system", "Be short."), ("user", "Hi.")))
+RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
+
+
+@pytest.mark.parametrize(
+    ("row", "example"),
+    [
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, Example("Add.", "1 2", ("3",))),
+        (
+            {"instruction": "Add.", "context": "1 2", "response": "3", "category": "closed_qa"},
+            Example("Add.", "1 2", ("3",)),
+        ),
+        (
+            {"instruction": "Add.", "prompt": "Below is …", "input": "", "output": ["3", "three"], "topic": 1},
+            Example("Add.", "", ("3", "three")),
+        ),
+        ({"instruction": "Add.", "input": None, "context": "1", "output": "3"}, Example("Add.", "1", ("3",))),
+        ({"prompt": "Hi.", "completion": "Hello."}, RAW),
+        ({"prompt": "Hi.", "response": "Hello."}, RAW),
+        ({"prompt": "Hi.", "output": ["Hello."], "instruction": None}, RAW),
+        ({"messages": [SYSTEM, USER, ANSWER]}, CHAT),
+        ({"messages": [SYSTEM, USER, ANSWER], "prompt": "Hi."}, CHAT),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be short."},
+                    {"from": "human", "value": "Hi."},
+                    {"from": "gpt", "value": "Hello."},
+                ]
+            },
+            CHAT,
+        ),
+        ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, CHAT),
+        ({"prompt": [SYSTEM, USER], "completion": "Hello."}, CHAT),
+        (
+            {"messages": [USER, ANSWER, USER, {"role": "assistant", "content": "Again?"}]},
+            Example("", "", ("Again?",), messages=(("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))),
+        ),
+    ],
+)
+def test_forms(row: dict[str, Any], example: Example) -> None:
+    for needs_answer in (True, False):
+        parsed = parse_row(row, "x:1", needs_answer=needs_answer)
+        assert parsed == example
+        assert parsed.source == "x:1"
+
+
+def test_what_follows_the_last_answer_is_not_learnt() -> None:
+    assert parse_row({"messages": [SYSTEM, USER, ANSWER, USER]}, "x:1") == CHAT
+
+
+@pytest.mark.parametrize(
+    ("row", "example"),
+    [
+        ({"instruction": "Add."}, Example("Add.", "", ())),
+        ({"instruction": "Add.", "output": None}, Example("Add.", "", ())),
+        ({"prompt": "Hi."}, Example("", "", (), raw_prompt="Hi.")),
+        ({"prompt": [USER]}, Example("", "", (), messages=(("user", "Hi."),))),
+        ({"messages": [USER]}, Example("", "", (), messages=(("user", "Hi."),))),
+        (
+            {"messages": [USER, ANSWER, USER]},
+            Example("", "", (), messages=(("user", "Hi."), ("assistant", "Hello."), ("user", "Hi."))),
+        ),
+    ],
+)
+def test_prompts_without_answer(row: dict[str, Any], example: Example) -> None:
+    assert parse_row(row, "x:1", needs_answer=False) == example
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"instruction": "a"}, "the key \"output\" is missing (there are ['instruction']); add it"),
+        ({"instruction": "a", "output": None}, 'the key "output" is missing'),
+        ({"prompt": "a"}, "the key \"completion\" is missing (there are ['prompt']); add it"),
+        ({"prompt": [USER]}, 'the key "completion" is missing'),
+        ({"text": "a"}, "the key \"instruction\" is missing (there are ['text']); add it"),
+        ({"prompt": "", "completion": "a"}, '"prompt" is empty'),
+        ({"prompt": 3, "completion": "a"}, '"prompt" is 3, not a string; give a string, or a list of messages'),
+        ({"prompt": "a", "completion": [ANSWER]}, '"completion" is [{"role": "assistant"'),
+        ({"prompt": [USER, ANSWER, USER], "completion": [USER]}, '"completion" has no assistant turn'),
+        ({"messages": []}, '"messages" is []; give a list of messages with role and content'),
+        ({"messages": "Hi."}, '"messages" is "Hi."; give a list'),
+        ({"messages": [USER]}, '"messages" has no assistant turn, so there is no answer; add one'),
+        ({"messages": [ANSWER]}, '"messages" starts with its only answer; put a user turn in front'),
+        ({"messages": [USER, "Hello."]}, 'message 2 of "messages" is "Hello."; give an object'),
+        (
+            {"messages": [USER, {"role": "tool", "content": "x"}]},
+            'message 2 of "messages" has the role "tool"; the roles are system, user (human) and assistant (gpt)',
+        ),
+        ({"messages": [{"content": "x"}]}, 'message 1 of "messages" has the role null'),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, 'message 1 of "messages" has the role ["user"]'),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2 of "messages" has the content null'),
+        ({"conversations": [{"from": "bing", "value": "x"}]}, 'message 1 of "conversations" has the role "bing"'),
+    ],
+)
+def test_what_is_wrong_is_named(row: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_row(row, "data.jsonl:7")
+    assert str(error.value).startswith(f"data.jsonl:7: {what}")
+
+
+def test_an_example_is_a_key_that_its_source_does_not_change() -> None:
+    one, other = parse_row({"messages": [USER, ANSWER]}, "a:1"), parse_row({"messages": [USER, ANSWER]}, "b:2")
+    assert len({one, other, parse_row({"prompt": "Hi.", "completion": "Hello."}, "a:1")}) == 2

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from llmdistill.data.examples import Example
+from llmdistill.data.sources import read_examples, read_prompts, stream_rows
+from llmdistill.errors import UserError
+
+ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
+ROWS = [ROW, {"instruction": "Greet.", "input": "", "output": "Hi."}]
+EXAMPLES = [Example("Add.", "1 2", ("3",)), Example("Greet.", "", ("Hi.",))]
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path, *rows: list[str]) -> Path:
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+class TestJsonl:
+    def test_string_list_and_missing_input(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path / "a.jsonl",
+            ROW,
+            {"instruction": "Greet.", "output": ["Hello.", "Hi."], "id": 7},
+            {"instruction": "Greet.", "input": None, "output": "é"},
+            "",
+            "",
+        )
+        assert read_examples(path) == [
+            Example("Add.", "1 2", ("3",)),
+            Example("Greet.", "", ("Hello.", "Hi.")),
+            Example("Greet.", "", ("é",)),
+        ]
+
+    def test_line_separators_inside_strings_do_not_end_a_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_bytes('\ufeff{"instruction": "a\u2028b", "output": "c\x85d"}\r\n'.encode())
+        assert read_examples(path) == [Example("a\u2028b", "", ("c\x85d",))]
+
+    @pytest.mark.parametrize(
+        ("line", "what"),
+        [
+            ('{"instruction": "a", ', "not JSON"),
+            ("[1, 2]", "a list, not an object"),
+            ({"instruction": "a"}, 'the key "output" is missing'),
+            ({"output": "a"}, 'the key "instruction" is missing'),
+            ({**ROW, "instruction": 3}, '"instruction" is 3, not a string'),
+            ({**ROW, "input": ["x"]}, '"input" is ["x"], not a string'),
+            ({**ROW, "output": {"a": 1}}, '"output" is {"a": 1}; give a string or a list'),
+            ({**ROW, "output": ["a", 1]}, '"output" is ["a", 1]; give'),
+            ({**ROW, "output": []}, '"output" is []; give'),
+        ],
+    )
+    def test_bad_line_is_named(self, tmp_path: Path, line: object, what: str) -> None:
+        path = write(tmp_path / "a.jsonl", ROW, "", line, ROW)
+        with pytest.raises(UserError) as error:
+            read_examples(path)
+        assert str(error.value).startswith(f"{path}:3: {what}")
+
+    def test_missing_file_empty_file_and_binary(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="holds no example"):
+            read_examples(write(tmp_path / "empty.jsonl", "", "  "))
+        (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(UserError, match="cannot be read as UTF-8"):
+            read_examples(tmp_path / "binary.jsonl")
+        with pytest.raises(UserError, match="cannot be read"):
+            read_examples(tmp_path)
+
+    def test_answers_may_be_missing_among_prompts(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "a.jsonl", {"instruction": "Add."}, ROW)
+        assert read_prompts(path) == [Example("Add.", "", ()), EXAMPLES[0]]
+
+    def test_streaming_reads_no_further_than_asked(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "a.jsonl", ROW, "not JSON")
+        assert list(islice(stream_rows(path), 1)) == [(ROW, f"{path}:1")]
+
+
+class TestJson:
+    @pytest.mark.parametrize(
+        "text", [json.dumps(ROWS, indent=1), json.dumps({"data": ROWS}), "\n".join(map(json.dumps, ROWS))]
+    )
+    def test_an_array_an_object_around_it_or_lines(self, tmp_path: Path, text: str) -> None:
+        assert read_examples(write(tmp_path / "a.json", text)) == EXAMPLES
+
+    @pytest.mark.parametrize(
+        ("value", "what"),
+        [
+            ([ROW, {"instruction": "a"}], ': item 2: the key "output" is missing'),
+            ([ROW, 3], ": item 2: a int, not an object"),
+            ({"rows": ROWS}, ": holds no array"),
+            ("[\n{,}]", ":2: not JSON"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, tmp_path: Path, value: object, what: str) -> None:
+        path = write(tmp_path / "a.json", value)
+        with pytest.raises(UserError) as error:
+            read_examples(path)
+        assert str(error.value).startswith(f"{path}{what}")
+
+
+class TestTables:
+    def test_parquet(self, tmp_path: Path) -> None:
+        chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+        rows: list[dict[str, Any]] = [{**ROW, "output": ["3", "three"]}, {"messages": chat}, {"instruction": "a"}]
+        keys = {key for row in rows for key in row}
+        table = datasets.Dataset.from_list([{key: row.get(key) for key in keys} for row in rows])
+        folder = tmp_path / "a[1]*"  # no pattern, though it looks like one
+        folder.mkdir()
+        table.to_parquet(folder / "a.parquet")
+        table.select(range(2)).to_parquet(folder / "good.parquet")
+        assert read_examples(folder / "good.parquet") == [
+            Example("Add.", "1 2", ("3", "three")),
+            Example("", "", ("Hello.",), messages=(("user", "Hi."),)),
+        ]
+        with pytest.raises(UserError) as error:
+            read_examples(folder / "a.parquet")
+        assert str(error.value).startswith(f'{folder / "a.parquet"}: row 3: the key "output" is missing')
+
+    def test_cells_of_csv_stay_text(self, tmp_path: Path) -> None:
+        path = write_csv(
+            tmp_path / "a.csv", ["instruction", "input", "output"], ["007", "", "None"], ["1.50", "NA", "a\nb"]
+        )
+        assert read_examples(path) == [Example("007", "", ("None",)), Example("1.50", "NA", ("a\nb",))]
+
+    def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
+        path = write_csv(tmp_path / "a.csv", ["instruction", "output"], ["a", "b"], ["c", ""])
+        with pytest.raises(UserError) as error:
+            read_examples(path)
+        assert str(error.value).startswith(f'{path}: row 2: the key "output" is missing')
+        assert [example.outputs for example in read_prompts(path)] == [("b",), ()]
+        for name, kind in (("a.parquet", "Parquet"), ("b.csv", "CSV")):
+            (tmp_path / name).write_text("")
+            with pytest.raises(UserError, match=f"{name}: cannot be read as {kind}"):
+                read_examples(tmp_path / name)
+
+
+DOLLY = {"instruction": "Add.", "context": "1 2", "response": "3", "category": "closed_qa"}
+MINILLM = {"instruction": "Add.", "prompt": "Below is an instruction …", "input": "1 2", "output": "3"}
+
+
+def sized(rows: int, template: dict[str, str] = DOLLY) -> datasets.Dataset:
+    return datasets.Dataset.from_list([{**template, "instruction": f"Add {number}."} for number in range(rows)])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[datasets.Dataset], list[tuple[Any, ...]]]:
+    """Lets the hub hold this set, split train; gives the list of what was asked of it."""
+
+    def install(table: datasets.Dataset) -> list[tuple[Any, ...]]:
+        calls: list[tuple[Any, ...]] = []
+
+        def load(name: str, config: str | None = None, *, split: str, streaming: bool) -> object:
+            calls.append((name, config, split, streaming))
+            if streaming:
+                assert split == "train", "the library streams whole splits alone"
+                return table.to_iterable_dataset()
+            slices = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(table)})
+            return datasets.concatenate_datasets(
+                [table.select(range(part.from_ or 0, len(table) if part.to is None else part.to)) for part in slices]
+            )
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        return calls
+
+    return install
+
+
+class TestHub:
+    @pytest.mark.parametrize("row", [DOLLY, MINILLM])
+    def test_columns_of_known_sets(self, hub: Callable, row: dict[str, str]) -> None:
+        calls = hub(datasets.Dataset.from_list([row]))
+        examples = read_examples("databricks/databricks-dolly-15k")
+        assert examples == EXAMPLES[:1]
+        assert examples[0].source == "databricks/databricks-dolly-15k: row 1"
+        assert calls == [("databricks/databricks-dolly-15k", None, "train", False)]
+
+    @pytest.mark.parametrize(
+        ("reference", "asked", "numbers"),
+        [
+            ("o/n.v-1", ("o/n.v-1", None, "train"), range(10)),
+            ("o/n:train", ("o/n", None, "train"), range(10)),
+            ("o/n:train[:3]", ("o/n", None, "train[:3]"), range(3)),
+            ("o/n:train[50%:]", ("o/n", None, "train[50%:]"), range(5, 10)),
+            ("o/n:main:train[1:3]+train[8:]", ("o/n", "main", "train[1:3]+train[8:]"), [1, 2, 8, 9]),
+            (Path("o/n:main:train"), ("o/n", "main", "train"), range(10)),
+        ],
+    )
+    def test_names(self, hub: Callable, reference: str, asked: tuple[Any, ...], numbers: list[int]) -> None:
+        calls = hub(sized(10))
+        assert [example.instruction for example in read_examples(reference)] == [f"Add {n}." for n in numbers]
+        assert calls == [(*asked, False)]
+
+    @pytest.mark.parametrize(
+        ("slice_", "numbers"), [("", range(10)), ("[:3]", range(3)), ("[7:]", range(7, 10)), ("[2:4]", range(2, 4))]
+    )
+    def test_streaming_cuts_by_numbers(self, hub: Callable, slice_: str, numbers: range) -> None:
+        calls = hub(sized(10))
+        rows = list(stream_rows(f"o/n:train{slice_}"))
+        assert [row["instruction"] for row, _ in rows] == [f"Add {n}." for n in numbers]
+        assert [source for _, source in rows] == [f"o/n:train{slice_}: row {n + 1}" for n in range(len(numbers))]
+        assert calls == [("o/n", None, "train", True)]
+
+    @pytest.mark.parametrize("form", [str, Path])
+    @pytest.mark.parametrize(("split", "numbers"), [("", range(10)), (":train[4:]", range(4, 10))])
+    def test_one_file_of_a_set(
+        self, monkeypatch: pytest.MonkeyPatch, form: Callable, split: str, numbers: range
+    ) -> None:
+        calls = []
+
+        def load(kind: str, config: None, *, split: str, streaming: bool, data_files: str) -> object:
+            calls.append((kind, split, data_files))
+            part = datasets.ReadInstruction.from_spec(split).to_absolute({"train": 10})[0]
+            return sized(10).select(range(part.from_ or 0, 10 if part.to is None else part.to))
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        examples = read_examples(form(f"hf://datasets/MiniLLM/dolly/raw.jsonl{split}"))
+        assert [example.instruction for example in examples] == [f"Add {n}." for n in numbers]
+        assert calls == [("json", split[1:] or "train", "hf://datasets/MiniLLM/dolly/raw.jsonl")]
+
+    @pytest.mark.parametrize("slice_", ["[:50%]", "[-3:]", "[:3]+train[5:]"])
+    def test_streaming_says_what_it_cannot_cut(self, hub: Callable, slice_: str) -> None:
+        hub(sized(10))
+        with pytest.raises(UserError, match=r"by whole numbers alone, such as train\[:500\]"):
+            next(stream_rows(f"o/n:train{slice_}"))
+
+    def test_a_bad_row_is_named(self, hub: Callable) -> None:
+        hub(datasets.Dataset.from_list([{"text": "a"}]))
+        with pytest.raises(UserError, match=r'^o/n: row 1: the key "instruction" is missing'):
+            read_examples("o/n")
+
+    @pytest.mark.parametrize("read", [read_examples, lambda reference: next(stream_rows(reference))])
+    def test_failure_names_the_set_and_the_remedy(self, monkeypatch: pytest.MonkeyPatch, read: Callable) -> None:
+        def unreachable(*_: object, **__: object) -> None:
+            raise ConnectionError("Couldn't reach it\nafter 5 trials")
+
+        monkeypatch.setattr(datasets, "load_dataset", unreachable)
+        with pytest.raises(UserError) as error:
+            read("o/n:main:test")
+        assert str(error.value) == (
+            "o/n:main:test: no such file, and not loaded from the hub as data set o/n, configuration main, split test "
+            "(ConnectionError: Couldn't reach it); check the name, the split and the network, or give a file"
+        )
+
+    @pytest.mark.parametrize(
+        "reference",
+        ["none.jsonl", "a/none.parquet", "o/none.CSV", "none", "a/b/c", "/a/b", "../b/c", "o/n:", "o/n:a:b:c", "n:x"],
+    )
+    def test_what_is_no_name_is_a_missing_file(self, hub: Callable, reference: str) -> None:
+        calls = hub(sized(1))
+        with pytest.raises(UserError, match=r"no such file; give a JSONL, JSON, Parquet or CSV file, or OWNER/NAME"):
+            stream_rows(reference)
+        assert calls == []
+
+    def test_a_path_wins_over_a_name(self, hub: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = hub(sized(10))
+        (tmp_path / "o").mkdir()
+        write(tmp_path / "o" / "n", ROW)
+        monkeypatch.chdir(tmp_path)
+        assert read_examples("o/n") == EXAMPLES[:1]
+        assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("self_inst", 252), ("vicuna", 80), ("dolly_sample", 151), ("seed_tasks", 175)]
+)
+def test_real_sets(name: str, count: int) -> None:
+    folder = os.environ.get("LLMDISTILL_DATA")
+    if folder is None:
+        pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
+    assert len(read_examples(Path(folder) / "instruct" / f"{name}.jsonl")) == count

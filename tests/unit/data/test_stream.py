@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.data import stream
+from llmdistill.data.collate import collate
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import Encoded, encode
+from llmdistill.data.sources import read_examples
+from llmdistill.data.stream import StreamLoader, shuffled
+from llmdistill.errors import UserError
+
+SIZE = 10
+Make = Callable[..., PreTrainedTokenizerFast]
+LIMITS: dict[str, Any] = {"max_prompt_length": 8, "max_length": 12}
+
+
+def write(path: Path, prompts: list[str]) -> Path:
+    rows = [{"prompt": prompt, "completion": "yes"} for prompt in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    return write(tmp_path / "numbers.jsonl", [f"n{number}" for number in range(SIZE)])
+
+
+@pytest.fixture
+def make(word_tokenizer: Make) -> Callable[..., StreamLoader]:
+    def loader(reference: Path | str, **changes: Any) -> StreamLoader:
+        settings = {"shuffle_buffer": 4, "pad_token_id": 0, "seed": 3, "global_batch_size": 4, "micro_batch_size": 4}
+        return StreamLoader(reference, word_tokenizer(), **{**LIMITS, **settings, **changes})
+
+    return loader
+
+
+def walked(loader: StreamLoader, steps: int) -> list[str]:
+    """The prompts of the first steps, as text."""
+    items = chain.from_iterable(chain.from_iterable(loader.micro_batch_items(step) for step in range(steps)))
+    return ["".join(loader.tokenizer.convert_ids_to_tokens(item.prompt_ids)) for item in items]
+
+
+class TestShuffled:
+    @pytest.mark.parametrize(("length", "size"), [(0, 3), (1, 3), (3, 3), (20, 3), (20, 1), (3, 20)])
+    def test_is_a_permutation(self, length: int, size: int) -> None:
+        assert sorted(shuffled(range(length), size, np.random.default_rng(0))) == list(range(length))
+
+    def test_takes_only_what_it_holds_ahead(self) -> None:
+        taken = 0
+
+        def items() -> Iterator[int]:
+            nonlocal taken
+            while True:
+                taken += 1
+                yield taken
+
+        given = shuffled(items(), 5, np.random.default_rng(0))
+        for place in range(1, 30):
+            next(given)
+            assert taken == place + 5
+
+    def test_the_buffer_is_what_mixes(self) -> None:
+        def order(size: int, seed: int) -> list[int]:
+            return list(shuffled(range(1000), size, np.random.default_rng(seed)))
+
+        assert order(1, 0) == list(range(1000)), "one that is held can change places with none"
+        assert order(100, 0) != order(100, 1)
+        small = order(2000, 0)
+        assert np.mean([abs(place - item) for place, item in enumerate(small)]) > 250, (
+            "one that fits is mixed as a whole"
+        )
+        moved = [abs(place - item) for place, item in enumerate(order(100, 0))]
+        assert 50 < np.mean(moved) < 150
+        assert all(item - place <= 100 for place, item in enumerate(order(100, 0))), "none comes before it was read"
+
+
+def test_each_epoch_is_a_permutation_and_batches_straddle_epochs(make: Callable, numbers: Path) -> None:
+    prompts = walked(make(numbers), 15)
+    epochs = [prompts[start : start + SIZE] for start in range(0, 60, SIZE)]
+    assert all(sorted(epoch) == [f"n{number}" for number in range(SIZE)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6, "each epoch has its own order"
+    assert walked(make(numbers, seed=0), 3) != walked(make(numbers, seed=1), 3)
+
+
+def test_a_batch_larger_than_the_set(make: Callable, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ["a", "b", "c"])
+    prompts = walked(make(path, global_batch_size=8, micro_batch_size=8), 1)
+    assert sorted(prompts[:3]) == sorted(prompts[3:6]) == ["a", "b", "c"]
+
+
+def test_items_are_those_of_encode(make: Callable, numbers: Path, word_tokenizer: Make) -> None:
+    whole = encode(read_examples(numbers), word_tokenizer(), **LIMITS).items
+    loader = make(numbers, global_batch_size=SIZE, micro_batch_size=5)
+    items = list(chain.from_iterable(loader.micro_batch_items(0)))
+    assert sorted(items, key=str) == sorted(whole, key=str)
+    for batch, part in zip(loader.micro_batches(0), loader.micro_batch_items(0), strict=True):
+        wanted = collate(part, 0)
+        assert torch.equal(batch.input_ids, wanted.input_ids)
+        assert torch.equal(batch.labels, wanted.labels)
+        assert torch.equal(batch.attention_mask, wanted.attention_mask)
+        assert (batch.labels == 0).sum() == 5, "the end token is learnt, though it is the padding"
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 12), (1, 3), (2, 6), (2, 3), (3, 2), (4, 1), (12, 1)])
+def test_ranks_and_micro_batches_make_up_the_global_batch(
+    make: Callable, numbers: Path, world_size: int, micro_batch_size: int
+) -> None:
+    [whole] = make(numbers, global_batch_size=12, micro_batch_size=12).micro_batch_items(1)
+    by_rank = [
+        make(
+            numbers, global_batch_size=12, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size
+        ).micro_batch_items(1)
+        for rank in range(world_size)
+    ]
+    assert {len(part) for parts in by_rank for part in parts} == {micro_batch_size}
+    # Accumulation step by accumulation step, rank by rank, the order is that of the global batch.
+    assert [item for parts in zip(*by_rank, strict=True) for part in parts for item in part] == whole
+
+
+def test_seed_and_step_alone_decide(make: Callable, numbers: Path) -> None:
+    loader = make(numbers)
+    expected = [loader.micro_batch_items(step) for step in range(8)]
+    assert len({str(items) for items in expected}) == 8
+    for step in (5, 5, 0, 7, 2, 3):
+        random.seed(step)
+        np.random.seed(step)
+        torch.manual_seed(step)
+        state = torch.random.get_rng_state()
+        assert loader.micro_batch_items(step) == expected[step]
+        assert make(numbers).micro_batch_items(step) == expected[step], "a resumed run goes on as the first"
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_step_asked_for_twice_is_not_walked_to_twice(
+    make: Callable, numbers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = make(numbers)
+    loader.micro_batch_items(4)
+    monkeypatch.setattr(loader, "_restart", lambda: pytest.fail("it went back to the start"))
+    loader.micro_batches(4)
+    loader.micro_batches(5)
+
+
+def test_the_set_is_never_held(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = 0
+
+    def endless(_: object) -> Iterator[tuple[dict[str, str], str]]:
+        nonlocal read
+        read = 0
+        while True:
+            read += 1
+            yield {"prompt": f"n{read}", "completion": "yes"}, f"endless:{read}"
+
+    monkeypatch.setattr(stream, "stream_rows", endless)
+    loader = make("endless", shuffle_buffer=50)
+    gc.collect()
+    before = _alive()
+    for step in (0, 1, 200):
+        loader.micro_batches(step)
+        assert read == 50 + 4 * (step + 1)
+        gc.collect()
+        assert _alive() - before <= 50 + 4 + 2, "the buffer, one global batch, and what is on its way"
+
+
+def _alive() -> int:
+    return sum(isinstance(each, (Example, Encoded)) for each in gc.get_objects())
+
+
+class TestLongPrompts:
+    PROMPTS = ("a", "b" * 9, "c" * 8, "d" * 20)
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        return write(tmp_path / "a.jsonl", list(self.PROMPTS))
+
+    def test_are_dropped_and_counted(self, make: Callable, path: Path) -> None:
+        loader = make(path, long_prompts="drop", global_batch_size=2, micro_batch_size=2)
+        for steps in (3, 1):  # and counted anew from the start
+            assert Counter(walked(loader, steps)) == {"a": steps, "c" * 8: steps}
+        assert loader.report().startswith(f"streamed from {path}, shuffled among 4 examples; so far ")
+        loader.micro_batches(3)
+        assert 6 <= loader.dropped <= 8
+        assert f"so far {loader.dropped} dropped for a long prompt, 0 prompts and 0 responses" in loader.report()
+
+    def test_are_truncated_and_counted(self, make: Callable, path: Path) -> None:
+        loader = make(path, long_prompts="truncate")
+        assert Counter(walked(loader, 1)) == {"a": 1, "b" * 8: 1, "c" * 8: 1, "d" * 8: 1}
+        assert "0 dropped for a long prompt, 2 prompts and 0 responses truncated" in loader.report()
+        loader = make(path, long_prompts="truncate", max_length=11)
+        loader.micro_batches(0)
+        assert "2 prompts and 3 responses truncated" in loader.report()
+
+    def test_stop_with_their_source(self, make: Callable, path: Path) -> None:
+        loader = make(path)
+        for _ in range(2):  # it fails again, and does not go on after the row
+            with pytest.raises(UserError, match=rf"^{path}:[24]: the prompt has \d+ tokens and is longer than"):
+                loader.micro_batches(0)
+
+    def test_none_left(self, make: Callable, tmp_path: Path) -> None:
+        path = write(tmp_path / "b.jsonl", ["b" * 9, "d" * 20])
+        loader = make(path, long_prompts="drop")
+        with pytest.raises(UserError, match=r"all 2 prompts are longer than data\.max_prompt_length=8 tokens"):
+            loader.micro_batches(0)
+
+
+def test_mistakes_are_told_before_the_first_step(make: Callable, tmp_path: Path, word_tokenizer: Make) -> None:
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
+        make(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match=r"empty\.jsonl: holds no example"):
+        make(write(tmp_path / "empty.jsonl", []))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=r'bad\.jsonl:1: the key "completion" is missing'):
+        make(tmp_path / "bad.jsonl")
+    good = write(tmp_path / "good.jsonl", ["a"])
+    with pytest.raises(UserError, match=r"data\.shuffle_buffer is 0: give 1 or more"):
+        make(good, shuffle_buffer=0)
+    with pytest.raises(UserError, match="max_prompt_length"):
+        make(good, max_length=8)
+
+
+def test_a_bad_row_on_the_way_is_named(make: Callable, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ["a"] * 20)
+    with path.open("a") as file:
+        file.write("not JSON\n")
+    loader = make(path)
+    loader.micro_batches(2)
+    with pytest.raises(UserError, match=r"a\.jsonl:21: not JSON"):
+        loader.micro_batches(5)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "json", "hub"])
+def test_every_source_gives_the_same_batches(
+    make: Callable, numbers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rows = [json.loads(line) for line in numbers.read_text().splitlines()]
+    table, path = datasets.Dataset.from_list(rows), tmp_path / f"numbers.{kind}"
+    if kind == "hub":
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table.to_iterable_dataset())
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        getattr(table, f"to_{kind}")(path)
+    loader, expected = make("o/numbers" if kind == "hub" else path), make(numbers)
+    for step in (0, 4):
+        assert loader.micro_batch_items(step) == expected.micro_batch_items(step)
+
+
+def test_a_real_set(make: Callable) -> None:
+    folder = os.environ.get("LLMDISTILL_DATA")
+    if folder is None:
+        pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
+    path = Path(folder) / "instruct" / "self_inst.jsonl"
+    loader = make(path, max_prompt_length=5000, max_length=6000, global_batch_size=252, micro_batch_size=252)
+    whole = encode(read_examples(path), loader.tokenizer, max_prompt_length=5000, max_length=6000).items
+    [items] = loader.micro_batch_items(1)
+    assert sorted(items, key=str) == sorted(whole, key=str)
+    assert items != whole
