@@ -26,8 +26,8 @@ def soft_cross_entropy(
     Returns:
         The sum over these positions, and their number.
     """
-    chosen_BT = _predicting(labels, shift=shift) != IGNORE_INDEX
-    student_NV, teacher_NV = _rows(student_logits, chosen_BT), _rows(teacher_logits, chosen_BT)
+    chosen_BT = predicted_labels(labels, shift=shift) != IGNORE_INDEX
+    student_NV, teacher_NV = rows_of(student_logits, chosen_BT), rows_of(teacher_logits, chosen_BT)
     teacher_p_NV = (teacher_NV / temperature).softmax(-1)
     student_log_p_NV = (student_NV / temperature).log_softmax(-1)
     return LossSum(-(teacher_p_NV * student_log_p_NV).sum(), chosen_BT.sum())
@@ -44,18 +44,18 @@ def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -
     Returns:
         The sum over these positions, and their number.
     """
-    targets_BT = _predicting(labels, shift=shift)
+    targets_BT = predicted_labels(labels, shift=shift)
     chosen_BT = targets_BT != IGNORE_INDEX
-    loss = functional.cross_entropy(_rows(logits, chosen_BT), targets_BT[chosen_BT], reduction="sum")
+    loss = functional.cross_entropy(rows_of(logits, chosen_BT), targets_BT[chosen_BT], reduction="sum")
     return LossSum(loss, chosen_BT.sum())
 
 
-def _predicting(labels: Tensor, *, shift: bool) -> Tensor:
+def predicted_labels(labels: Tensor, *, shift: bool) -> Tensor:
     """The label that each position predicts: (B, T)."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
 
 
-def _rows(logits: Tensor, chosen_BT: Tensor) -> Tensor:
+def rows_of(logits: Tensor, chosen_BT: Tensor) -> Tensor:
     """The chosen rows, (N, V), gathered first and only then made at least fp32: V is large and most rows go."""
     rows_NV = logits[chosen_BT]
     return rows_NV.to(torch.promote_types(rows_NV.dtype, torch.float32))

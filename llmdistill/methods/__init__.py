@@ -7,12 +7,13 @@ outputs, the teacher's (None if it needs none) and the batch. A new one is a cla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedConfig
 
 from llmdistill.batch import Batch, LossSum, Outputs, Positions, TapRequest
-from llmdistill.config import MakdConfig
+from llmdistill.config import KdConfig
+from llmdistill.methods.kd import Kd
 from llmdistill.methods.makd import build_makd
 from llmdistill.methods.sft import Sft
 from llmdistill.models.families import family_of
@@ -34,12 +35,19 @@ class Method(Protocol):
         ...
 
 
-def _build_sft(settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> Method:
+def _build_sft(settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig) -> Method:
     return Sft(causal=family_of(student).causal)
 
 
-METHODS: dict[str, Callable[[MakdConfig, PreTrainedConfig, PreTrainedConfig], Method]] = {
+def _build_kd(settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> Method:
+    return Kd(settings, causal=family_of(student).causal)
+
+
+METHODS: dict[str, Callable[[Any, PreTrainedConfig, PreTrainedConfig], Method]] = {
     "makd": build_makd,
+    "kd": _build_kd,
     "sft": _build_sft,
+    "seqkd": _build_sft,  # the same loss; the answers are the teacher's
+    "none": _build_sft,  # never trained
 }
 """By name: a function of the method's settings, the teacher's config and the student's config."""

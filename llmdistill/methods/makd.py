@@ -13,8 +13,9 @@ from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
 from llmdistill.losses.attention import AttentionInputs, attention_kl
 from llmdistill.losses.hidden import hidden_mse
-from llmdistill.losses.logits import label_cross_entropy, soft_cross_entropy
+from llmdistill.losses.logits import soft_cross_entropy
 from llmdistill.losses.matrix import matrix_mse
+from llmdistill.methods.label import label_term
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import family_of, shape_of
 
@@ -83,7 +84,7 @@ class Makd:
         terms: dict[str, LossSum] = {}
         for name in self.weights:
             if name == "label":
-                terms[name] = label_cross_entropy(student.logits, batch.labels, shift=self._causal)
+                terms[name] = label_term(student, batch, causal=self._causal)
                 continue
             assert teacher is not None, f"the term {name} needs the teacher"
             if name == "logits":

@@ -1,0 +1,94 @@
+"""Divergences between the output distributions of teacher T and student S, in fp32 log space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import IGNORE_INDEX, LossSum
+from llmdistill.losses.logits import predicted_labels, rows_of
+
+LOG_FLOOR = -1e5
+"""Least log-probability: far below what fp32 can turn into a probability, and still finite. A forbidden word (logit
+-inf) has it in place of -inf, because 0 x inf would make the loss and its gradient NaN."""
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(T‖S) = Σ p (log p - log q) of each row; covers all that the teacher finds likely (Hinton et al. 2015).
+
+    Args:
+        log_p: the teacher's log-probabilities, (N, V), as in all functions below.
+        log_q: the student's log-probabilities, (N, V).
+
+    Returns:
+        (N,), at least 0 up to rounding.
+    """
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(S‖T) = Σ q (log q - log p); keeps to what the teacher finds likely (MiniLLM's objective, word by word)."""
+    return forward_kl(log_q, log_p)
+
+
+def jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """β KL(T‖M) + (1-β) KL(S‖M) with M = β T + (1-β) S (GKD eq. 1); bounded, near a KL at either end of β."""
+    log_m = _log_mix(log_p, log_q, beta)
+    return beta * forward_kl(log_p, log_m) + (1 - beta) * forward_kl(log_q, log_m)
+
+
+def skew_forward_kl(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
+    """KL(T‖αT + (1-α)S): gradients stay bounded where the student gives the teacher's word no chance (DistiLLM)."""
+    return forward_kl(log_p, _log_mix(log_p, log_q, alpha))
+
+
+def skew_reverse_kl(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
+    """KL(S‖(1-α)T + αS), the reverse of the same (DistiLLM)."""
+    return forward_kl(log_q, _log_mix(log_q, log_p, alpha))
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """½ Σ |p - q|, between 0 and 1."""
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def output_divergence(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    *,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+    temperature: float = 1.0,
+    shift: bool = True,
+) -> LossSum:
+    """A divergence of the softened distributions, times t², summed over the positions that predict a label.
+
+    The factor keeps the size of the gradient when the temperature changes (Hinton et al. 2015, §2).
+
+    Args:
+        student_logits: (B, T, V).
+        teacher_logits: (B, T, V).
+        labels: (B, T), IGNORE_INDEX where nothing is learnt; only where they are counts, not what.
+        divergence: a function of log p (teacher) and log q (student), both (N, V), that gives (N,).
+        temperature: t, over zero.
+        shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
+
+    Returns:
+        The sum over these positions, and their number.
+    """
+    chosen_BT = predicted_labels(labels, shift=shift) != IGNORE_INDEX
+    log_p_NV = _log_softmax(rows_of(teacher_logits, chosen_BT) / temperature)
+    log_q_NV = _log_softmax(rows_of(student_logits, chosen_BT) / temperature)
+    return LossSum(temperature**2 * divergence(log_p_NV, log_q_NV).sum(), chosen_BT.sum())
+
+
+def _log_softmax(logits_NV: Tensor) -> Tensor:
+    return logits_NV.log_softmax(-1).clamp(min=LOG_FLOOR)
+
+
+def _log_mix(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
+    """log(share · a + (1-share) · b)."""
+    return torch.logaddexp(log_a + math.log(share), log_b + math.log1p(-share))

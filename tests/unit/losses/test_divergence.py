@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmdistill.config import KdConfig
+from llmdistill.losses.divergence import output_divergence
+from llmdistill.losses.logits import soft_cross_entropy
+from llmdistill.methods.kd import divergence_of
+
+NAMES = ["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
+SETTINGS = [KdConfig(divergence=name) for name in NAMES] + [  # type: ignore[arg-type]
+    KdConfig(divergence="jsd", beta=0.1),
+    KdConfig(divergence="jsd", beta=0.9),
+    KdConfig(divergence="skew_forward_kl", alpha=0.4),
+    KdConfig(divergence="skew_reverse_kl", alpha=0.4),
+]
+LABELS = torch.tensor([[-100, -100, 3, 1, -100], [-100, 0, 2, 4, 4]])
+PREDICTING = [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
+"""(sequence, position) before each label."""
+
+
+def ids(settings: KdConfig) -> str:
+    return f"{settings.divergence}-{settings.beta}-{settings.alpha}"
+
+
+every_divergence = pytest.mark.parametrize("settings", SETTINGS, ids=ids)
+
+
+def make(seed: int) -> Tensor:
+    return 3 * torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def probabilities(row: Tensor, temperature: float) -> list[float]:
+    weights = [math.exp(float(x) / temperature) for x in row]
+    return [weight / sum(weights) for weight in weights]
+
+
+def naive(settings: KdConfig, p: list[float], q: list[float]) -> float:
+    """The definitions, word by word; p is the teacher."""
+
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    def mix(share: float, a: list[float], b: list[float]) -> list[float]:
+        return [share * x + (1 - share) * y for x, y in zip(a, b, strict=True)]
+
+    beta, alpha = settings.beta, settings.alpha
+    return {
+        "forward_kl": lambda: kl(p, q),
+        "reverse_kl": lambda: kl(q, p),
+        "jsd": lambda: beta * kl(p, mix(beta, p, q)) + (1 - beta) * kl(q, mix(beta, p, q)),
+        "skew_forward_kl": lambda: kl(p, mix(alpha, p, q)),
+        "skew_reverse_kl": lambda: kl(q, mix(alpha, q, p)),
+        "tvd": lambda: 0.5 * sum(abs(x - y) for x, y in zip(p, q, strict=True)),
+    }[settings.divergence]()
+
+
+def loss_of(settings: KdConfig, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    divergence = divergence_of(settings)
+    return output_divergence(student, teacher, LABELS, divergence=divergence, temperature=temperature).sum
+
+
+@every_divergence
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_it_equals_the_naive_loop(settings: KdConfig, temperature: float) -> None:
+    student, teacher = make(0), make(1)
+    expected = sum(
+        naive(settings, probabilities(teacher[b, i], temperature), probabilities(student[b, i], temperature))
+        for b, i in PREDICTING
+    )
+    assert loss_of(settings, student, teacher, temperature).item() == pytest.approx(temperature**2 * expected, rel=1e-9)
+
+
+def test_positions_without_shift_and_their_count() -> None:
+    student, teacher = make(0), make(1)
+    settings = KdConfig()
+    loss = output_divergence(student, teacher, LABELS, divergence=divergence_of(settings), shift=False)
+    chosen = [(b, i) for b in range(2) for i in range(5) if LABELS[b, i] >= 0]
+    expected = sum(
+        naive(settings, probabilities(teacher[b, i], 1.0), probabilities(student[b, i], 1.0)) for b, i in chosen
+    )
+    assert loss.count.item() == len(chosen) == 6
+    assert loss.sum.item() == pytest.approx(expected, rel=1e-9)
+
+
+@every_divergence
+def test_gradient(settings: KdConfig) -> None:
+    student, teacher = make(0).requires_grad_(), make(1)
+    assert torch.autograd.gradcheck(lambda logits: loss_of(settings, logits, teacher, 1.5), (student,))
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_models_give_zero_and_no_gradient(settings: KdConfig, dtype: torch.dtype) -> None:
+    student = make(0).to(dtype).requires_grad_()
+    loss = loss_of(settings, student, student.detach().clone())
+    loss.backward()
+    assert abs(loss.item()) < 1e-6
+    assert student.grad.abs().max() < 1e-6
+
+
+@every_divergence
+def test_it_is_positive_where_models_differ(settings: KdConfig) -> None:
+    assert loss_of(settings, make(0), make(1)) > 0.1
+
+
+CERTAIN = [[0.0, -2e4, -2e4, -2e4, -2e4, -2e4], [-2e4, 0.0, -2e4, -2e4, -2e4, -2e4]]
+FORBIDDEN = [[0.0, 1.0, -math.inf, 2.0, -math.inf, 0.0], [1.0, 0.0, -math.inf, -math.inf, 2.0, 0.0]]
+
+
+@every_divergence
+@pytest.mark.parametrize("rows", [CERTAIN, FORBIDDEN], ids=["probability 0 and 1", "forbidden words"])
+def test_loss_and_gradient_are_finite_at_probability_0_and_1(settings: KdConfig, rows: list[list[float]]) -> None:
+    for of_student, of_teacher in ((0, 1), (1, 0), (0, 0)):
+        student = torch.tensor(rows[of_student]).expand(2, 5, 6).clone().requires_grad_()
+        teacher = torch.tensor(rows[of_teacher]).expand(2, 5, 6)
+        loss = loss_of(settings, student, teacher)
+        loss.backward()
+        assert loss.isfinite()
+        assert student.grad.isfinite().all()
+        assert loss >= -1e-5
+
+
+@every_divergence
+def test_padding_and_prompts_do_not_count(settings: KdConfig) -> None:
+    student, teacher = make(0), make(1)
+    changed_student, changed_teacher = student.clone(), teacher.clone()
+    outside = torch.ones(2, 5, dtype=torch.bool)
+    for b, i in PREDICTING:
+        outside[b, i] = False
+    changed_student[outside] = 50 * make(2)[outside]
+    changed_teacher[outside] = 50 * make(3)[outside]
+    torch.testing.assert_close(
+        loss_of(settings, changed_student, changed_teacher), loss_of(settings, student, teacher), rtol=0, atol=0
+    )
+
+
+def test_half_precision_logits_are_compared_in_fp32() -> None:
+    student, teacher = make(0).bfloat16(), make(1).bfloat16()
+    loss = loss_of(KdConfig(divergence="jsd"), student, teacher)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), loss_of(KdConfig(divergence="jsd"), student.double(), teacher.double()))
+
+
+def test_forward_kl_has_the_gradient_of_the_soft_cross_entropy() -> None:
+    student, teacher = make(0).requires_grad_(), make(1)
+    (of_kl,) = torch.autograd.grad(loss_of(KdConfig(), student, teacher), student)
+    (of_ce,) = torch.autograd.grad(soft_cross_entropy(student, teacher, LABELS).sum, student)
+    torch.testing.assert_close(of_kl, of_ce)
