@@ -1,5 +1,6 @@
 """ROUGE-L of a model's answers to instruction sets.
 
+python eval/instruct.py --model DIR --suite dolly,self_inst,vicuna [--data_dir DIR] [--json]
 python eval/instruct.py --model DIR --data FILE [FILE...] [--decoding greedy] [--output DIR] [--limit N] [--json]
 deepspeed --num_gpus 2 eval/instruct.py --model DIR --data FILE [FILE...]
 """

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script by the launcher: the checkout itself is not on the path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in llmdistill/train.py
+
 import argparse
 import json
-import os
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +26,7 @@ from llmdistill.errors import UserError
 from llmdistill.parsing import build, parse
 from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.log import quiet_transformers
+from llmdistill.scoring.suites import SETS, suite_sets
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,9 +44,15 @@ def build_parser(prog: str) -> ArgumentParser:
         "--data",
         type=str,
         nargs="+",
-        required=True,
+        default=[],
         metavar="FILE",
-        help="JSONL files of instruction, input, output, or embedded:NAME.",
+        help="Sets of instruction, input, output: JSONL, JSON, Parquet or CSV files, hub names, or embedded:NAME.",
+    )
+    parser.add_argument(
+        "--suite", type=str, metavar="A,B", help=f"Sets by name, such as dolly,self_inst,vicuna; of {', '.join(SETS)}."
+    )
+    parser.add_argument(
+        "--data_dir", type=Path, metavar="DIR", help="Where the suite's NAME.jsonl are; without it on the hub."
     )
     parser.add_argument(
         "--output",
@@ -56,8 +68,7 @@ def build_parser(prog: str) -> ArgumentParser:
         "--long_prompts",
         "--data.long_prompts",
         type=Literal["error", "drop", "truncate"],
-        default=limits.long_prompts,
-        help="What happens to prompts over max_prompt_length.",
+        help="What happens to prompts over max_prompt_length; default: error, or with --suite drop, as MiniLLM does.",
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
     parser.add_class_arguments(GenerationConfig)
@@ -96,7 +107,7 @@ def run(parsed: Any) -> dict[str, Any]:
         settings = build(parsed, GenerationConfig)
     except UserError as error:  # there, these settings are the part `scoring` of a run
         raise UserError(str(error).replace("scoring.", "--")) from error
-    data = set_names(parsed.data)
+    data = chosen_sets(parsed)
     rank, world_size = 0, 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -110,7 +121,7 @@ def run(parsed: Any) -> dict[str, Any]:
             settings,
             max_prompt_length=parsed.max_prompt_length,
             max_length=parsed.max_length,
-            long_prompts=parsed.long_prompts,
+            long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
             dtype=_DTYPES.get(parsed.dtype, auto),
             device=device,
             output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
@@ -120,6 +131,18 @@ def run(parsed: Any) -> dict[str, Any]:
         )
     finally:
         shut_down()
+
+
+def chosen_sets(parsed: Any) -> dict[str, str]:
+    """{name: reference} of what --suite and --data name. Raises UserError where they name nothing, or a name twice."""
+    suite = {} if parsed.suite is None else suite_sets(parsed.suite, parsed.data_dir)
+    given = set_names(parsed.data)
+    if not suite and not given:
+        raise UserError("--data is missing: name a file, or sets with --suite dolly,self_inst,vicuna")
+    twice = sorted(suite.keys() & given.keys())
+    if twice:
+        raise UserError(f"--data and --suite both have a set called {twice[0]}; leave one out or rename the file")
+    return {**suite, **given}
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
@@ -155,3 +178,7 @@ def table(result: dict[str, Any]) -> Table:
             str(score["truncated"]),
         )
     return sheet
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="llmdistill evaluate"))

@@ -13,20 +13,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import GenerationConfig
-from llmdistill.data.instruct import (
-    EncodedPrompts,
-    Example,
-    LongPrompts,
-    check_lengths,
-    encode_prompts,
-    read_examples,
-    render_prompt,
-)
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import EncodedPrompts, LongPrompts, check_lengths, encode_example_prompts
+from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.factorize import count_parameters
 from llmdistill.files import write_json, write_text
+from llmdistill.generation.decode import Decoding, GenerationResult, generate_encoded
+from llmdistill.generation.rows import prompt_row
 from llmdistill.models.load import load_model, load_tokenizer
-from llmdistill.scoring.generation import GenerationResult, generate_encoded
 from llmdistill.scoring.rouge import rouge_l
 
 Log = Callable[[str], None]
@@ -86,7 +81,7 @@ def score_set(
             model,
             tokenizer,
             prompts.ids,
-            settings,
+            decoding_of(settings),
             max_prompt_length=max_prompt_length,
             max_length=max_length,
             seed=seed,
@@ -103,6 +98,15 @@ def score_set(
     return _summary(list(passes.values()), scores, prompts)
 
 
+def decoding_of(settings: GenerationConfig) -> Decoding:
+    """How the answers that are scored are decoded."""
+    return Decoding(
+        sample=settings.decoding == "sample",
+        no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        batch_size=settings.batch_size,
+    )
+
+
 def _encode(
     examples: Sequence[Example],
     tokenizer: PreTrainedTokenizerBase,
@@ -110,13 +114,8 @@ def _encode(
     max_prompt_length: int,
     long_prompts: LongPrompts,
 ) -> EncodedPrompts:
-    chosen = examples[: settings.limit]
-    return encode_prompts(
-        [render_prompt(example) for example in chosen],
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        long_prompts=long_prompts,
-        sources=[example.source for example in chosen],
+    return encode_example_prompts(
+        examples[: settings.limit], tokenizer, max_prompt_length=max_prompt_length, long_prompts=long_prompts
     )
 
 
@@ -143,8 +142,7 @@ def _passes(settings: GenerationConfig) -> dict[str, int]:
 def _write_predictions(path: Path, examples: Sequence[Example], texts: Mapping[str, Sequence[str]]) -> None:
     rows = [
         {
-            "instruction": example.instruction,
-            "input": example.input,
+            **prompt_row(example),
             "references": list(example.outputs),
             "predictions": {name: answers[index] for name, answers in texts.items()},
         }

@@ -13,15 +13,21 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str | Sequence[str]
     references[i] is one reference or several. Raises ValueError where the lengths differ or are zero, or where
     a prediction has no reference.
     """
+    scores = rouge_scores(predictions, references)
+    return sum(scores) / len(scores)
+
+
+def rouge_scores(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> list[float]:
+    """The ROUGE-L of each prediction; see rouge_l."""
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions but {len(references)} references")
     if not predictions:
         raise ValueError("no predictions to score")
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    total = 0.0
+    scores = []
     for index, (prediction, given) in enumerate(zip(predictions, references, strict=True)):
         targets = [given] if isinstance(given, str) else list(given)
         if not targets:
             raise ValueError(f"prediction {index} has no reference")
-        total += scorer.score_multi(targets, prediction)["rougeL"].fmeasure
-    return 100 * total / len(predictions)
+        scores.append(100 * scorer.score_multi(targets, prediction)["rougeL"].fmeasure)
+    return scores

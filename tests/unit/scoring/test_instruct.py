@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from llmdistill.config import GenerationConfig
 from llmdistill.data.instruct import Example, render_prompt
 from llmdistill.errors import UserError
+from llmdistill.generation.decode import generate
 from llmdistill.scoring import rouge_l
 from llmdistill.scoring.command import default_output, main, set_names
-from llmdistill.scoring.generation import generate
-from llmdistill.scoring.instruct import evaluate_model, score_set, score_sets
+from llmdistill.scoring.instruct import decoding_of, evaluate_model, score_set, score_sets
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WORDS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
@@ -76,7 +76,8 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(
     path = tmp_path / "new" / "set.jsonl"
     score = score_set(model, tokenizer, SHORT, settings, predictions_path=path, log=lines.append, **LIMITS)
     prompts = [render_prompt(example) for example in SHORT]
-    texts = [generate(model, tokenizer, prompts, settings, seed=seed, **LIMITS).texts for seed in (10, 20, 30)]
+    decoding = decoding_of(settings)
+    texts = [generate(model, tokenizer, prompts, decoding, seed=seed, **LIMITS).texts for seed in (10, 20, 30)]
     expected = [rouge_l(answers, [example.outputs for example in SHORT]) for answers in texts]
     assert score.per_seed == expected
     assert len(set(expected)) > 1

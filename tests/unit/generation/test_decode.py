@@ -18,14 +18,22 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from llmdistill.config import GenerationConfig
 from llmdistill.errors import UserError
-from llmdistill.scoring.generation import GenerationResult, generate, generate_encoded
+from llmdistill.generation.decode import (
+    Decoding,
+    GenerationResult,
+    HuggingFaceEngine,
+    answer_batch,
+    decode_answers,
+    generate,
+    generate_encoded,
+    plan_batches,
+)
 
 VOCABULARY = 98
 END = 0
 PROMPTS = ["a", "Name three colours.", "bb bb", "What is it?", "x" * 30]
-GREEDY = GenerationConfig(decoding="greedy", batch_size=2)
+GREEDY = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
 LIMITS = {"max_prompt_length": 30, "max_length": 60, "seed": 0}
 
 
@@ -87,7 +95,7 @@ def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngra
 @pytest.mark.parametrize("ngram", [0, 3, 6])
 def test_batching_and_left_padding_do_not_change_greedy_answers(kind: str, ngram: int) -> None:
     model, tokenizer = tiny_model(kind), character_tokenizer()
-    settings = GenerationConfig(decoding="greedy", batch_size=3, no_repeat_ngram_size=ngram)
+    settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram)
     result = generate(model, tokenizer, PROMPTS, settings, **LIMITS)
     expected = [naive_greedy(model, ids, 30, ngram) for ids in tokenizer(PROMPTS)["input_ids"]]
     texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
@@ -100,7 +108,7 @@ def test_every_answer_has_the_same_room_whatever_the_prompt() -> None:
     tokenizer = character_tokenizer()
     model = tiny_model("llama")
     model.get_output_embeddings().weight.data[END] = 0  # no end token where another scores above 0
-    settings = GenerationConfig(decoding="greedy", batch_size=2)
+    settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
     result = generate(model, tokenizer, ["a", "b" * 30], settings, max_prompt_length=30, max_length=41, seed=0)
     assert result.tokens == 22
 
@@ -108,7 +116,7 @@ def test_every_answer_has_the_same_room_whatever_the_prompt() -> None:
 @pytest.mark.parametrize("decoding", ["greedy", "sample"])
 def test_shipped_generation_settings_do_not_count(decoding: str) -> None:
     model, tokenizer = tiny_model("llama"), character_tokenizer()
-    settings = GenerationConfig(decoding=decoding, batch_size=2)
+    settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=2)
     expected = generate(model, tokenizer, PROMPTS, settings, **LIMITS).texts
     shipped = model.generation_config
     for key, value in {
@@ -133,7 +141,7 @@ def test_sampling_follows_the_models_own_distribution() -> None:
     model, tokenizer = tiny_model("llama", scale=1.0), character_tokenizer()
     count = 6000
     ids = tokenizer("Hello")["input_ids"]
-    settings = GenerationConfig(batch_size=1000)
+    settings = Decoding(sample=True, no_repeat_ngram_size=6, batch_size=1000)
     limits = {"max_prompt_length": 10, "max_length": 11}
     texts = generate_encoded(model, tokenizer, [ids] * count, settings, seed=4, **limits).texts
     assert len({text for text in texts if text}) > 75
@@ -147,9 +155,72 @@ def test_sampling_follows_the_models_own_distribution() -> None:
     assert (drawn[visible] - expected[visible]).abs().sum() / 2 < 0.06
 
 
+def test_batches_of_the_plan_answer_alone_as_they_do_together() -> None:
+    # What a resumed run rests on: a batch depends on its number and on nothing that was generated before.
+    model, tokenizer = tiny_model("gpt2"), character_tokenizer()
+    settings = Decoding(sample=True, batch_size=2)
+    ids = tokenizer(PROMPTS)["input_ids"]
+    together = generate_encoded(model, tokenizer, ids, settings, **LIMITS)
+    batches = plan_batches(ids, 2)
+    assert [[len(ids[index]) for index in batch] for batch in batches] == [[1, 5], [11, 19], [30]]
+    engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=30)
+    alone: dict[int, list[int]] = {}
+    for number in (2, 0, 1):
+        alone.update(answer_batch(engine, ids, batches, number, LIMITS["seed"]))
+    rows = [alone[index] for index in range(len(ids))]
+    assert decode_answers(rows, tokenizer) == together.texts
+    assert sum(map(len, rows)) == together.tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.4},
+        {"temperature": 2.5},
+        {"top_k": 3},
+        {"top_p": 0.5},
+    ],
+    ids=str,
+)
+def test_temperature_top_k_and_top_p_cut_the_distribution(settings: dict[str, float]) -> None:
+    # 4,000 first tokens against the distribution worked out by hand; chance alone gives a distance of about 0.05.
+    model, tokenizer = tiny_model("llama", scale=1.0), character_tokenizer()
+    count = 4000
+    ids = tokenizer("Hello")["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    expected = (logits / settings.get("temperature", 1.0)).softmax(-1)
+    order = expected.argsort(descending=True)
+    kept = int(settings.get("top_k", VOCABULARY))
+    if "top_p" in settings:
+        kept = int((expected[order].cumsum(0) < settings["top_p"]).sum()) + 1
+    expected[order[kept:]] = 0
+    expected /= expected.sum()
+    engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=True, **settings), max_new_tokens=1)
+    drawn = torch.zeros(VOCABULARY)
+    for (token,) in engine.answer([ids] * count, [7]):
+        drawn[token] += 1 / count
+    assert (drawn - expected).abs().sum() / 2 < 0.08
+    assert drawn[expected == 0].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0: give a number over 0"),
+        ({"top_p": 0.0}, "top_p is 0.0: give a number over 0 and up to 1"),
+        ({"top_k": -1}, "top_k is -1: give 0 or more"),
+        ({"batch_size": 0}, "batch_size is 0: give 1 or more"),
+    ],
+)
+def test_decoding_that_cannot_be_is_refused(settings: dict[str, float], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Decoding(sample=True, **settings)
+
+
 def test_samples_depend_on_the_seed_alone() -> None:
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    settings = GenerationConfig(batch_size=2)
+    settings = Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2)
 
     def sample(seed: int) -> list[str]:
         limits = {"max_prompt_length": 30, "max_length": 60}
@@ -167,7 +238,9 @@ def test_samples_depend_on_the_seed_alone() -> None:
 
 def test_equal_prompts_in_different_batches_get_different_samples() -> None:
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    result = generate(model, tokenizer, ["Hello"] * 4, GenerationConfig(batch_size=2), **LIMITS)
+    result = generate(
+        model, tokenizer, ["Hello"] * 4, Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2), **LIMITS
+    )
     assert len(set(result.texts)) == 4
 
 
@@ -196,7 +269,9 @@ def test_answers_are_cut_at_the_end_token_and_counted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         tokenizer, "batch_decode", lambda rows, **_: ["".join(tokenizer.convert_ids_to_tokens(row)) for row in rows]
     )
-    result = generate(model, tokenizer, ["ccc", "a", "bb"], GenerationConfig(batch_size=3), **LIMITS)
+    result = generate(
+        model, tokenizer, ["ccc", "a", "bb"], Decoding(sample=True, no_repeat_ngram_size=6, batch_size=3), **LIMITS
+    )
     assert result.texts == ["goes on forever", "ok", "hm"]
     assert result.tokens == 15 + 5 + 3
 
@@ -229,7 +304,7 @@ def run_rank(rank: int, port: int, folder: str) -> None:
             model,
             tokenizer,
             PROMPTS,
-            GenerationConfig(decoding=decoding, batch_size=size),
+            Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=size),
             rank=rank,
             world_size=2,
             synced=synced,
@@ -253,7 +328,7 @@ def test_two_ranks_give_the_texts_of_one(tmp_path: Path) -> None:
     by_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert by_rank[0] == by_rank[1]
     for (decoding, _, size), (texts, tokens) in by_rank[0].items():
-        settings = GenerationConfig(decoding=decoding, batch_size=size)
+        settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=size)
         alone: GenerationResult = generate(model, tokenizer, PROMPTS, settings, **LIMITS)
         assert texts == alone.texts
         assert tokens == alone.tokens

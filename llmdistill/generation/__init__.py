@@ -1,0 +1,1 @@
+"""Answers of a model: decoding, and the teacher's responses as training data."""

@@ -1,0 +1,308 @@
+"""Answers of a causal LM to prompts: batched, left-padded, the same whatever the number of ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.data.instruct import check_lengths, encode_prompts
+from llmdistill.errors import UserError
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the next token is chosen."""
+
+    sample: bool
+    """Draw from the model's distribution; else take the likeliest token (greedy), and the next three do not count."""
+    temperature: float = 1.0
+    """The logits are divided by it."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens that have this probability together; 1 keeps all."""
+    top_k: int = 0
+    """Draw from the likeliest so many; 0 keeps all."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of this length twice in prompt and answer; 0 switches it off."""
+    batch_size: int = 32
+    """Prompts generated at once on each rank."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be decoded.
+
+        Raises:
+            UserError: a number is out of its range.
+        """
+        if not self.temperature > 0:
+            raise UserError(f"temperature is {self.temperature}: give a number over 0 (or decode greedily)")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}: give a number over 0 and up to 1")
+        for key, least in (("top_k", 0), ("no_repeat_ngram_size", 0), ("batch_size", 1)):
+            if getattr(self, key) < least:
+                raise UserError(f"{key} is {getattr(self, key)}: give {least} or more")
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What one pass over the prompts gave, alike on every rank."""
+
+    texts: list[str]
+    """In prompt order, cut at the end token, without special tokens, stripped."""
+    tokens: int
+    """Generated tokens over all ranks, end tokens included, padding not."""
+    seconds: float
+    """Wall time of the slowest rank."""
+
+
+class Engine(Protocol):
+    """What answers a batch of prompts."""
+
+    def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        """New tokens of each prompt up to its end token, that one included where it came.
+
+        seeds holds one random state a prompt (see batch_seeds); an engine with one random stream for the whole
+        batch takes the first.
+        """
+
+
+class HuggingFaceEngine:
+    """Answers by transformers' generate, the whole batch at once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Decoding,
+        *,
+        max_new_tokens: int,
+        synced: bool = False,
+    ) -> None:
+        """Decode with a loaded model; synced: it is sharded (ZeRO-3), so all ranks must call answer together."""
+        self._model = model
+        self._arguments = _arguments(settings, tokenizer, max_new_tokens)
+        self._synced = synced
+
+    def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        """See Engine. The global random state, the model's mode and its generation settings stay as they were."""
+        device = self._model.device
+        with inference(self._model, self._arguments), _own_random_state(device, seeds[0]):
+            return new_tokens(self._model, prompt_ids, self._arguments, synced=self._synced)
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    settings: Decoding,
+    *,
+    max_prompt_length: int,
+    max_length: int,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    synced: bool = False,
+    long_prompts: Literal["error", "truncate"] = "error",
+) -> GenerationResult:
+    """Answers to prompts given as text; see generate_encoded. A prompt beyond the limit is a UserError or truncated."""
+    encoded = encode_prompts(prompts, tokenizer, max_prompt_length=max_prompt_length, long_prompts=long_prompts)
+    return generate_encoded(
+        model,
+        tokenizer,
+        encoded.ids,
+        settings,
+        max_prompt_length=max_prompt_length,
+        max_length=max_length,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        synced=synced,
+    )
+
+
+def generate_encoded(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: list[list[int]],
+    settings: Decoding,
+    *,
+    max_prompt_length: int,
+    max_length: int,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    synced: bool = False,
+) -> GenerationResult:
+    """Answers to prompts given as tokens.
+
+    Every answer has at most max_length - max_prompt_length tokens, so that neither the batch nor the length of
+    the prompt decides where it ends (MiniLLM pads every prompt to max_prompt_length). Batches are cut before they
+    are shared among the ranks and each has its own random stream from (seed, batch): one rank or several give
+    the same texts. synced: the model is sharded (ZeRO-3), so all ranks run the same number of forward passes.
+    The global random state, the model's mode and its generation settings are left as they were.
+    """
+    check_lengths(max_prompt_length, max_length)
+    _check_model(model, tokenizer, max_length)
+    assert all(0 < len(ids) <= max_prompt_length for ids in prompt_ids)
+    batches = plan_batches(prompt_ids, settings.batch_size)
+    max_new_tokens = max_length - max_prompt_length
+    engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=max_new_tokens, synced=synced)
+    started = time.perf_counter()
+    answers: dict[int, list[int]] = {}
+    # With a sharded model a rank that has run out of batches repeats one, and its answers are forgotten.
+    rounds = range(-(-len(batches) // world_size)) if synced else range(len(batches[rank::world_size]))
+    for turn in rounds:
+        number = turn * world_size + rank
+        rows = answer_batch(engine, prompt_ids, batches, number, seed)
+        if number < len(batches):
+            answers.update(rows)
+    _synchronize(model.device)
+    gathered, seconds = _gather(answers, time.perf_counter() - started, world_size)
+    rows_in_order = [gathered[index] for index in range(len(prompt_ids))]
+    texts = decode_answers(rows_in_order, tokenizer)
+    return GenerationResult(texts, sum(map(len, rows_in_order)), seconds)
+
+
+def plan_batches(prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Which prompts are answered together, as indices: alike in length, so that little is padded.
+
+    The plan depends on nothing but the prompts, so any number of ranks can share it, or go on with it.
+    """
+    order = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def batch_seeds(seed: int, batch: int, count: int) -> list[int]:
+    """A random state (63 bits) for each of the prompts of a batch, from (seed, batch) alone."""
+    states = np.random.SeedSequence((seed, batch)).generate_state(count, np.uint64)
+    return [int(state >> np.uint64(1)) for state in states]
+
+
+def answer_batch(
+    engine: Engine, prompt_ids: Sequence[list[int]], batches: list[list[int]], number: int, seed: int
+) -> dict[int, list[int]]:
+    """New tokens of one batch of the plan as {prompt's index: ids}; a number past the last repeats the last batch."""
+    batch = batches[min(number, len(batches) - 1)]
+    rows = engine.answer([prompt_ids[index] for index in batch], batch_seeds(seed, number, len(batch)))
+    return dict(zip(batch, rows, strict=True))
+
+
+def decode_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts of generated tokens, cut at the end token, without special tokens, stripped."""
+    # The end token is cut here: a tokenizer need not count it among its special tokens.
+    ended = [row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in rows]
+    return [text.strip() for text in tokenizer.batch_decode(ended, skip_special_tokens=True)]
+
+
+def check_context(config: PreTrainedConfig, max_length: int) -> None:
+    """Raises UserError where the model's context is shorter than prompt and answer may be together."""
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and max_length > context:
+        raise UserError(f"data.max_length={max_length} is beyond the model's context of {context} tokens; lower it")
+
+
+def _check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+    if not model.can_generate():
+        raise UserError(f"{model.config.model_type} models do not generate text; give a causal language model")
+    check_context(model.config, max_length)
+
+
+def _arguments(
+    settings: Decoding, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
+) -> transformers.GenerationConfig:
+    pad = tokenizer.pad_token_id
+    sampling: dict[str, Any] = {"do_sample": False}
+    if settings.sample:
+        chosen = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+        sampling = {"do_sample": True, **chosen}
+    return transformers.GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        num_beams=1,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+        use_cache=True,
+        **sampling,
+    )
+
+
+@contextmanager
+def inference(model: PreTrainedModel, arguments: transformers.GenerationConfig) -> Iterator[None]:
+    """Eval mode, and no generation settings but ours."""
+    training = [module for module in model.modules() if module.training]
+    # transformers fills whatever an explicit config leaves open from the model's own (a repetition penalty, say).
+    shipped, model.generation_config = model.generation_config, arguments
+    model.eval()
+    try:
+        yield
+    finally:
+        model.generation_config = shipped
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _own_random_state(device: torch.device, state: int) -> Iterator[None]:
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.random.default_generator.manual_seed(state)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(state)
+        yield
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def new_tokens(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[list[int]],
+    arguments: transformers.GenerationConfig,
+    *,
+    synced: bool,
+    noise: transformers.LogitsProcessor | None = None,
+) -> list[list[int]]:
+    """New tokens of each prompt up to its end token, that one included where it came.
+
+    noise: changes the scores of each next token before the largest is taken.
+    """
+    input_ids, attention_mask = _left_pad(prompt_ids, arguments.pad_token_id)
+    sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module
+        input_ids=input_ids.to(model.device),
+        attention_mask=attention_mask.to(model.device),
+        generation_config=arguments,
+        synced_gpus=synced,
+        logits_processor=transformers.LogitsProcessorList([] if noise is None else [noise]),
+    )
+    answers = []
+    for row in sequences[:, input_ids.shape[1] :].tolist():
+        end = row.index(arguments.eos_token_id) + 1 if arguments.eos_token_id in row else len(row)
+        answers.append(row[:end])
+    return answers
+
+
+def _left_pad(prompt_ids: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompt_ids))
+    input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
+    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
+    return input_ids, attention_mask
+
+
+def _gather(answers: dict[int, list[int]], seconds: float, world_size: int) -> tuple[dict[int, list[int]], float]:
+    if world_size == 1:
+        return answers, seconds
+    parts: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(parts, (answers, seconds))
+    return {index: ids for part, _ in parts for index, ids in part.items()}, max(slowest for _, slowest in parts)

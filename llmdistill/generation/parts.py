@@ -1,0 +1,127 @@
+"""Finished batches of an unfinished file of answers: OUTPUT.parts holds them until all are there.
+
+request.json says what was asked for; rank-R.jsonl has a line a batch, {"batch": number, "rows": {prompt: token ids}}.
+A line is written when its batch is done, so a kill loses the batches under way and nothing else; which rank wrote a
+line does not matter, so any number of ranks can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from llmdistill.errors import UserError
+from llmdistill.files import write_json
+from llmdistill.generation.provenance import file_sha256, read_provenance, side_file
+
+Rows = dict[int, list[int]]
+"""Index of a prompt -> its new tokens."""
+
+
+def parts_folder(output: Path) -> Path:
+    """Where the finished batches of a file wait."""
+    return output.with_name(f"{output.name}.parts")
+
+
+def claim_output(output: Path, request: dict[str, Any]) -> bool:
+    """Make sure that an output is free, or is this request's; True if it is this request's and finished.
+
+    Args:
+        output: the file of answers to be.
+        request: what decides the answers, as plain JSON values.
+
+    Raises:
+        UserError: the output, or its parts, belong to another request, or the output was changed.
+    """
+    parts = parts_folder(output)
+    asked = _read_request(parts)
+    if output.exists():
+        record = read_provenance(output) if output.is_file() else None
+        if record is not None:
+            _check_finished(output, record, request)
+            shutil.rmtree(parts, ignore_errors=True)
+            return True
+        if asked is None:
+            raise UserError(
+                f"{output} exists and has no {side_file(output).name}: `llmdistill generate` did not write it; "
+                "choose another --output"
+            )
+    if asked is not None:
+        _refuse_difference(asked, request, f"{parts} holds batches of another request", ", or remove that folder")
+    elif any(parts.glob("rank-*.jsonl")):
+        raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
+    else:
+        write_json(parts / "request.json", request)
+    side_file(output).unlink(missing_ok=True)  # a record of a file that is no longer there
+    for file in parts.glob("rank-*.jsonl"):
+        _drop_torn_line(file)
+    return False
+
+
+def append_batch(output: Path, rank: int, number: int, rows: Rows) -> None:
+    """Keep a finished batch."""
+    with (parts_folder(output) / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"batch": number, "rows": rows}, separators=(",", ":")) + "\n")
+
+
+def read_batches(output: Path) -> dict[int, Rows]:
+    """Every finished batch, by its number."""
+    batches: dict[int, Rows] = {}
+    for path in sorted(parts_folder(output).glob("rank-*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            for n, line in enumerate(file, start=1):
+                try:
+                    entry = json.loads(line)
+                    batches[entry["batch"]] = {int(index): ids for index, ids in entry["rows"].items()}
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise UserError(f"{path}:{n}: not a finished batch; remove the line to have it redone") from error
+    return batches
+
+
+def remove_parts(output: Path) -> None:
+    """Remove the batches of a finished output."""
+    shutil.rmtree(parts_folder(output), ignore_errors=True)
+
+
+def _read_request(parts: Path) -> dict[str, Any] | None:
+    file = parts / "request.json"
+    if not file.is_file():
+        return None
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file}: not a JSON object; remove {parts}, or choose another --output") from error
+
+
+def _check_finished(output: Path, record: dict[str, Any], request: dict[str, Any]) -> None:
+    same = {key: record.get(key) for key in request}
+    _refuse_difference(same, request, f"{output} holds the answers to another request", "")
+    if file_sha256(output) != record.get("output_sha256"):
+        raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
+
+
+def _refuse_difference(old: dict[str, Any], new: dict[str, Any], what: str, remedy: str) -> None:
+    before, now = _flat(old), _flat(new)
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"{what}: {key} was {before.get(key)} and is now {now.get(key)}; choose another --output{remedy}"
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _drop_torn_line(file: Path) -> None:
+    """A kill while a line was written leaves it without its end; that batch is redone."""
+    content = file.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with file.open("r+b") as opened:
+            opened.truncate(whole)

@@ -1,0 +1,45 @@
+"""The instruction sets that papers report, by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmdistill.errors import UserError
+
+SETS = {
+    "dolly": "hf://datasets/MiniLLM/dolly/valid.jsonl",
+    "self_inst": "hf://datasets/MiniLLM/self-inst/valid.jsonl",
+    "vicuna": "hf://datasets/MiniLLM/Vicuna/valid.jsonl",
+    "seen": "embedded:seen",
+    "unseen": "embedded:unseen",
+    "skills": "embedded:skills",
+}
+"""Name -> where it is: MiniLLM's test sets on the hub, and those that ship with the package."""
+
+
+def suite_sets(names: str, folder: Path | None) -> dict[str, str]:
+    """{name: reference} of sets given as `dolly,self_inst,vicuna`.
+
+    With a folder, sets that do not ship with the package are its files: NAME.jsonl, else the one that begins with NAME.
+
+    Raises:
+        UserError: a name that is no set, or a set that the folder does not have.
+    """
+    references: dict[str, str] = {}
+    for name in (part.strip() for part in names.split(",")):
+        if name not in SETS:
+            raise UserError(f"--suite: there is no set {name!r}; there are {', '.join(SETS)}; --data takes any file")
+        is_embedded = SETS[name].startswith("embedded:")
+        references[name] = SETS[name] if is_embedded or folder is None else str(_file(name, folder))
+    return references
+
+
+def _file(name: str, folder: Path) -> Path:
+    exact = folder / f"{name}.jsonl"
+    found = [exact] if exact.is_file() else sorted(folder.glob(f"{name}*.jsonl"))
+    if len(found) != 1:
+        there = ", ".join(sorted(file.name for file in folder.glob("*.jsonl"))) or "no JSONL file"
+        raise UserError(
+            f"--data_dir {folder}: it has no {name}.jsonl (there is {there}); add it or name it with --data"
+        )
+    return found[0]

@@ -1,0 +1,51 @@
+"""A teacher small enough to answer in milliseconds, and prompts for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
+PROMPTS = ("Name a colour", "Name", "a a a is", "colour : red green", "is", "Below red blue", "green green")
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """Folder of a random Llama with a tokenizer of a dozen words."""
+    vocabulary = {word: n for n, word in enumerate(("</s>", "<pad>", "<unk>", *WORDS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    torch.manual_seed(35)  # it finishes some answers, leaves one empty, and its greedy choices are no ties
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=80,
+        initializer_range=0.6,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    folder = tmp_path / "teacher"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Prompts with answers that are not looked at."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"instruction": text, "input": "a red" * (n % 2), "output": "?"} for n, text in enumerate(PROMPTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

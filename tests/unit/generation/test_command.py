@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmdistill.generation.command import main
+from llmdistill.generation.provenance import side_file
+
+LIMITS = ("--max_prompt_length", "60", "--max_length", "70", "--dtype", "fp32", "--engine", "hf")
+
+
+def test_the_command_writes_answers_and_says_what_to_know(
+    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a.jsonl"
+    arguments = ["--model", str(teacher), "--data", str(data), "--output", str(output), "--decoding", "greedy", *LIMITS]
+    assert main([*arguments, "--limit", "3", "--batch_size", "2"]) == 0
+    printed = capsys.readouterr().out
+    record = json.loads(side_file(output).read_text())
+    assert len(output.read_text().splitlines()) == 3
+    assert f"3 answers of {teacher} ({record['teacher_fingerprint']}) are in {output}" in printed
+    assert f"{record['unfinished_answers']} were cut at 10 tokens before their end" in printed
+    assert main([*arguments, "--limit", "3", "--batch_size", "2", "--json"]) == 0
+    again = capsys.readouterr()
+    assert json.loads(again.out) == record
+    assert f"{output} holds these answers already; nothing to do." in again.err
+
+
+def test_defaults_are_those_of_the_settings(
+    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a.jsonl"
+    arguments = ["--model", str(teacher), "--data", str(data), "--output", str(output), *LIMITS]
+    assert main([*arguments, "--data.long_prompts", "drop", "--temperature", "0.5", "--top_k", "4", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings["decoding"] == "sample"
+    assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 1.0, 4)
+    assert (settings["seed"], settings["no_repeat_ngram_size"], settings["batch_size"]) == (0, 0, 32)
+    assert settings["long_prompts"] == "drop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temprature", "2"], "--temprature: there is no such setting; did you mean --temperature?"),
+        (["--seed", "-1"], "--seed is -1: give 0 or more"),
+        (["--decoding", "beam"], "decoding"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--max_length", "60"], "must be at least 1 and below data.max_length=60"),
+        (["--engine", "vllm", "--no_repeat_ngram_size", "3"], "--engine vllm: "),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_sentence_and_exit_code_two(
+    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    start = ["--model", str(teacher), "--data", str(data), "--output", str(tmp_path / "a.jsonl"), *LIMITS]
+    assert main([*start, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("error: ") == 1
+    assert not list(tmp_path.glob("a.jsonl*"))

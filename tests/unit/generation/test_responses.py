@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig
+
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import encode_prompts, render_prompt
+from llmdistill.data.sources import read_examples, read_prompts
+from llmdistill.errors import UserError
+from llmdistill.generation import responses
+from llmdistill.generation.decode import Decoding, generate_encoded
+from llmdistill.generation.parts import parts_folder
+from llmdistill.generation.provenance import file_sha256, model_fingerprint, side_file
+from llmdistill.generation.responses import generate_responses
+from llmdistill.generation.settings import ResponseConfig
+from llmdistill.models.load import load_model, load_tokenizer
+
+END = 0
+LIMITS = {"max_prompt_length": 60, "max_length": 70}
+SETTINGS = ResponseConfig(batch_size=2, seed=4, engine="hf", **LIMITS)
+GREEDY = ResponseConfig(decoding="greedy", batch_size=3, engine="hf", **LIMITS)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def naive_greedy(model: torch.nn.Module, prompt_ids: list[int], limit: int) -> list[int]:
+    """One prompt, no padding, no cache."""
+    ids = list(prompt_ids)
+    while len(ids) < len(prompt_ids) + limit and ids[len(prompt_ids) :][-1:] != [END]:
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, output: Path, teacher: Path, data: Path, *, batches: int = 99) -> list[int]:
+    """Generate with SETTINGS, and die when so many batches are done; returns the numbers of those begun."""
+    real, begun = responses.answer_batch, []
+
+    def answer_batch(engine, prompt_ids, plan, number, seed):
+        if len(begun) == batches:
+            raise KeyboardInterrupt
+        begun.append(number)
+        return real(engine, prompt_ids, plan, number, seed)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(responses, "answer_batch", answer_batch)
+        generate_responses(str(teacher), str(data), output, SETTINGS)
+    return begun
+
+
+def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
+    teacher: Path, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "new" / "answers.jsonl"
+    record = generate_responses(str(teacher), str(data), output, GREEDY)
+    model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
+    examples = read_examples(data)
+    answers = [naive_greedy(model, tokenizer(render_prompt(example))["input_ids"], 10) for example in examples]
+    texts = [tokenizer.decode([token for token in ids if token != END], skip_special_tokens=True) for ids in answers]
+    assert rows(output) == [
+        {"instruction": example.instruction, "input": example.input, "output": text.strip()}
+        for example, text in zip(examples, texts, strict=True)
+    ]
+    unfinished = sum(ids[-1] != END for ids in answers)
+    assert 0 < unfinished < len(examples), "the teacher must finish some and not others"
+    expected = {
+        "teacher": str(teacher),
+        "teacher_fingerprint": model_fingerprint(teacher),
+        "data": str(data),
+        "prompts": 7,
+        "dropped": 0,
+        "truncated": 0,
+        "unfinished_answers": unfinished,
+        "empty_answers": texts.count(""),
+        "generated_tokens": sum(map(len, answers)),
+        "engine": "hf",
+        "output_sha256": file_sha256(output),
+    }
+    assert {key: record[key] for key in expected} == expected
+    assert record["settings"]["dtype"] == "fp32"
+    assert json.loads(side_file(output).read_text()) == record
+    assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
+
+
+def test_samples_are_those_of_generate_encoded(teacher: Path, data: Path, tmp_path: Path) -> None:
+    generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", SETTINGS)
+    model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
+    prompts = [render_prompt(example) for example in read_examples(data)]
+    ids = encode_prompts(prompts, tokenizer, max_prompt_length=60, long_prompts="error").ids
+    expected = generate_encoded(model, tokenizer, ids, Decoding(sample=True, batch_size=2), seed=4, **LIMITS)
+    assert [row["output"] for row in rows(tmp_path / "a.jsonl")] == expected.texts
+    assert len(set(expected.texts)) > 3
+
+
+def test_answers_can_be_read_as_training_data(teacher: Path, data: Path, tmp_path: Path) -> None:
+    generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", SETTINGS)
+    learnt = read_examples(tmp_path / "a.jsonl")
+    assert [example.instruction for example in learnt] == [example.instruction for example in read_examples(data)]
+
+
+def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(teacher)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}Response :"
+    tokenizer.save_pretrained(teacher)
+    data, output = tmp_path / "mixed.jsonl", tmp_path / "answers.jsonl"
+    chat = [{"role": "system", "content": "a red"}, {"role": "user", "content": "Name a colour"}]
+    prompts = [
+        {"messages": [*chat, {"role": "assistant", "content": "not looked at"}]},
+        {"messages": chat},
+        {"prompt": "Below is a colour :"},
+        {"prompt": "green", "completion": "not looked at"},
+        {"instruction": "Name a colour"},
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
+    generate_responses(str(teacher), str(data), output, GREEDY)
+    model = load_model(teacher, dtype=torch.float32)
+    chat_text = "system : a red user : Name a colour Response :"
+    alpaca = render_prompt(Example("Name a colour", "", ()))
+    said = []
+    for text in (chat_text, chat_text, "Below is a colour :", "green", alpaca):
+        ids = naive_greedy(model, tokenizer(text)["input_ids"], 10)
+        said.append(tokenizer.decode([token for token in ids if token != END], skip_special_tokens=True).strip())
+    answer = {"role": "assistant", "content": said[0]}
+    assert rows(output) == [
+        {"messages": [*chat, answer]},
+        {"messages": [*chat, answer]},
+        {"prompt": "Below is a colour :", "completion": said[2]},
+        {"prompt": "green", "completion": said[3]},
+        {"instruction": "Name a colour", "input": "", "output": said[4]},
+    ]
+    assert len(set(said)) == 4
+    learnt = read_examples(output)
+    assert [example.outputs for example in learnt] == [(text,) for text in said]
+    assert [example.messages for example in learnt] == [example.messages for example in read_prompts(data)]
+
+
+def test_an_interrupted_run_goes_on_and_ends_byte_equal(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    generate_responses(str(teacher), str(data), whole, SETTINGS)
+    assert run(monkeypatch, output, teacher, data, batches=2) == [0, 1]
+    parts = parts_folder(output)
+    finished = (parts / "rank-0.jsonl").read_text().splitlines(keepends=True)
+    assert len(finished) == 2
+    assert not output.exists()
+    # As ranks 0 and 5 would have left it, the last killed while it wrote.
+    (parts / "rank-0.jsonl").write_text(finished[0])
+    (parts / "rank-5.jsonl").write_text(finished[1] + '{"batch":3,"rows":{"1":[4')
+    assert run(monkeypatch, output, teacher, data) == [2, 3]
+    assert output.read_bytes() == whole.read_bytes()
+    assert not parts.exists()
+
+
+def test_a_torn_line_of_this_rank_does_not_spoil_the_next(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "a.jsonl"
+    said: list[str] = []
+    for _ in range(2):
+        run(monkeypatch, output, teacher, data, batches=1)
+        with (parts_folder(output) / "rank-0.jsonl").open("a") as file:
+            file.write('{"batch":2,"ro')
+    generate_responses(str(teacher), str(data), output, SETTINGS, log=said.append)
+    assert said == [f"2 of 4 batches are there already, in {parts_folder(output)}; going on."]
+    generate_responses(str(teacher), str(data), tmp_path / "whole.jsonl", SETTINGS)
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_kill_before_the_record_is_written_loses_nothing(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "a.jsonl"
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(responses, "write_json", die)
+        generate_responses(str(teacher), str(data), output, SETTINGS)
+    assert not side_file(output).exists()
+    written = output.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(responses, "load_model", die)  # no batch is left, so no weights are needed
+        record = generate_responses(str(teacher), str(data), output, SETTINGS)
+    assert output.read_bytes() == written
+    assert record["output_sha256"] == file_sha256(output)
+
+
+def test_a_finished_file_is_left_alone(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, said = tmp_path / "a.jsonl", []
+    first = generate_responses(str(teacher), str(data), output, SETTINGS)
+    stamp = output.stat().st_mtime_ns
+    monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("no model is needed"))
+    assert generate_responses(str(teacher), str(data), output, SETTINGS, log=said.append) == first
+    assert said == [f"{output} holds these answers already; nothing to do."]
+    assert output.stat().st_mtime_ns == stamp
+
+
+def test_another_request_is_refused_and_named(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, cut = tmp_path / "a.jsonl", tmp_path / "cut.jsonl"
+    generate_responses(str(teacher), str(data), output, SETTINGS)
+    run(monkeypatch, cut, teacher, data, batches=1)
+    monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
+    other = ResponseConfig(batch_size=2, seed=5, engine="hf", **LIMITS)
+    with pytest.raises(
+        UserError, match=r"a\.jsonl holds .* another request: settings\.seed was 4 and is now 5; choose"
+    ):
+        generate_responses(str(teacher), str(data), output, other)
+    with pytest.raises(UserError, match=r"cut\.jsonl\.parts holds .*settings\.seed was 4 and is now 5"):
+        generate_responses(str(teacher), str(data), cut, other)
+    data.write_text(data.read_text().replace("colour : red", "colour : blue"), encoding="utf-8")
+    for path in (output, cut):
+        with pytest.raises(UserError, match="data_fingerprint was sha256:"):
+            generate_responses(str(teacher), str(data), path, SETTINGS)
+    output.write_text("mine\n", encoding="utf-8")
+    side_file(output).unlink()
+    with pytest.raises(UserError, match="did not write it; choose another --output"):
+        generate_responses(str(teacher), str(data), output, SETTINGS)
+
+
+def test_another_teacher_or_an_edited_file_is_noticed(teacher: Path, data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.jsonl"
+    generate_responses(str(teacher), str(data), output, SETTINGS)
+    content = output.read_text()
+    output.write_text(content + content)
+    with pytest.raises(UserError, match="was changed after it was generated"):
+        generate_responses(str(teacher), str(data), output, SETTINGS)
+    model = load_model(teacher, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.01)
+    model.save_pretrained(teacher)
+    with pytest.raises(UserError, match="teacher_fingerprint was sha256:"):
+        generate_responses(str(teacher), str(data), output, SETTINGS)
+
+
+def test_long_prompts_are_dropped_and_the_limit_counts_prompts(teacher: Path, data: Path, tmp_path: Path) -> None:
+    lengths = [len(load_tokenizer(teacher)(render_prompt(example))["input_ids"]) for example in read_examples(data)]
+    limit = sorted(lengths[:5])[2]
+    settings = ResponseConfig(
+        limit=5, long_prompts="drop", max_prompt_length=limit, max_length=limit + 4, batch_size=2, engine="hf"
+    )
+    record = generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", settings)
+    kept = [row["instruction"] for row in map(json.loads, data.read_text().splitlines())]
+    assert [row["instruction"] for row in rows(tmp_path / "a.jsonl")] == [
+        text for text, length in zip(kept[:5], lengths, strict=False) if length <= limit
+    ]
+    assert record["dropped"] == sum(length > limit for length in lengths[:5]) > 0
+
+
+def test_misfits_are_refused_before_the_weights_are_loaded(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
+
+    def refused(pattern: str, folder: Path = teacher, **settings: object) -> None:
+        with pytest.raises(UserError, match=pattern):
+            generate_responses(
+                str(folder), str(data), tmp_path / "a.jsonl", ResponseConfig(**{"engine": "hf", **LIMITS, **settings})
+            )
+        assert not (tmp_path / "a.jsonl.parts").exists()
+
+    refused("beyond the model's context of 80", max_length=81)
+    refused("temperature is 0", temperature=0.0)
+    refused("top_p is 1.5", top_p=1.5)
+    refused("prompts are longer than", max_prompt_length=20)
+    BertConfig().save_pretrained(tmp_path / "encoder")
+    refused("bert models do not generate text", tmp_path / "encoder")
+    with pytest.raises(ValueError, match="limit is 0: give 1 or more"):
+        ResponseConfig(limit=0)
