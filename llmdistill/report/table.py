@@ -40,8 +40,8 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def run_record(decoding: str, world_size: int) -> dict[str, Any]:
-    """What must stand beside a result: command, hardware, versions, time."""
+def run_record(decoding: str, world_size: int, metrics_file: Path, teacher_params: int) -> dict[str, Any]:
+    """What must stand beside a result: command, hardware, versions, time, sizes, and what the training cost."""
     return {
         "command": _command(world_size),
         "hardware": describe_hardware(world_size),
@@ -51,6 +51,8 @@ def run_record(decoding: str, world_size: int) -> dict[str, Any]:
         },
         "decoding": decoding,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "teacher_params": teacher_params,
+        "training": training_cost(metrics_file),
     }
 
 
@@ -60,40 +62,71 @@ def _command(world_size: int) -> str:
     return " ".join(["deepspeed", *(["--num_gpus", str(world_size)] if world_size > 1 else []), *arguments])
 
 
-def training_speed(metrics_file: Path) -> float | None:
-    """Tokens per second of training, the median over the rows of metrics.jsonl; None without any."""
-    if not metrics_file.is_file():
+def training_cost(metrics_file: Path) -> dict[str, float] | None:
+    """Tokens, tokens per second (median over the log's rows) and peak memory of a training; None without one."""
+    rows = []
+    if metrics_file.is_file():
+        rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    if not rows:
         return None
-    rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    return statistics.median(row["tokens_per_second"] for row in rows) if rows else None
+    return {
+        "tokens": sum(row["tokens"] for row in rows),
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
+        "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
+    }
+
+
+def chance_warnings(teacher: dict[str, Any]) -> list[str]:
+    """The warning that a teacher's scores deserve, if any."""
+    valid = teacher.get("valid")
+    if valid is None or valid["above_chance"]:
+        return []
+    return [
+        f"the teacher scores at chance on the validation set: ROUGE-L {valid['rougeL']:.1f}, where its answers score "
+        f"{valid['chance']:.1f} against the references of other questions. Nothing can be learnt from it, and every "
+        "comparison with it is meaningless: fine-tune it first (method sft), or check the format of its prompts"
+    ]
 
 
 def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows, as text."""
-    sets = list(metrics["teacher"]["rougeL"])
+    """The header and the rows of the models that were scored, as text."""
+    scored = {label: metrics[key] for key, label in MODELS.items() if key in metrics}
+    sets = list(next(iter(scored.values()))["rougeL"])
     header = ["model", "params", "size", *sets, "train tok/s", "gen tok/s"]
+    training = metrics["run"]["training"]
     rows = []
-    for key, label in MODELS.items():
-        model = metrics[key]
-        training = model.get("training_tokens_per_second")
+    for label, model in scored.items():
+        speed = training["tokens_per_second"] if training is not None and label == MODELS["student"] else None
         rows.append(
             [
                 label,
                 f"{model['params']:,}",
-                f"{model['params'] / metrics['teacher']['params']:.0%}",
+                f"{model['params'] / metrics['run']['teacher_params']:.0%}",
                 *(f"{model['rougeL'][name]:.1f}" for name in sets),
-                "" if training is None else f"{training:,.0f}",
+                "" if speed is None else f"{speed:,.0f}",
                 f"{model['generation_tokens_per_second']:,.0f}",
             ]
         )
     return header, rows
 
 
+def finish_report(folder: Path, metrics: dict[str, Any]) -> None:
+    """Write metrics.json, and report.md and the terminal's table of the models that were scored."""
+    write_json(folder / "metrics.json", metrics)
+    if not any(key in metrics for key in MODELS):
+        print(f"No model was to be scored; the run is in {folder}.")
+        return
+    write_report(folder, metrics)
+    print_table(metrics)
+    student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
+    print(f"{student} table in {folder / 'report.md'}.")
+
+
 def print_table(metrics: dict[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal."""
     header, rows = _cells(metrics)
     table = Table(
-        title="Teacher, untrained student, trained student: ROUGE-L (0-100) on each set",
+        title="ROUGE-L (0-100) on each set",
         title_justify="left",
         box=box.HORIZONTALS,
         pad_edge=False,
@@ -105,9 +138,33 @@ def print_table(metrics: dict[str, Any], console: Console | None = None) -> None
     (console or Console()).print(table)
 
 
+def print_comparison(results: dict[str, Any], console: Console | None = None) -> None:
+    """Print the results.json of a comparison on the terminal: mean ± standard deviation over seeds."""
+    sets = results["sets"]
+    table = Table(
+        title="ROUGE-L (0-100), mean ± standard deviation over seeds",
+        title_justify="left",
+        box=box.HORIZONTALS,
+        pad_edge=False,
+    )
+    table.add_column("method")
+    for name in ("params", *sets, "average"):
+        table.add_column(name, justify="right")
+    for name, method in results["methods"].items():
+        scores = method["rougeL"]
+        if scores is None:
+            table.add_row(name, "", *("failed" for _ in sets), "")
+            continue
+        cells = [f"{scores[each]['mean']:.1f} ± {scores[each]['std']:.1f}" for each in sets]
+        average = f"{scores['average']:.1f} ± {method['average_std']:.1f}"
+        table.add_row(name, f"{method['params']:,}", *cells, average)
+    (console or Console()).print(table)
+    for warning in results["warnings"]:
+        (console or Console()).print(f"WARNING: {warning}", style="bold yellow")
+
+
 def write_report(folder: Path, metrics: dict[str, Any]) -> None:
-    """Write metrics.json and report.md into the run's folder."""
-    write_json(folder / "metrics.json", metrics)
+    """Write report.md into the run's folder."""
     header, rows = _cells(metrics)
     run = metrics["run"]
     lines = [
@@ -117,7 +174,8 @@ def write_report(folder: Path, metrics: dict[str, Any]) -> None:
         "|" + "|".join("---" if number == 0 else "---:" for number in range(len(header))) + "|",
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
-        f"ROUGE-L on {', '.join(metrics['teacher']['rougeL']) or 'no test set'}: F1 with stemming, best of the "
+        *(f"**Warning: {warning}**\n" for warning in metrics["warnings"]),
+        f"ROUGE-L on {', '.join(header[3:-2]) or 'no test set'}: F1 with stemming, best of the "
         f"references, x 100; decoding: {run['decoding']}. Speeds are tokens per second of training and generation.",
         "",
         f"- Command: `{run['command']}`",

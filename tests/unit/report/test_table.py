@@ -8,24 +8,26 @@ import json
 import pytest
 from rich.console import Console
 
-from llmdistill.report.table import print_table, training_speed, write_report
+from llmdistill.report.table import chance_warnings, finish_report, print_table, training_cost
 
 
 @pytest.fixture
 def metrics():
-    def model(params, score, **more):
+    def model(params, score):
         return {
             "params": params,
             "rougeL": {"seen": score, "unseen": score / 2, "skills": score / 3},
             "generation_tokens_per_second": 1234.5,
-            **more,
         }
 
     return {
         "teacher": model(1_220_224, 98.4),
         "untrained": model(521_152, 35.3),
-        "student": model(521_152, 97.3, training_tokens_per_second=3585.2),
+        "student": model(521_152, 97.3),
+        "warnings": [],
         "run": {
+            "teacher_params": 1_220_224,
+            "training": {"tokens": 100, "tokens_per_second": 3585.2, "peak_memory_bytes": 5},
             "command": "deepspeed llmdistill/train.py",
             "hardware": "1 rank",
             "versions": {"torch": "2.13.0"},
@@ -56,15 +58,43 @@ def test_table_fits_a_terminal_of_eighty_columns(metrics):
 
 
 def test_report_is_markdown_and_json(tmp_path, metrics):
-    write_report(tmp_path, metrics)
+    finish_report(tmp_path, metrics)
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     report = (tmp_path / "report.md").read_text()
     assert "| trained | 521,152 | 43% | 97.3 | 48.6 | 32.4 | 3,585 | 1,234 |" in report
     assert "`deepspeed llmdistill/train.py`" in report
+    assert "Warning" not in report
 
 
-def test_training_speed_is_the_median_row(tmp_path):
+def test_only_scored_models_have_rows(tmp_path, metrics, capsys):
+    del metrics["teacher"], metrics["student"]
+    metrics["run"]["training"] = None
+    metrics["warnings"] = ["look out"]
+    finish_report(tmp_path, metrics)
+    report = (tmp_path / "report.md").read_text()
+    assert "| untrained | 521,152 | 43% |" in report
+    assert "teacher |" not in report
+    assert "**Warning: look out**" in report
+    del metrics["untrained"]
+    finish_report(tmp_path, metrics)
+    assert "No model was to be scored" in capsys.readouterr().out
+
+
+def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    assert training_speed(file) is None
-    file.write_text("".join(json.dumps({"step": n, "tokens_per_second": v}) + "\n" for n, v in enumerate([1, 100, 7])))
-    assert training_speed(file) == 7
+    assert training_cost(file) is None
+    rows = [
+        {"step": n, "tokens": 10 * n, "tokens_per_second": speed, "peak_memory_bytes": speed}
+        for n, speed in enumerate([1, 100, 7])
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert training_cost(file) == {"tokens": 30, "tokens_per_second": 7, "peak_memory_bytes": 100}
+
+
+def test_a_teacher_at_chance_is_warned_of():
+    good = {"valid": {"rougeL": 50.0, "chance": 12.0, "above_chance": True}}
+    bad = {"valid": {"rougeL": 12.5, "chance": 12.0, "above_chance": False}}
+    assert chance_warnings({}) == chance_warnings(good) == []
+    (warning,) = chance_warnings(bad)
+    assert "at chance" in warning
+    assert "12.5" in warning

@@ -1,0 +1,99 @@
+"""What is compared: methods by name, and the suites of the papers' tables, both kept as data (suites/*.yaml)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from llmdistill.errors import UserError
+
+METHODS_FILE = "methods"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train the student: settings over the recipe's, and values to choose among on the validation set."""
+
+    name: str
+    label: str
+    settings: Mapping[str, Any]
+    """By dotted key of a run's settings."""
+    grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values to try, by dotted key."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to train."""
+        return self.settings["method"] != "none"
+
+    def points(self, shared: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+        """Every combination of the grid that all methods share and of this one's own."""
+        axes = {**shared, **self.grid}
+        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Variants under a title."""
+
+    title: str
+    variants: list[Variant]
+    paper: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """The paper's own figures: {model type of the teacher: {row: {set: ROUGE-L}}}."""
+
+
+def suite_names() -> list[str]:
+    """The suites that ship with the package."""
+    folder = resources.files("llmdistill") / "suites"
+    names = {item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")}
+    return sorted(names - {METHODS_FILE})
+
+
+def method_names() -> list[str]:
+    """The methods that a comparison knows by name."""
+    return list(_read(METHODS_FILE))
+
+
+def load_suite(name: str) -> Suite:
+    """A shipped suite.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name not in suite_names():
+        raise UserError(f"--suite {name}: there is no such suite; there are {', '.join(suite_names())}")
+    content = _read(name)
+    listed = content["methods"]
+    variants = load_methods(listed) if isinstance(listed, list) else [_variant(*item) for item in listed.items()]
+    return Suite(content["title"], variants, content.get("paper", {}))
+
+
+def load_methods(names: Sequence[str]) -> list[Variant]:
+    """Methods by their names, in the order given.
+
+    Raises:
+        UserError: a name that is unknown, or twice there, or none at all.
+    """
+    known = _read(METHODS_FILE)
+    for index, name in enumerate(names):
+        if name not in known:
+            raise UserError(f"--methods: there is no method {name!r}; there are {', '.join(known)}")
+        if name in names[:index]:
+            raise UserError(f"--methods: {name} is there twice")
+    if not names:
+        raise UserError(f"--methods names none; there are {', '.join(known)}")
+    return [_variant(name, known[name]) for name in names]
+
+
+def _variant(name: str, content: Mapping[str, Any]) -> Variant:
+    return Variant(name, content["label"], content["settings"], content.get("grid", {}))
+
+
+def _read(name: str) -> dict[str, Any]:
+    file = resources.files("llmdistill") / "suites" / f"{name}.yaml"
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))

@@ -1,0 +1,285 @@
+"""The plots of a comparison: scores, learning curves, the terms of a loss, quality against size.
+
+Every method keeps one colour and one marker in all of them. Two writes of the same data give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+INK, PAPER, GREY = "#202124", "#ffffff", "#7d828a"
+"""Text and axes, background, and what is no method of its own: the untrained student."""
+
+COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
+"""Okabe and Ito's colours for colour-blind readers, the pale ones darkened so that they show on white."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
+
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.parse_math": False,  # a $ in a name is a $
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.facecolor": PAPER,
+    "svg.fonttype": "none",
+}
+
+
+class Style(NamedTuple):
+    """How a method looks in every plot."""
+
+    color: str
+    marker: str
+    dashes: tuple[float, ...]
+
+
+class Curve(NamedTuple):
+    """A figure over the steps of several runs."""
+
+    steps: list[float]
+    mean: list[float]
+    low: list[float]
+    """The lowest of the runs."""
+    high: list[float]
+
+
+class Dots(NamedTuple):
+    """One line of the plot of scores."""
+
+    label: str
+    style: Style
+    mean: float
+    std: float
+    values: list[float]
+    """One a seed."""
+
+
+def method_styles(names: Sequence[str], plain: Sequence[str] = ()) -> dict[str, Style]:
+    """A style for each method by its place in the list; those in `plain` are grey and take no colour."""
+    styles = {name: Style(GREY, "o", ()) for name in plain}
+    for index, name in enumerate(name for name in names if name not in plain):
+        # Markers and colours differ in number, so that a colour that comes again has another marker and dash.
+        dashes = DASHES[index // len(COLORS) % len(DASHES)]
+        styles[name] = Style(COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], dashes)
+    return styles
+
+
+def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> Curve | None:
+    """The mean, lowest and highest value of a key at each step; None where no row has it.
+
+    Values that are not finite are left out.
+    """
+    values: dict[float, list[float]] = {}
+    for row in (row for history in histories for row in history):
+        value = row.get(key)
+        if value is not None and math.isfinite(value):
+            values.setdefault(row["step"], []).append(value)
+    if not values:
+        return None
+    steps = sorted(values)
+    means = [math.fsum(values[step]) / len(values[step]) for step in steps]
+    return Curve(steps, means, [min(values[step]) for step in steps], [max(values[step]) for step in steps])
+
+
+def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
+    """Average ROUGE-L of each method, its standard deviation and its seeds, with the teacher as a line."""
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
+        axes = figure.subplots()
+        for line, item in enumerate(dots):
+            axes.plot(item.values, [line] * len(item.values), "|", color=item.style.color, alpha=0.7, markersize=11)
+            axes.errorbar(
+                item.mean,
+                line,
+                xerr=item.std or None,
+                color=item.style.color,
+                marker=item.style.marker,
+                capsize=3,
+                markersize=5,
+            )
+            axes.annotate(
+                f"{item.mean:.1f}", (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8
+            )
+        if teacher is not None:
+            axes.axvline(teacher, color=INK, linewidth=1, dashes=(4, 3))
+            axes.annotate(
+                f"teacher {teacher:.1f}",
+                (teacher, 1.0),
+                (0, 3),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
+        axes.set_yticks(range(len(dots)), [item.label for item in dots])
+        axes.set_ylim(len(dots) - 0.5, -0.75)
+        axes.margins(x=0.08)
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("ROUGE-L, average of the test sets")
+        return figure
+
+
+def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figure:
+    """One line a method against the step, its band from the lowest to the highest seed."""
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 3.6)
+        axes = figure.subplots()
+        for label, style, curve in curves:
+            _draw_curve(axes, label, style, curve)
+        _scale_y(axes, [curve for _, _, curve in curves])
+        axes.set_xlabel("step")
+        axes.set_ylabel(ylabel)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+        _legend(axes, [curve.mean[-1] for _, _, curve in curves])
+        return figure
+
+
+def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
+    """The terms of one method's loss, a panel each."""
+    columns = min(3, len(terms))
+    lines = math.ceil(len(terms) / columns)
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 0.3 + 1.55 * lines)
+        grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
+        panels = list(grid.flat)
+        for axes, (name, curve) in zip(panels, terms.items(), strict=False):
+            _draw_curve(axes, name, style, curve, marker=False)
+            _scale_y(axes, [curve], ticks=4)
+            axes.set_title(name, loc="left", fontsize=9)
+            axes.tick_params(labelsize=8)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, steps=[1, 2, 5, 10]))
+        for axes in panels[len(terms) :]:
+            axes.set_visible(False)
+        for axes in panels[max(0, len(terms) - columns) : len(terms)]:
+            # A panel above an empty place is the last of its column and has the numbers, too.
+            axes.tick_params(labelbottom=True)
+        figure.supxlabel("step", fontsize=9)
+        return figure
+
+
+def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None) -> Figure:
+    """Average ROUGE-L against the number of parameters, a line a method, the teacher as a dashed line."""
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 3.6)
+        axes = figure.subplots()
+        for label, style, pairs in points:
+            params, averages = zip(*sorted(pairs), strict=True)
+            axes.plot(params, averages, color=style.color, marker=style.marker, dashes=style.dashes, label=label)
+        if teacher is not None:
+            axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
+        axes.set_xlabel("parameters")
+        axes.set_ylabel("ROUGE-L, average of the test sets")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        last = [sorted(pairs)[-1][1] for _, _, pairs in points]
+        _legend(axes, [*last, teacher] if teacher is not None else last)
+        return figure
+
+
+def short_number(value: float) -> str:
+    """A number in thousands, millions or billions, such as 1.5M."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def save_plot(figure: Figure, folder: Path, name: str) -> str:
+    """Write NAME.png and NAME.svg; returns the SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    # The salt makes ids reproducible, and those of two plots in one page different.
+    with rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(folder / f"{name}.png", dpi=160, metadata={"Software": None})
+    (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")
+    return text.getvalue()
+
+
+def inline_svg(svg: str, label: str) -> str:
+    """An SVG as an element of an HTML page: without prologue and names of other places, in the page's own colours.
+
+    `label` is what a screen reader says; it must be escaped already.
+    """
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(rf"(fill|stroke): {INK}", r"\1: currentColor", svg)
+    svg = re.sub(rf"(fill|stroke): {PAPER}", r"\1: none", svg)
+    box = re.search(r'viewBox="[^"]*"', svg)
+    assert box is not None
+    return re.sub(r"<svg [^>]*>", lambda _: f'<svg {box.group()} role="img" aria-label="{label}">', svg, count=1)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: bool = True) -> None:
+    few = len(curve.steps) < 25
+    axes.plot(
+        curve.steps,
+        curve.mean,
+        color=style.color,
+        linewidth=1.6,
+        marker=style.marker if (marker and few) or len(curve.steps) == 1 else None,
+        markersize=4,
+        dashes=style.dashes,
+        label=label,
+    )
+    axes.fill_between(curve.steps, curve.low, curve.high, color=style.color, alpha=0.18, linewidth=0)
+
+
+def _scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6) -> None:
+    """A logarithmic axis where the values are positive and spread over more than a decade."""
+    low, high = min(min(curve.low) for curve in curves), max(max(curve.high) for curve in curves)
+    if low <= 0 or high / low <= 10:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks))
+        return
+    axes.set_yscale("log")
+    subs = (1.0,) if high / low > 100 else (1.0, 3.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(axes: Axes, heights: Sequence[float]) -> None:
+    """A legend on the right in the order in which the lines end, from the top."""
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(handles)), key=lambda index: -heights[index])
+    axes.legend(
+        [handles[index] for index in order],
+        [labels[index] for index in order],
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+    )

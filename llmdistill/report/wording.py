@@ -1,0 +1,81 @@
+"""Figures, paths and names as a report writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from llmdistill.report.results import Run
+
+
+def figure(value: float | None) -> str:
+    """A score with one decimal, or a dash."""
+    return "–" if value is None else f"{value:.1f}"
+
+
+def signed(value: float | None) -> str:
+    """A difference with its sign."""
+    if value is None:
+        return "–"
+    rounded = round(value, 1)
+    return "0.0" if rounded == 0 else f"{rounded:+.1f}".replace("-", "−")
+
+
+def thousands(value: float | None) -> str:
+    """A large number in groups of three digits."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def binary_size(value: float | None) -> str:
+    """A number of bytes in KiB, MiB or GiB."""
+    if value is None:
+        return "–"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if value >= unit:
+            return f"{value / unit:.1f} {name}"
+    return f"{value / 2**10:.1f} KiB"
+
+
+def duration(seconds: float | None) -> str:
+    """A time in its two largest units."""
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def settings_text(settings: Mapping[str, Any] | None) -> str:
+    """A grid point in one line."""
+    if not settings:
+        return "–"
+    texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
+    return ", ".join(f"{key} {text}" for key, text in texts.items())
+
+
+def markdown(value: object) -> str:
+    """Text that Markdown shows as it stands, in a table as well."""
+    text = re.sub(r"([\\`*\[\]|~#])|((?<!\w)_|_(?!\w))", r"\\\g<0>", str(value))
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "<br>".join(text.splitlines())
+
+
+def markdown_code(value: object) -> str:
+    """Text as code in one line."""
+    text = " ".join(str(value).split("\n"))
+    fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def folder_link(folder: str) -> str:
+    """A relative link to a run's folder."""
+    return quote(folder) if folder else "."
+
+
+def commands(runs: Sequence[Run]) -> str:
+    """The commands behind a figure, one a line."""
+    return "\n".join(dict.fromkeys(run.command for run in runs))

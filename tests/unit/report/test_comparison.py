@@ -1,0 +1,339 @@
+"""The report of a comparison: its numbers, its pages, and what it says of failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from llmdistill.errors import UserError
+from llmdistill.report.comparison import write_comparison
+from llmdistill.report.results import (
+    Comparison,
+    Row,
+    Run,
+    Sample,
+    SizePoint,
+    describe_finding,
+    score_row,
+)
+from llmdistill.report.wording import markdown, markdown_code, signed
+
+SETS = ["seen", "unseen"]
+SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.0), (52.5, 31.0), (51.0, 32.5)]}
+"""ROUGE-L by method, seed and set."""
+
+VOID = {"meta", "br", "link", "img"}
+
+
+def make_run(method, seed, scores=None, **more):
+    rouge_l = None if scores is None else dict(zip(SETS, scores, strict=True))
+    history = [{"step": 10 * n, "loss": 2.0 / n, "valid_loss": 3.0 / n, "a": 1.0 / n, "b": 5.0 / n} for n in (1, 2, 3)]
+    base = {
+        "method": method,
+        "seed": seed,
+        "folder": f"cells/{method}-seed{seed}",
+        "command": f"train {method} --seed {seed}",
+        "settings": {"train.learning_rate": 0.003},
+        "rouge_l": rouge_l,
+        "valid_rouge_l": 45.0 + seed,
+        "training_tokens": 1000 * (seed + 1) ** 2,
+        "training_tokens_per_second": 123.0,
+        "generation_tokens_per_second": 45.0,
+        "peak_memory_bytes": 2**30,
+        "seconds": 3725.0,
+        "history": history,
+    }
+    return Run(**{**base, **more})
+
+
+def make_row(name, label, scores, **more):
+    runs = [make_run(name, seed, values) for seed, values in enumerate(scores)]
+    return Row(name=name, label=label, **{"params": 500, "checkpoint_bytes": 2_097_152, "runs": runs, **more})
+
+
+@pytest.fixture
+def comparison():
+    tried = [
+        make_run("makd", 0, folder="cells/low", valid_rouge_l=38.2, settings={"train.learning_rate": 0.001}),
+        make_run("makd", 0, folder="cells/high", valid_rouge_l=45.0),
+    ]
+    return Comparison(
+        title="Two methods",
+        sets=SETS,
+        rows=[
+            make_row("teacher", "Teacher", [(80.0, 70.0)], params=1000),
+            make_row("none", "Untrained", [(5.0, 4.0)]),
+            make_row("sft", "SFT", SCORES["sft"]),
+            make_row("makd", "MaKD", SCORES["makd"], trials=tried, terms=["a", "b"]),
+        ],
+        sizes=[
+            SizePoint(
+                method=method, params=params, setting=f"rank {params}", average=params / 10, folder=f"cells/{params}"
+            )
+            for method in ("sft", "makd")
+            for params in (300, 500)
+        ],
+        samples=[Sample(set="seen", prompt="Who?", reference="A cat ", answers={"teacher": " A cat", "makd": "A dog"})],
+        warnings=["the teacher knows nothing"],
+        facts={"Hardware": "a laptop"},
+        paper={"makd": {"Dolly": 25.1}},
+    )
+
+
+def replace_row(comparison, name, **changes):
+    rows = [dataclasses.replace(row, **changes) if row.name == name else row for row in comparison.rows]
+    return dataclasses.replace(comparison, rows=rows)
+
+
+def written(folder, comparison, name):
+    write_comparison(folder, comparison)
+    return (folder / name).read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """Tags in balance, the cells of each table row, every address, and the text of some classes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.rows, self.addresses, self.tags, self.bold, self.correct = [], [], [], [], [], []
+        self._classes = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.tags.append(tag)
+        self.addresses += [value for key, value in attributes if key in ("href", "src", "xlink:href", "data")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+            self._classes.append((values.get("class") or "").split())
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        self._classes.pop()
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.addresses += [value for key, value in attributes if key in ("href", "src", "xlink:href")]
+
+    def handle_data(self, data):
+        if any(tag in ("td", "th") for tag in self.open):
+            self.rows[-1][-1] += data
+        classes = {name for each in self._classes for name in each}
+        if "best" in classes and "small" not in self.open:
+            self.bold.append(data.strip())
+        if "correct" in classes:
+            self.correct.append(data)
+
+
+def test_results_are_the_statistics_of_the_runs(tmp_path, comparison):
+    results = json.loads(written(tmp_path, comparison, "results.json"))
+    assert results["sets"] == SETS
+    assert results["warnings"] == ["the teacher knows nothing"]
+    assert list(results["methods"]) == ["teacher", "none", "sft", "makd"]
+    for name, values in SCORES.items():
+        table, method = np.array(values), results["methods"][name]
+        for index, each in enumerate(SETS):
+            assert method["rougeL"][each]["mean"] == pytest.approx(table[:, index].mean())
+            assert method["rougeL"][each]["std"] == pytest.approx(table[:, index].std(ddof=1))
+        assert method["rougeL"]["average"] == pytest.approx(table.mean())
+        assert method["average_std"] == pytest.approx(table.mean(axis=1).std(ddof=1))
+        assert method["difference_to_teacher"] == pytest.approx(table.mean() - 75.0)
+        assert method["seeds"] == [0, 1, 2]
+        assert method["valid_rougeL"] == pytest.approx(46.0)
+        assert method["settings"] == {"train.learning_rate": 0.003}
+        assert method["runs"] == [f"cells/{name}-seed{seed}" for seed in range(3)]
+        assert method["failed"] == []
+    teacher = results["methods"]["teacher"]
+    assert teacher["difference_to_teacher"] == 0
+    assert teacher["average_std"] == 0
+    assert teacher["params"] == 1000
+
+
+def test_costs_are_medians_over_seeds(tmp_path, comparison):
+    costs = json.loads(written(tmp_path, comparison, "costs.json"))
+    assert costs["sft"] == {
+        "params": 500,
+        "checkpoint_bytes": 2_097_152,
+        "training_tokens": 4000,
+        "training_tokens_per_second": 123.0,
+        "peak_memory_bytes": 2**30,
+        "generation_tokens_per_second": 45.0,
+        "seconds": 3725.0,
+    }
+
+
+def test_results_hold_no_times_and_no_absolute_path(tmp_path, comparison):
+    failed = make_run("sft", 0, error=f"it broke (exit code 1, log {tmp_path}/cells/sft.log)")
+    text = written(tmp_path, replace_row(comparison, "sft", runs=[failed]), "results.json")
+    assert str(tmp_path) not in text
+    assert "log cells/sft.log" in text
+    assert "second" not in text
+
+
+def test_two_writes_give_equal_bytes(tmp_path, comparison):
+    for name in ("one", "two"):
+        write_comparison(tmp_path / name, comparison)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    plots = ("scores", "learning_curves", "terms_makd", "size")
+    assert {str(file) for file in files} == {
+        *("results.json", "costs.json", "report.md", "report.html"),
+        *(f"plots/{name}.{kind}" for name in plots for kind in ("png", "svg")),
+    }
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+
+
+def test_page_stands_alone(tmp_path, comparison):
+    text = written(tmp_path, comparison, "report.html")
+    page = Page(text)
+    assert page.tags.count("svg") == 4
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    assert not re.search(r"https?:|//\w|@import|url\((?!#)", text)
+    assert {"cells/makd-seed0", "cells/makd-seed2", "cells/low", "cells/300"} <= set(page.addresses)
+    for address in page.addresses:
+        assert address.startswith(("#", "cells/")), address
+    for command in ("train makd --seed 2", "train sft --seed 1"):
+        assert f"<code>{command}</code>" in text
+    for said in ("the teacher knows nothing", "a laptop", "25.1", "chosen on validation, never on test"):
+        assert said in text
+    assert 'title="train sft --seed 0\ntrain sft --seed 1\ntrain sft --seed 2"' in text
+
+
+def test_only_the_best_method_is_bold_and_ties_are_all(tmp_path, comparison):
+    page = Page(written(tmp_path, comparison, "report.html"))
+    sft = next(row for row in page.rows if row[0] == "SFT")
+    assert sft[2].split() == ["41.0", "±", "1.0"]
+    # Both are 31.2 on the second set; the teacher is better everywhere and the chosen grid point's score is bold, too.
+    assert [text for text in page.bold if text] == ["31.2", "51.2", "31.2", "41.2", "−33.8", "45.0"]
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "**[51.2](cells/makd-seed0)** ± 1.3" in report
+    assert "[41.0](cells/sft-seed0) ± 1.0" in report
+    assert "**[41.0]" not in report
+    assert "**[80.0]" not in report
+
+
+def test_text_of_users_is_escaped(tmp_path, comparison):
+    attack = "<script>alert(1)</script>|\n* x"
+    sample = Sample(set="seen", prompt=attack, reference=attack, answers={"makd": attack})
+    run = make_run("sft", 0, (1.0, 2.0), command=f'x "{attack}', folder="javascript:alert(1)")
+    attacked = replace_row(comparison, "sft", label=attack, runs=[run], terms=["a", "b"])
+    facts = {attack: attack}
+    attacked = dataclasses.replace(attacked, title=attack, samples=[sample], facts=facts, warnings=[attack])
+    page = Page(written(tmp_path, attacked, "report.html"))
+    assert "script" not in page.tags
+    assert "javascript:alert(1)" not in page.addresses
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    outside_code = re.sub(r"`[^`\n]*`", "", report)
+    assert "<script" not in outside_code
+    tables = [line for line in report.splitlines() if line.startswith("| ") and "alert" in line]
+    assert len(tables) > 3
+    assert all(line.rstrip().endswith("|") for line in tables)
+
+
+def test_markdown_shows_text_as_it_stands():
+    assert markdown("a|b\nc *d* e_f _g_") == r"a\|b<br>c \*d\* e_f \_g\_"
+    assert markdown_code("a `b` c\nd") == "`` a `b` c d ``"
+
+
+def test_equal_answers_are_marked(tmp_path, comparison):
+    page = Page(written(tmp_path, comparison, "report.html"))
+    assert "Teacher ✓" in page.correct
+    assert not any("dog" in text for text in page.correct)
+
+
+def test_method_with_a_failed_seed_uses_the_others(tmp_path, comparison):
+    ended = [make_run("makd", seed, SCORES["makd"][seed]) for seed in (0, 2)]
+    failed = make_run("makd", 1, error="the loss is not finite at step 7")
+    partial = replace_row(comparison, "makd", runs=[ended[0], failed, ended[1]])
+    method = json.loads(written(tmp_path, partial, "results.json"))["methods"]["makd"]
+    assert method["seeds"] == [0, 2]
+    assert method["rougeL"]["seen"]["mean"] == pytest.approx(50.5)
+    assert method["failed"] == [{"seed": 1, "folder": "cells/makd-seed1", "error": "the loss is not finite at step 7"}]
+    for name in ("report.html", "report.md"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "the loss is not finite at step 7" in text
+        assert "1 failed" in text
+
+
+def test_method_whose_runs_all_failed_is_there_with_its_error(tmp_path, comparison):
+    failed = [make_run("sft", seed, error=f"no memory {seed}") for seed in range(2)]
+    method = json.loads(written(tmp_path, replace_row(comparison, "sft", runs=failed), "results.json"))["methods"][
+        "sft"
+    ]
+    assert method["rougeL"] is None
+    assert method["difference_to_teacher"] is None
+    assert [item["error"] for item in method["failed"]] == ["no memory 0", "no memory 1"]
+    assert "no memory 1" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_failure_at_another_size_is_shown(tmp_path, comparison):
+    failed = make_run("makd", 0, error="rank 99 is too large", folder="cells/size")
+    text = written(tmp_path, dataclasses.replace(comparison, failures=[failed]), "report.html")
+    assert "rank 99 is too large" in text
+
+
+def test_report_without_any_score_is_written(tmp_path, comparison):
+    rows = [dataclasses.replace(row, runs=[]) for row in comparison.rows]
+    bare = dataclasses.replace(comparison, rows=rows, sizes=[], samples=[], facts={}, paper=None)
+    assert "No method ended with scores." in written(tmp_path, bare, "report.html")
+    assert not (tmp_path / "plots" / "scores.svg").exists()
+
+
+def test_plots_of_an_earlier_report_do_not_stay(tmp_path, comparison):
+    write_comparison(tmp_path, comparison)
+    (tmp_path / "plots" / "mine.png").write_bytes(b"")
+    write_comparison(tmp_path, dataclasses.replace(comparison, sizes=[]))
+    assert not (tmp_path / "plots" / "size.png").exists()
+    assert (tmp_path / "plots" / "mine.png").exists()
+
+
+def finding(**scores):
+    rows = [make_row(name, name.upper(), [(value, value) for value in values]) for name, values in scores.items()]
+    return describe_finding([score_row(row, SETS) for row in rows], SETS)
+
+
+def test_finding_is_a_lead_only_over_the_standard_error():
+    kd, makd = [40.0, 42.0, 44.0], [48.0, 49.0, 50.0]
+    error = np.sqrt(np.var(kd, ddof=1) / 3 + np.var(makd, ddof=1) / 3)
+    assert finding(sft=[1.0, 2.0], kd=kd, makd=makd) == (
+        "MAKD leads the next best, KD, by 7.0 points on the average of 2 sets "
+        f"(standard error of the difference {error:.1f})."
+    )
+    assert finding(kd=kd, makd=[43.0, 42.0, 43.0]).startswith(
+        "No method is ahead beyond one standard error: MAKD is 0.7"
+    )
+    assert finding(kd=kd, makd=kd).startswith("No method is ahead")
+
+
+def test_finding_is_honest_about_one_seed_and_no_gain():
+    assert "from one seed" in finding(kd=[40.0], makd=[50.0])
+    assert finding(none=[60.0], kd=[40.0, 41.0], makd=[50.0, 51.0]) == (
+        "No method is above the untrained student: the best, MAKD, is 9.5 points below it on the average of 2 sets."
+    )
+    assert finding(teacher=[60.0], none=[5.0], kd=[40.0]) == (
+        "KD reaches 40.0 on the average of 2 sets, 20.0 points below the teacher, "
+        "35.0 points above the untrained student."
+    )
+
+
+def test_sets_must_be_there_and_have_names_of_their_own(comparison):
+    with pytest.raises(UserError, match=r"data\.tests is empty"):
+        dataclasses.replace(comparison, sets=[])
+    with pytest.raises(UserError, match="average"):
+        dataclasses.replace(comparison, sets=["average"])
+
+
+def test_a_difference_of_nothing_has_no_sign():
+    assert [signed(value) for value in (1.26, -0.04, -2.0, None)] == ["+1.3", "0.0", "−2.0", "–"]

@@ -1,0 +1,115 @@
+"""The plots of a comparison."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from llmdistill.report import plots
+
+
+def curve(values, steps=None):
+    steps = list(range(1, len(values) + 1)) if steps is None else steps
+    return plots.Curve(steps, values, [value * 0.9 for value in values], [value * 1.1 for value in values])
+
+
+def styles(number):
+    return plots.method_styles([f"m{index}" for index in range(number)])
+
+
+def test_curve_is_mean_and_range_over_runs():
+    values = np.array([[3.0, 2.0, 1.0], [5.0, 2.5, 2.0]])
+    histories = [[{"step": 10 * n, "loss": value} for n, value in enumerate(run)] for run in values]
+    histories[0].insert(1, {"step": 5})
+    found = plots.mean_curve(histories, "loss")
+    assert found is not None
+    assert found.steps == [0, 10, 20]
+    np.testing.assert_allclose(found.mean, values.mean(axis=0))
+    np.testing.assert_allclose(found.low, values.min(axis=0))
+    np.testing.assert_allclose(found.high, values.max(axis=0))
+    assert plots.mean_curve(histories, "valid_loss") is None
+
+
+def test_curve_leaves_out_what_is_not_finite():
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": math.nan}, {"step": 3, "loss": math.inf}]
+    found = plots.mean_curve([history], "loss")
+    assert found is not None
+    assert found.steps == [1]
+
+
+def test_methods_differ_in_look_and_keep_it():
+    many = styles(18)
+    assert len(set(many.values())) == 18
+    some = plots.method_styles(["teacher", "m0", "none", "m1"], plain=("teacher", "none"))
+    assert (some["m0"], some["m1"]) == (many["m0"], many["m1"])
+    assert some["none"].color == plots.GREY
+
+
+def test_scores_stand_where_their_numbers_are():
+    dots = [
+        plots.Dots("KD", styles(1)["m0"], 40.0, 1.5, [39.0, 41.0]),
+        plots.Dots("SFT", styles(1)["m0"], 30.0, 0, [30.0]),
+    ]
+    axes = plots.plot_scores(dots, teacher=50.0).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["KD", "SFT"]
+    bar = axes.containers[0]
+    assert bar[0].get_xdata() == pytest.approx([40.0])
+    assert bar[2][0].get_segments()[0][:, 0] == pytest.approx([38.5, 41.5])
+    assert any(list(line.get_xdata()) == [50.0, 50.0] for line in axes.lines)
+
+
+def test_legend_is_in_the_order_in_which_the_lines_end():
+    look = styles(2)
+    figure = plots.plot_curves(
+        [("low", look["m0"], curve([3.0, 1.0])), ("high", look["m1"], curve([2.0, 2.0]))], "loss"
+    )
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["high", "low"]
+    colors = [to_hex(line.get_color()) for line in figure.axes[0].lines]
+    assert colors == [look["m0"].color, look["m1"].color]
+
+
+def test_terms_have_a_panel_each_and_a_logarithm_where_they_spread():
+    terms = {"wide": curve([10.0, 1.0, 0.01]), "narrow": curve([2.0, 1.5]), "negative": curve([10.0, -1.0])}
+    panels = plots.plot_terms({**terms, "fourth": curve([1.0])}, styles(1)["m0"]).axes
+    assert [panel.get_title(loc="left") for panel in panels if panel.get_visible()] == [*terms, "fourth"]
+    assert [panel.get_yscale() for panel in panels[:3]] == ["log", "linear", "linear"]
+
+
+def test_sizes_are_drawn_from_small_to_large():
+    figure = plots.plot_size([("KD", styles(1)["m0"], [(500, 4.0), (300, 3.0)])], teacher=9.0)
+    assert list(figure.axes[0].lines[0].get_xdata()) == [300, 500]
+    assert list(figure.axes[0].lines[1].get_ydata()) == [9.0, 9.0]
+    assert [plots.short_number(value) for value in (0, 999, 521_152, 7.7e7, 2e9)] == ["0", "999", "521k", "77M", "2B"]
+
+
+def test_saved_plot_is_deterministic_and_its_text_is_text(tmp_path):
+    texts = []
+    for name in ("one", "two"):
+        figure = plots.plot_curves([("$5 <b> $6", styles(1)["m0"], curve([3.0, 1.0]))], "loss & more")
+        texts.append(plots.save_plot(figure, tmp_path / name, "plot"))
+    assert texts[0] == texts[1]
+    for kind in ("svg", "png"):
+        assert (tmp_path / "one" / f"plot.{kind}").read_bytes() == (tmp_path / "two" / f"plot.{kind}").read_bytes()
+    said = [
+        "".join(item.itertext()).strip()
+        for item in ElementTree.fromstring(texts[0]).iter()
+        if item.tag.endswith("}text")
+    ]
+    assert {"$5 <b> $6", "loss & more"} <= set(said)
+
+
+def test_svg_in_a_page_takes_its_colours_and_names_no_other_place(tmp_path):
+    figure = plots.plot_curves([("KD", styles(1)["m0"], curve([3.0, 1.0]))], "loss")
+    element = plots.inline_svg(plots.save_plot(figure, tmp_path, "plot"), r"a \1 label")
+    assert element.startswith("<svg viewBox=")
+    assert r'aria-label="a \1 label"' in element
+    assert "http" not in element
+    assert "currentColor" in element
+    assert plots.INK not in element
+    assert plots.PAPER not in element
