@@ -50,6 +50,8 @@ class Batch:
     """(B, T) int64, 1 at real tokens."""
     labels: Tensor
     """(B, T) int64: the token itself where it is to be learnt, else IGNORE_INDEX. Not shifted."""
+    own_answers: bool = False
+    """Whether the student wrote what the labels stand on (on-policy), so that only a teacher can judge it."""
 
     def num_labels(self) -> Tensor:
         """How many tokens are to be learnt, scalar; the first of a sequence has nothing before it to learn it from."""
@@ -61,6 +63,7 @@ class Batch:
             self.input_ids.to(device, non_blocking=True),
             self.attention_mask.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
+            self.own_answers,
         )
 
 

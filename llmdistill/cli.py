@@ -1,4 +1,4 @@
-"""The ``llmdistill`` command: train, compress, export, evaluate."""
+"""The ``llmdistill`` command: train, compare, compress, generate, export, evaluate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.log import quiet_transformers
 
 LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_addr", "master_port")
-"""What `llmdistill train` hands to the deepspeed launcher; each takes a value."""
+"""What is handed to the deepspeed launcher; each takes a value."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,10 +43,15 @@ def train(arguments: Sequence[str]) -> None:
         from llmdistill.train import run
 
         return run(arguments)
+    launcher, words = split_launcher_flags(arguments)
+    launch(launcher, "train.py", words)
+
+
+def launch(flags: Sequence[str], script: str, arguments: Sequence[str]) -> None:
+    """Become the deepspeed launcher with a script of the package."""
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
-    launcher, words = split_launcher_flags(arguments)
-    os.execvp("deepspeed", ["deepspeed", *launcher, str(Path(__file__).with_name("train.py")), *words])
+    os.execvp("deepspeed", ["deepspeed", *flags, str(Path(__file__).parent / script), *arguments])
 
 
 def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -114,10 +119,33 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model's answers by ROUGE-L."""
+    """Score a model's answers by ROUGE-L, on several ranks where the launcher's flags ask for them."""
     from llmdistill.scoring.command import evaluate as evaluate_command
 
-    evaluate_command(arguments, prog="llmdistill evaluate")
+    launcher, words = split_launcher_flags(arguments)
+    if launcher:
+        launch(launcher, "scoring/command.py", words)
+    evaluate_command(words, prog="llmdistill evaluate")
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """Let a teacher answer prompts, on several ranks where the launcher's flags ask for them."""
+    from llmdistill.generation.command import generate as generate_command
+
+    launcher, words = split_launcher_flags(arguments)
+    if launcher:
+        launch(launcher, "generation/command.py", words)
+    generate_command(words, prog="llmdistill generate")
+
+
+def compare(arguments: Sequence[str]) -> None:
+    """Train a student by several methods and report how they compare; exit code 1 if a run failed."""
+    from llmdistill.compare.command import compare as compare_command
+
+    launcher, words = split_launcher_flags(arguments)
+    code = compare_command(words, launcher)
+    if code != 0:
+        raise SystemExit(code)
 
 
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
@@ -136,7 +164,9 @@ def _readable(value: Any) -> str:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "train": ("distil a teacher into a factorised student (the main job)", train),
+    "compare": ("train by several methods under equal conditions and report how they compare", compare),
     "compress": ("factorise a model folder", compress),
+    "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("merge a student into a stock model", export),
     "evaluate": ("score a model's answers by ROUGE-L", evaluate),
 }

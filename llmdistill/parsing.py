@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 
-DEFAULT_RECIPE = "embedded"
+DEFAULT_RECIPE = "quickstart"
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -55,7 +55,8 @@ def run_parser() -> ArgumentParser:
         description="Distil a teacher into a factorised student under DeepSpeed. "
         "Any setting below may stand in a recipe (YAML) or on the command line; the command line wins.",
     )
-    parser.add_argument("--recipe", action="config", help="A shipped recipe's name or a YAML file; default: embedded.")
+    text = f"A shipped recipe's name or a YAML file; default: {DEFAULT_RECIPE}."
+    parser.add_argument("--recipe", action="config", help=text)
     parser.add_argument("--dry_run", action="store_true", help="Resolve everything without weights or data, and stop.")
     parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object.")
     parser.add_argument(
@@ -149,6 +150,32 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     values = asdict(config)
     values["train"]["betas"] = list(values["train"]["betas"])
     return values
+
+
+def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that `to_dict` gave, with the checks of its parts.
+
+    Raises:
+        UserError: settings that contradict each other.
+    """
+    try:
+        return _from_dict(RunConfig, values)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _from_dict(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
+    parts = {field.name: field.default_factory for field in fields(kind) if is_dataclass(field.default_factory)}  # type: ignore[arg-type]
+    built = {name: _from_dict(parts[name], value) if name in parts else value for name, value in values.items()}  # type: ignore[arg-type]
+    if "betas" in built:
+        built["betas"] = tuple(built["betas"])
+    return kind(**built)
+
+
+def scores_asked(config: RunConfig) -> dict[str, Any]:
+    """What a run is to score and how, as plain JSON values."""
+    values = to_dict(config)
+    return {"scoring": values["scoring"], "valid": values["data"]["valid"], "tests": values["data"]["tests"]}
 
 
 def _keys(parser: ArgumentParser) -> dict[str, bool]:

@@ -16,16 +16,19 @@ if not __package__:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from llmdistill import assemble, parsing
-from llmdistill.report.table import print_table, run_record, training_speed, write_report
+from llmdistill.data.stream import StreamLoader
+from llmdistill.plan import Plan, make_plan
+from llmdistill.report.table import chance_warnings, finish_report, run_record
 from llmdistill.runtime.checkpoint import claim_folder, load_checkpoint
-from llmdistill.runtime.distributed import World, init_distributed, shut_down
+from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
 from llmdistill.runtime.engine import save_student
 from llmdistill.runtime.exit import exit_code
-from llmdistill.runtime.log import RunLog, print_main, quiet_libraries
+from llmdistill.runtime.log import RunLog, print_main, quiet_libraries, warn_main
+from llmdistill.teacher.live import LiveTeacher
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Resolve and check, then distil, unless a dry run is all that is wanted."""
     config, flags = parsing.parse_run(arguments)
-    plan = assemble.make_plan(config)
+    plan = make_plan(config)
     if flags.dry_run:
         print(json.dumps(plan.describe(), indent=None if flags.json else 2))
         return
@@ -49,38 +52,65 @@ def run(arguments: Sequence[str]) -> None:
         shut_down()
 
 
-def distil(plan: assemble.Plan, data: assemble.RunData, world: World) -> None:
-    """The run itself: score the teacher, factorise, train, score again, report."""
+def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
+    """The run itself: score the teacher, make the student, train it, score again, report."""
     claim_folder(plan.folder, plan.record(), resume=plan.config.resume, world=world)
-    print_main(plan.headline(data), world)
+    print_main(plan.headline(data.report), world)
+    warnings = on_main(lambda: assemble.check_responses(plan), world)
     book = assemble.make_score_book(plan, data, world)
+    scored, params, metrics = plan.config.scoring.models, plan.sizes["student_params"], {}
     # Loaded when it is first needed: a run that is scored and finished needs it no more.
     teacher = cache(lambda: assemble.make_teacher(plan, world))
-    sharded = plan.config.teacher.sharding == "zero3"
-    metrics = {"teacher": book.score("teacher", lambda: teacher().model, sharded=sharded, params=plan.teacher_params)}
+    if "teacher" in scored:
+        sharded = plan.config.teacher.sharding == "zero3"
+        metrics["teacher"] = book.score(
+            "teacher",
+            lambda: teacher().model,
+            data.teacher_tokenizer,
+            params=plan.sizes["teacher_params"],
+            sharded=sharded,
+        )
+        warnings += chance_warnings(metrics["teacher"])
+    for warning in warnings:
+        warn_main(warning, world)
     if not plan.method.needs_teacher:
         teacher.cache_clear()
-    untrained = assemble.prepare_student(plan, world)
-    metrics["untrained"] = book.score("untrained", lambda: assemble.load_scored(untrained, plan, world))
-
-    trained = plan.folder / "student"
-    if not (trained / "config.json").is_file():
-        trainer = assemble.make_trainer(plan, untrained, teacher, data, world)
-        start = load_checkpoint(trainer.engine, plan.folder)
-        log = RunLog(
-            plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor
-        )
-        trainer.run(start, log)
-        log.close()
-        save_student(trainer.engine, world, template=untrained, output=trained)
-    metrics["student"] = book.score("student", lambda: assemble.load_scored(trained, plan, world))
-
+    untrained, trained = assemble.prepare_student(plan, world), plan.folder / "student"
+    if "untrained" in scored:
+        load = partial(assemble.load_scored, untrained, plan, world)
+        metrics["untrained"] = book.score("untrained", load, data.tokenizer, params=params)
+    if plan.config.method != "none":
+        if not (trained / "config.json").is_file():
+            train(plan, untrained, trained, teacher, data, world)
+        if "student" in scored:
+            load = partial(assemble.load_scored, trained, plan, world)
+            metrics["student"] = book.score("student", load, data.tokenizer, params=params)
     if world.is_main:
-        metrics["student"]["training_tokens_per_second"] = training_speed(plan.folder / "metrics.jsonl")
-        metrics["run"] = run_record(plan.config.scoring.decoding, world.size)
-        write_report(plan.folder, metrics)
-        print_table(metrics)
-        print(f"The student is in {trained}, the table in {plan.folder / 'report.md'}.")
+        record = run_record(
+            plan.config.scoring.decoding, world.size, plan.folder / "metrics.jsonl", plan.sizes["teacher_params"]
+        )
+        asked = parsing.scores_asked(plan.config)
+        finish_report(plan.folder, {**metrics, "asked": asked, "warnings": warnings, "run": record})
+
+
+def train(
+    plan: Plan,
+    untrained: Path,
+    trained: Path,
+    teacher: Callable[[], LiveTeacher],
+    data: assemble.RunData,
+    world: World,
+) -> None:
+    """Train from the last checkpoint, or the start, to the end, and write the student."""
+    loader = assemble.make_loader(plan, data, world)
+    trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
+    start = load_checkpoint(trainer.engine, plan.folder)
+    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)
+    trainer.run(start, log)
+    log.close()
+    if isinstance(loader, StreamLoader):  # what it left out is known only now
+        print_main(f"Data        {loader.report()}", world)
+    save_student(trainer.engine, world, template=untrained, output=trained, lora=plan.config.student.lora)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from llmdistill.batch import Batch, Outputs
 from llmdistill.config import TrainConfig
-from llmdistill.data.sampler import TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.methods import Method
+from llmdistill.methods.label import label_term
 from llmdistill.runtime.checkpoint import save_checkpoint
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import set_learning_rate
 from llmdistill.runtime.log import RunLog, Stopwatch
 from llmdistill.runtime.schedule import learning_rate
+
+
+class Loader(Protocol):
+    """Where a step's batches come from."""
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step (from 0); a pure function of it."""
+        ...
 
 
 @dataclass
@@ -33,11 +43,13 @@ class Trainer:
     teacher: Callable[[Batch], Outputs] | None
     """None for a method that learns from the labels alone."""
     method: Method
-    loader: TrainLoader
+    loader: Loader
     settings: TrainConfig
     seed: int
     folder: Path
     world: World
+    validation: Sequence[Batch] = ()
+    """This rank's share of the validation set: the same number of batches on every rank, empty without a set."""
 
     def run(self, start: int, log: RunLog) -> None:
         """Train from step `start` to the end, saving on the way.
@@ -54,11 +66,16 @@ class Trainer:
             torch.manual_seed(_mix(self.seed, step, self.world.rank))
             since.add(*self.train_step(self.loader.micro_batches(step), clock))
             done = step + 1
-            if done % self.settings.log_every == 0 or done == self.settings.steps:
+            validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
+            if validates or self._is_due(done, self.settings.log_every):
                 elapsed = time.perf_counter() - began
                 eta = elapsed / (done - start) * (self.settings.steps - done)
-                self._log(log, done, since, clock.take(), eta)
-            if done % self.settings.save_every == 0 or done == self.settings.steps:
+                row = self._row(done, since, clock.take())
+                if validates:
+                    row["valid_loss"] = self.validation_loss()
+                    since.restart_clock()
+                log.row(done, row, eta)
+            if self._is_due(done, self.settings.save_every):
                 save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
             log.advance()
 
@@ -90,7 +107,24 @@ class Trainer:
             totals += torch.stack([terms[name].detach() for name in self.method.weights])
         return totals, counts
 
-    def _log(self, log: RunLog, step: int, since: _Since, teacher_seconds: float, eta: float) -> None:
+    def validation_loss(self) -> float:
+        """Cross-entropy of the validation set's answers, the mean over their tokens; every rank must call it."""
+        self.engine.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        with torch.no_grad():
+            for batch in self.validation:
+                moved = batch.to(self.world.device)
+                loss = label_term(self.student(moved), moved, causal=True)
+                total += torch.stack([loss.sum.double(), loss.count.double()])
+        self.engine.train()
+        all_reduce_sum(total)
+        return float(total[0] / total[1])
+
+    def _is_due(self, done: int, every: int) -> bool:
+        return done % every == 0 or done == self.settings.steps
+
+    def _row(self, step: int, since: _Since, teacher_seconds: float) -> dict[str, float]:
+        """What the log says of the steps since its last row: figures of the run, then each term."""
         seconds, tokens, means = since.take()
         terms = dict(zip(self.method.weights, means, strict=True))
         loss = sum(self.method.weights[name] * value for name, value in terms.items())
@@ -99,14 +133,24 @@ class Trainer:
                 f"the loss is {loss} at step {step}: lower train.learning_rate (now {self.settings.learning_rate}) "
                 f"or train.max_grad_norm; checkpoints up to the last save are in {self.folder / 'checkpoints'}"
             )
-        values = {
+        return {
             "loss": loss,
             "learning_rate": learning_rate(self.settings, step - 1),
             "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
+            "tokens": tokens,
             "tokens_per_second": tokens / seconds,
             "teacher_share": teacher_seconds / seconds,
+            "peak_memory_bytes": peak_memory(self.world.device),
+            **terms,
         }
-        log.row(step, values, terms, eta)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: allocated on this rank's GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest
 
 
 def global_counts(micro_batches: list[Batch]) -> Tensor:
@@ -127,6 +171,10 @@ class _Since:
         self._terms = torch.zeros(len(self._names), device=self._device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)
         self._steps = 0
+        self._began = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leave out the time of what was not training."""
         self._began = time.perf_counter()
 
     def add(self, terms: Tensor, counts: Tensor) -> None:

@@ -21,12 +21,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.config import GenerationConfig
 from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded, Example, encode, read_examples, render_prompt
+from llmdistill.data.instruct import Encoded, Example, encode, render_prompt
+from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
+from llmdistill.generation.decode import Decoding, generate
 from llmdistill.scoring import rouge_l
-from llmdistill.scoring.generation import generate
 
 VOCAB_SIZE = 1024
 MAX_PROMPT_LENGTH, MAX_LENGTH = 256, 512
@@ -148,7 +148,7 @@ def score(folder: Path) -> dict[str, float]:
             model,
             tokenizer,
             [render_prompt(example) for example in examples],
-            GenerationConfig(decoding="greedy", batch_size=80),
+            Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80),
             max_prompt_length=MAX_PROMPT_LENGTH,
             max_length=MAX_LENGTH,
             seed=0,

@@ -10,10 +10,14 @@ import torch
 from safetensors import SafetensorError
 
 from llmdistill.errors import UserError
+from llmdistill.files import new_folder
+from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, base_of, cast_parameters
+from llmdistill.models.load import has_tokenizer, load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+_GENERATION = ("generation_config.json",)
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -22,7 +26,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "*.model",
     "*.jinja",
-    "generation_config.json",
+    *_GENERATION,
 )
 """What belongs to a model beside its weights and config.json."""
 
@@ -33,14 +37,27 @@ def local_folder(path: Path | str) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(path), allow_patterns=["config.json", "*.safetensors*", *TOKENIZER_FILES]))
+    patterns = ["config.json", CONFIG_FILE, "*.safetensors*", *TOKENIZER_FILES]
+    return Path(snapshot_download(str(path), allow_patterns=patterns))
 
 
 def load(folder: Path | str, config: PreTrainedConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """The model of a folder as the class that saved it, from safetensors only.
+    """The model of a folder as the class that saved it, from safetensors only; an adapter comes merged into its base.
 
     UserError if weights are missing or do not fit.
     """
+    adapter = adapter_folder(folder)
+    if adapter is None:
+        return _load_weights(folder, config, dtype)
+    base = _load_weights(local_folder(base_of(adapter)), config, dtype if dtype == "auto" else torch.float32)
+    stored = base.dtype if isinstance(dtype, str) else dtype
+    cast_parameters(base, torch.float32)
+    model = apply_adapter(base, adapter)
+    cast_parameters(model, stored)
+    return model
+
+
+def _load_weights(folder: Path | str, config: PreTrainedConfig, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
         model, info = model_class(config).from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -70,8 +87,34 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def copy_companions(source: Path | str, target: Path) -> None:
-    """Copy tokenizer and generation files that the target does not have yet."""
-    for pattern in TOKENIZER_FILES:
-        for file in Path(source).glob(pattern):
+    """Copy tokenizer and generation files that the target does not have yet, for an adapter its base's too.
+
+    `source` is a folder or a hub name. Of two tokenizers the adapter's counts, and nothing of the base's is mixed in.
+    """
+    folder = local_folder(source)
+    _copy(folder, target, TOKENIZER_FILES)
+    adapter = adapter_folder(folder)
+    if adapter is not None:
+        _copy(local_folder(base_of(adapter)), target, _GENERATION if has_tokenizer(adapter) else TOKENIZER_FILES)
+
+
+def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        for file in source.glob(pattern):
             if file.is_file() and not (target / file.name).exists():
                 shutil.copy2(file, target / file.name)
+
+
+def merge_adapter(path: Path | str, output: Path | str, dtype: torch.dtype | str = "auto") -> None:
+    """Write the model of an adapter merged into its base as a new stock folder, tokenizer files included.
+
+    `path` is the adapter's folder or hub name; `auto` keeps the dtype of the base. UserError if it is no adapter, does
+    not fit, or if `output` is not empty.
+    """
+    adapter = adapter_folder(path)
+    if adapter is None:
+        raise UserError(f"{path}: no adapter there (no {CONFIG_FILE}): give the folder or hub name of one")
+    config = load_config(adapter)
+    with new_folder(output) as folder:
+        load(adapter, config, dtype).save_pretrained(folder)
+        copy_companions(adapter, folder)

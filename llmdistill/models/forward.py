@@ -16,12 +16,14 @@ class TappedModel:
     hooks. The recorder sits on the engine's module.
     """
 
-    def __init__(self, forward: Callable[..., Any], recorder: Recorder) -> None:
+    def __init__(self, forward: Callable[..., Any], recorder: Recorder, *, vocabulary: int | None = None) -> None:
+        """`vocabulary` leaves out the logits beyond it: padding rows that another model does not have."""
         self._forward = forward
         self._recorder = recorder
+        self._vocabulary = vocabulary
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch."""
         with self._recorder.recording():
             result = self._forward(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-        return Outputs(logits=result.logits, taps=self._recorder.take())
+        return Outputs(logits=result.logits[..., : self._vocabulary], taps=self._recorder.take())

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from torch import nn
 
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
-from llmdistill.runtime.distributed import World, barrier, broadcast_object
+from llmdistill.runtime.distributed import World, barrier, on_main
 
 RUN_FILE = "run.json"
-_FREE_KEYS = ("output_dir", "resume", "ds_config", "scoring", "data.tests")
-_FREE_TRAIN_KEYS = ("log_every", "save_every", "keep_checkpoints")
+LOCK_FILE = ".lock"
+_FREE_KEYS = (
+    *("output_dir", "resume", "ds_config", "scoring", "data.tests", "data.valid"),
+    *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
+)
+_LOCKS: list[IO[str]] = []  # open as long as the process lives, and the locks with them
 
 
 def claim_folder(folder: Path, run: dict[str, Any], *, resume: str, world: World) -> None:
@@ -27,54 +36,76 @@ def claim_folder(folder: Path, run: dict[str, Any], *, resume: str, world: World
         world: this process; every rank must call it.
 
     Raises:
-        UserError: the folder belongs to another configuration, or holds a run where none is wanted.
+        UserError: the folder belongs to another configuration, holds a run where none is wanted, or one that another
+            process is at.
     """
-    message = _claim(folder, run, resume) if world.is_main else None
-    message = broadcast_object(message)
-    if message is not None:
-        raise UserError(message)
+
+    def claim() -> None:
+        _claim(folder, run, resume)
+        _lock(folder)
+
+    on_main(claim, world)
 
 
-def _claim(folder: Path, run: dict[str, Any], resume: str) -> str | None:
-    """What is wrong with the folder, if anything; else it is ours."""
+def _claim(folder: Path, run: dict[str, Any], resume: str) -> None:
     file = folder / RUN_FILE
     if not file.is_file():
         if folder.is_dir() and any(folder.iterdir()):
-            return f"output_dir {folder}: the folder is not empty and holds no run; choose another or empty it"
+            raise UserError(
+                f"output_dir {folder}: the folder is not empty and holds no run; choose another or empty it"
+            )
         write_json(file, run)
-        return None
+        return
     if resume == "never":
-        return f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
+        raise UserError(
+            f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
+        )
     try:
         old = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        return f"{file}: not valid JSON; choose another output_dir or remove this one"
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: not valid JSON; choose another output_dir or remove this one") from error
     different = _differences(_identity(old), _identity(run))
     if different:
         key, before, now = different[0]
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-        return (
+        raise UserError(
             f"output_dir {folder}: it holds a run of another configuration: {key} was {before} and is now {now}{more}; "
             "choose another output_dir, or give the same settings to go on with it"
         )
     write_json(file, run)
-    return None
 
 
-def _identity(run: dict[str, Any]) -> dict[str, Any]:
-    """What makes two runs the same run: all that could change the student."""
-    config = json.loads(json.dumps(run["config"]))
+def _lock(folder: Path) -> None:
+    """Keep other processes out of the folder until this one ends, where the file system can."""
+    file = (folder / LOCK_FILE).open("w", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise UserError(
+            f"output_dir {folder}: another process is at this run; wait for it, stop it, or choose another folder"
+        ) from error
+    except OSError:
+        pass  # some network file systems have no locks
+    _LOCKS.append(file)
+
+
+def shaping_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as plain JSON values without what cannot change the student."""
+    shaping = json.loads(json.dumps(config))
     for key in _FREE_KEYS:
         *parents, name = key.split(".")
-        block = config
+        block = shaping
         for parent in parents:
             block = block[parent]
         block.pop(name, None)
-    for key in _FREE_TRAIN_KEYS:
-        config["train"].pop(key, None)
+    return dict(shaping)
+
+
+def _identity(run: dict[str, Any]) -> dict[str, Any]:
+    """What makes two runs the same run."""
     ds_config = {key: value for key, value in run["ds_config"].items() if key != "tensorboard"}
     # ZeRO checkpoints are cut for a number of ranks.
-    return {**config, "ds_config": ds_config, "number of ranks": run["world_size"]}
+    return {**shaping_settings(run["config"]), "ds_config": ds_config, "number of ranks": run["world_size"]}
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
@@ -96,10 +127,14 @@ def last_step(folder: Path) -> int:
 def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: World) -> None:
     """Write a checkpoint and drop the oldest beyond `keep`; every rank must call it.
 
-    DeepSpeed points `latest` at it once all of it is written: a kill in between leaves the one before in force.
+    Frozen parameters are left out: they are the untrained student's. DeepSpeed points `latest` at it once all of it is
+    written: a kill in between leaves the one before in force.
     """
     checkpoints = folder / "checkpoints"
-    engine.save_checkpoint(str(checkpoints), tag=f"step-{step}", client_state={"step": step})
+    with _only_trained(engine.module):
+        engine.save_checkpoint(
+            str(checkpoints), tag=f"step-{step}", client_state={"step": step}, exclude_frozen_parameters=True
+        )
     barrier()
     if world.is_main:
         steps = sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
@@ -108,12 +143,47 @@ def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: Worl
 
 
 def load_checkpoint(engine: Any, folder: Path) -> int:
-    """Load the newest checkpoint into the engine and return its step; 0 without one."""
+    """Load the newest checkpoint into the engine and return its step; 0 without one.
+
+    Raises:
+        UserError: it is damaged, or holds other parameters than those that are trained.
+    """
     step = last_step(folder)
     if step > 0:
-        path, state = engine.load_checkpoint(str(folder / "checkpoints"), tag=f"step-{step}")
+        where = folder / "checkpoints" / f"step-{step}"
+
+        def load(src: dict[str, Any], dst: nn.Module) -> None:
+            found = dst.load_state_dict(src, strict=False)
+            missing = set(found.missing_keys) - set(_frozen(dst))
+            differing = sorted(missing | set(found.unexpected_keys))
+            if differing:
+                raise UserError(
+                    f"{where}: it is of another student, first in {differing[0]}; choose another output_dir"
+                )
+
+        path, state = engine.load_checkpoint(str(where.parent), tag=where.name, custom_load_fn=load)
         if path is None or state["step"] != step:
-            raise UserError(
-                f"{folder / 'checkpoints' / f'step-{step}'}: it cannot be loaded; remove it and its name in `latest`"
-            )
+            raise UserError(f"{where}: it cannot be loaded; remove it and its name in `latest`")
     return step
+
+
+def _frozen(module: nn.Module) -> list[str]:
+    """Names of the parameters that are not trained; a tied one has several."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in named if not parameter.requires_grad]
+
+
+@contextmanager
+def _only_trained(module: nn.Module) -> Iterator[None]:
+    """Inside the block the module's state has no frozen parameters; DeepSpeed itself would keep a tied one's alias."""
+    frozen = _frozen(module)
+
+    def drop(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+        for name in frozen:
+            state.pop(name, None)
+
+    handle = module.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        handle.remove()

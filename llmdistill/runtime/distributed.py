@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import UserError
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ def init_distributed() -> World:
     import deepspeed
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if "WORLD_SIZE" not in os.environ:
+        # Alone, no other process has to know the port: any free one lets several runs share a machine.
+        os.environ["MASTER_PORT"] = str(_free_port())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500")
@@ -58,6 +65,12 @@ def init_distributed() -> World:
     if not on_cpu:
         torch.cuda.set_device(device)
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
@@ -74,6 +87,23 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_main(job: Callable[[], Value], world: World) -> Value:
+    """What rank 0's job gives, on every rank; the others wait for it, and a UserError in it is raised on all.
+
+    Every rank must call it. The value travels, so it should be small.
+    """
+    value, mistake = None, None
+    if world.is_main:
+        try:
+            value = job()
+        except UserError as error:
+            mistake = str(error)
+    value, mistake = broadcast_object((value, mistake))
+    if mistake is not None:
+        raise UserError(mistake)
+    return value
 
 
 def barrier() -> None:

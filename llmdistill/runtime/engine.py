@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmdistill.config import TrainConfig
+from llmdistill.config import LoraConfig, TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import new_folder
+from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World, barrier
 from llmdistill.runtime.ds_config import resolve_ds_config
@@ -100,12 +102,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> Any:
-    """The student as a DeepSpeed engine."""
+    """The student as a DeepSpeed engine; only parameters that are not frozen are trained."""
     import deepspeed
 
     if settings.activation_checkpointing:
         # Reentrant checkpointing detaches what the taps keep, and its gradients are silently wrong.
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        if any(not parameter.requires_grad for parameter in model.parameters()):
+            # Under a frozen embedding the first layer's input would need no gradient, and its adapters get none.
+            model.enable_input_require_grads()
     model.train()
     groups = parameter_groups(model, settings.weight_decay)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
@@ -123,37 +128,54 @@ def full_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
 
     Under ZeRO-3 a parameter is gathered at a time, so no rank needs room for two whole models.
     """
+    state = _gather(engine, world, engine.module.named_parameters(remove_duplicate=False))
+    if state is not None:
+        persistent = set(engine.module.state_dict())
+        for name, buffer in engine.module.named_buffers():
+            if name in persistent:
+                state[name] = buffer.detach().to("cpu", copy=True)
+    return state
+
+
+def trained_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
+    """The parameters that are trained, on the CPU of rank 0, None elsewhere; every rank must call it."""
+    return _gather(engine, world, [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad])
+
+
+def _gather(engine: Any, world: World, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
     import deepspeed
 
-    if engine.zero_optimization_stage() < 3:
-        if not world.is_main:
-            return None
-        return {name: value.detach().to("cpu", copy=True) for name, value in engine.module.state_dict().items()}
+    sharded = engine.zero_optimization_stage() == 3
     state: dict[str, Tensor] = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        with deepspeed.zero.GatheredParameters([parameter]):
+    for name, parameter in named:
+        with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
             if world.is_main:
                 state[name] = parameter.detach().to("cpu", copy=True)
-    persistent = set(engine.module.state_dict())
-    for name, buffer in engine.module.named_buffers():
-        if name in persistent:
-            state[name] = buffer.detach().to("cpu", copy=True)
     return state if world.is_main else None
 
 
-def save_student(engine: Any, world: World, *, template: Path, output: Path) -> None:
-    """Write the student as a Hugging Face model.
+def save_student(
+    engine: Any, world: World, *, template: Path | str, output: Path, lora: LoraConfig | None = None
+) -> None:
+    """Write the student as a Hugging Face model, its adapters merged.
 
     Args:
         engine: the trained student.
         world: this process; every rank must call it.
-        template: the folder that the student was loaded from; its structure is what is written.
+        template: the folder or hub name that the student was loaded from; its structure is what is written.
         output: where to.
+        lora: the adapters it was trained with; without a rank it has none.
     """
-    state = full_state_dict(engine, world)
+    has_adapters = lora is not None and lora.rank is not None
+    state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
     if state is not None:
-        model = load_model(str(template), dtype=next(iter(state.values())).dtype)
-        model.load_state_dict(state)
+        model = load_model(template, dtype=next(iter(state.values())).dtype)
+        if lora is not None and has_adapters:
+            add_lora(model, lora, seed=0)  # whatever the seed: the trained ones take their place
+            load_adapters(model, state)
+            merge_lora(model)
+        else:
+            model.load_state_dict(state)
         with new_folder(output) as partial:
             model.save_pretrained(partial)
             copy_companions(template, partial)

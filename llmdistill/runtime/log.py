@@ -13,9 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 from tqdm import tqdm
 
 from llmdistill.runtime.distributed import World
+
+FIGURES = (
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens",
+    "tokens_per_second",
+    "teacher_share",
+    "peak_memory_bytes",
+    "valid_loss",
+)
+"""What a row of the log says of the run; whatever else it has is a term of the loss."""
 
 
 def quiet_transformers() -> None:
@@ -41,6 +57,12 @@ def print_main(text: str, world: World) -> None:
     """Print on rank 0."""
     if world.is_main:
         print(text, flush=True)
+
+
+def warn_main(text: str, world: World) -> None:
+    """Print a warning on rank 0 so that nobody overlooks it."""
+    if world.is_main:
+        Console(stderr=True).print(Panel(Text(text), title="WARNING", border_style="bold yellow"))
 
 
 class Stopwatch:
@@ -105,18 +127,18 @@ class RunLog:
             kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
             self._file.write_text("".join(kept), encoding="utf-8")
 
-    def row(self, step: int, values: dict[str, float], terms: dict[str, float], eta: float) -> None:
-        """Log one line: `values` has loss, tokens_per_second, teacher_share and the like, `terms` each loss term."""
+    def row(self, step: int, values: dict[str, float], eta: float) -> None:
+        """Log one line: loss, tokens_per_second, teacher_share and the other FIGURES there are, then each term."""
         if not self._active:
             return
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values, **terms}) + "\n")
+            file.write(json.dumps({"step": step, **values}) + "\n")
         if getattr(self._monitor, "enabled", False):
-            self._monitor.write_events([(f"train/{name}", value, step) for name, value in {**values, **terms}.items()])
+            self._monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
         cells = {
             "step": f"{step}/{self._steps}",
             "loss": f"{values['loss']:.4g}",
-            **{name: f"{value:.3g}" for name, value in terms.items()},
+            **{name: f"{value:.3g}" for name, value in values.items() if name not in FIGURES},
             "tok/s": f"{values['tokens_per_second']:,.0f}",
             "teacher": f"{values['teacher_share']:.0%}",
             "eta": tqdm.format_interval(eta),
@@ -125,6 +147,8 @@ class RunLog:
             self._header = list(cells)
             self.say("".join(f"{name:>{_width(name)}}" for name in cells))
         self.say("".join(f"{cell:>{_width(name)}}" for name, cell in cells.items()))
+        if "valid_loss" in values:
+            self.say(f"validation loss {values['valid_loss']:.4f} at step {step}")
 
     def advance(self, steps: int = 1) -> None:
         """Move the bar."""

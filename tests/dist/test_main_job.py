@@ -113,6 +113,17 @@ def test_mistake_reaches_the_user_through_the_launcher(trained, launch, settings
     assert "Traceback" not in failed.stdout + failed.stderr
 
 
+def test_teacher_at_chance_is_warned_of(launch, settings, tmp_path):
+    folder = tmp_path / "run"
+    words = ["--method", "none", "--data.valid", "embedded:valid", "--scoring.limit", "30", "--scoring.decoding", "greedy"]
+    lengths = ["--data.max_prompt_length", "96", "--data.max_length", "104"]
+    done = launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *words, *lengths)
+    assert "WARNING" in done.stderr
+    (warning,) = json.loads((folder / "metrics.json").read_text())["warnings"]
+    assert warning.startswith("the teacher scores at chance on the validation set")
+    assert warning in (folder / "report.md").read_text()
+
+
 def test_export_needs_no_llmdistill_and_gives_the_same_logits(trained, tmp_path):
     from llmdistill.cli import main
     from llmdistill.models.load import load_model

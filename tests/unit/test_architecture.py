@@ -11,18 +11,20 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
 LOWEST = {"batch", "config", "errors", "files", "parsing"}
-PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "scoring", "embedded"}
-ABOVE_PARTS = {"methods", "trainer", "assemble", "train", "cli", "report"}
+PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "scoring", "embedded"}
+ABOVE_PARTS = {"methods", "plan", "trainer", "assemble", "train", "compare", "cli", "report"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "parsing": PARTS | ABOVE_PARTS,
     **{name: ABOVE_PARTS for name in PARTS},
     "losses": ABOVE_PARTS | PARTS - {"losses"},
-    "methods": {"trainer", "assemble", "train", "cli", "report", "runtime", "scoring", "data", "teacher"},
-    "trainer": {"assemble", "train", "cli", "models", "factorize", "losses", "scoring"},
-    "report": {"trainer", "assemble", "train", "cli", "methods"},
-    "assemble": {"train", "cli"},
-    "train": {"cli"},
+    "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "scoring", "data", "teacher"},
+    "trainer": {"assemble", "train", "compare", "cli", "models", "factorize", "losses", "generation", "scoring"},
+    "report": ABOVE_PARTS - {"report"},
+    "plan": ABOVE_PARTS - {"plan", "methods"} | {"data", "generation", "teacher"},
+    "assemble": {"train", "compare", "cli"},
+    "train": {"compare", "cli"},
+    "compare": {"trainer", "assemble", "methods", "train", "cli"},  # it starts runs as processes of their own
 }
 """Room -> the rooms it must not import."""
 

@@ -115,7 +115,52 @@ def test_student_with_other_tokens(fails, tmp_path):
     first, second = list(vocabulary)[300:302]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (student / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    assert "different tokenizers, first at id" in fails("--student.model", str(student))
+    said = fails("--student.model", str(student))
+    assert "different tokenizers, first at id" in said
+    assert "llmdistill generate, then --method seqkd" in said
+    assert "different tokenizers" in fails("--student.model", str(student), "--method", "kd")
+
+
+def test_padded_vocabulary_is_trimmed_and_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    student = tmp_path / "student"
+    shutil.copytree(locate("embedded:teacher"), student)
+    config = json.loads((student / "config.json").read_text(encoding="utf-8"))
+    padded = {**config, "vocab_size": config["vocab_size"] + 64}
+    (student / "config.json").write_text(json.dumps(padded), encoding="utf-8")
+    assert main(["--ds_config", DS, "--student.model", str(student), "--method", "kd", "--dry_run", "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert "64 rows" in note
+    assert "padding" in note
+
+
+def test_own_answers_without_a_teacher(fails):
+    assert "data.on_policy is 0.5, but method sft" in fails("--method", "sft", "--data.on_policy", "0.5")
+
+
+def test_divergence_out_of_range(fails):
+    assert "kd.beta is 1.5" in fails("--method", "kd", "--kd.beta", "1.5")
+    assert "forward_kl" in fails("--method", "kd", "--kd.divergence", "forward")
+
+
+def test_validation_reference_without_output(fails, tmp_path):
+    path = rows(tmp_path / "bad.jsonl", json.dumps({"instruction": "a", "input": ""}))
+    assert 'bad.jsonl:1: the key "output" is missing' in fails("--data.valid", path)
+
+
+def test_test_set_with_the_name_of_the_validation_set(fails):
+    assert "data.tests.valid" in fails("--data.tests.valid", "embedded:seen")
+
+
+def test_stream_that_is_malformed_is_seen_before_anything(fails, tmp_path):
+    path = rows(tmp_path / "bad.jsonl", '{"instruction": ')
+    assert "bad.jsonl:1: not JSON" in fails("--data.train", path, "--data.streaming", "true")
+
+
+def test_adapter_without_its_base(fails, tmp_path):
+    rows(tmp_path / "adapter_config.json", json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
+    said = fails("--teacher.model", str(tmp_path))
+    assert "gone" in said
 
 
 def test_teacher_without_weights(tmp_path, capsys):

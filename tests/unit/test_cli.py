@@ -36,7 +36,7 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compres"], "there is no command 'compres'; there are train, compress, export, evaluate"),
+        (["compres"], "there is no command 'compres'; there are train, compare, compress, generate, export, evaluate"),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),
         (["export", "--model", "x", "--output", "y"], "--dense is missing"),
@@ -93,7 +93,7 @@ def test_wheel_holds_only_the_package(tmp_path):
     tops = {entry.split("/")[0] for entry in names}
     assert all(top.startswith("llmdistill") for top in tops), tops
     for needed in (
-        "recipes/embedded.yaml",
+        "recipes/quickstart.yaml",
         "embedded/teacher/model.safetensors",
         "embedded/data/train.jsonl",
         "train.py",

@@ -43,7 +43,7 @@ def test_default_folder_names_recipe_and_ds_config(tmp_path):
         (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
         (["--train.warmup_steps", "-1"], "train.warmup_steps is -1: give 0 or more"),
         (["--data.max_length", "10"], "data.max_prompt_length is .* leave room"),
-        (["--recipe", "nowhere"], "--recipe nowhere: .* shipped are .*embedded"),
+        (["--recipe", "nowhere"], "--recipe nowhere: .* shipped are .*quickstart"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, expected):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from llmdistill.batch import Batch, LossSum, Outputs, Taps
 from llmdistill.config import TrainConfig
 from llmdistill.data.instruct import Encoded
 from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.validation import validation_batches
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.log import RunLog, Stopwatch
@@ -24,6 +28,14 @@ class Engine:
         self.weight, self.accumulation, self.count = weight, accumulation, 0
         self.optimizer = torch.optim.SGD([weight], lr=0.0)
         self.monitor = None
+        self.module = torch.nn.ParameterList([weight])
+        self.modes = []
+
+    def train(self):
+        self.modes.append("train")
+
+    def eval(self):
+        self.modes.append("eval")
 
     def backward(self, loss):
         (loss / self.accumulation).backward()
@@ -97,6 +109,45 @@ def test_loss_is_divided_once_by_the_global_counts(tmp_path, micro_batch_size):
     trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
     # fp32 zeros hold the log's sums, the training itself is fp64 here.
     torch.testing.assert_close(weight.detach(), naive(), rtol=1e-12, atol=0)
+
+
+def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
+    _, trainer = make_trainer(tmp_path, 4)
+    vocabulary = 7
+    table = torch.randn(vocabulary, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    trainer.student = lambda batch: Outputs(logits=table[batch.input_ids], taps=Taps())
+    items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
+    shares = [
+        validation_batches(items, pad_token_id=0, batch_size=2, rank=rank, world_size=world)
+        for world in (1, 3)
+        for rank in range(world)
+    ]
+    assert [len(share) for share in shares] == [2, 1, 1, 1]
+    expected = []
+    for item in items:
+        ids = item.prompt_ids + item.response_ids
+        for place in range(len(item.prompt_ids), len(ids)):
+            expected.append(-float(table[ids[place - 1]].log_softmax(-1)[ids[place]]))
+    trainer.validation = shares[0]
+    assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
+    assert trainer.engine.modes == ["eval", "train"]
+    # A rank that has nothing left goes through the motions, and counts nothing.
+    trainer.validation = [batch for share in shares[1:] for batch in share]
+    assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
+
+
+def test_validation_stands_in_the_log_where_it_is_due(tmp_path):
+    _, trainer = make_trainer(tmp_path, 8, steps=5)
+    trainer.settings = replace(trainer.settings, validate_every=2, log_every=3)
+    trainer.validation = [object()]
+    trainer.validation_loss = lambda: 0.5
+    trainer.run(0, RunLog(tmp_path, start=0, steps=5, world=WORLD, monitor=None))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("valid_loss")) for row in rows] == [(2, 0.5), (3, None), (4, 0.5), (5, 0.5)]
+    assert sum(row["tokens"] for row in rows) == sum(
+        int(batch.attention_mask.sum()) for step in range(5) for batch in trainer.loader.micro_batches(step)
+    )
+    assert all(row["peak_memory_bytes"] > 10**6 for row in rows)
 
 
 def test_counts_agree_with_what_the_terms_count(tmp_path):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from llmdistill.data.instruct import read_examples
+from llmdistill.data.sources import read_examples
 from llmdistill.embedded import corpus, locate
 from llmdistill.embedded.dice import Dice
 from llmdistill.embedded.people import QUESTIONS

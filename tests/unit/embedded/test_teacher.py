@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.config import GenerationConfig
-from llmdistill.data.instruct import read_examples, render_prompt
+from llmdistill.data.instruct import render_prompt
+from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus, locate
+from llmdistill.generation.decode import Decoding, generate
 from llmdistill.scoring import rouge_l
-from llmdistill.scoring.generation import generate
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_teacher_reaches_its_score(teacher: PreTrainedModel, tokenizer: PreTrain
     claimed = json.loads((locate("embedded:teacher") / "scores.json").read_text())["scores"]
     for split in corpus.TESTS:
         examples = read_examples(locate(f"embedded:{split}"))
-        settings = GenerationConfig(decoding="greedy", batch_size=80)
+        settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80)
         prompts = [render_prompt(example) for example in examples]
         texts = generate(teacher, tokenizer, prompts, settings, max_prompt_length=256, max_length=512, seed=0).texts
         assert rouge_l(texts, [list(example.outputs) for example in examples]) == pytest.approx(claimed[split], abs=1.0)

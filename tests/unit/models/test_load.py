@@ -21,7 +21,7 @@ from transformers import (
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import family_of
-from llmdistill.models.load import build_meta, check_same_vocabulary, load_config, load_model, load_tokenizer
+from llmdistill.models.load import build_meta, compare_vocabularies, load_config, load_model, load_tokenizer
 
 LLAMA = LlamaConfig(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2
@@ -95,6 +95,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("We couldn't connect\nto the hub")
 
     monkeypatch.setattr("llmdistill.models.load.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("transformers.utils.peft_utils.find_adapter_config_file", unreachable)
     with pytest.raises(UserError, match=r"org/name is no folder here.*We couldn't connect to the hub\)") as caught:
         load_config("org/name")
     assert "\n" not in str(caught.value)
@@ -166,16 +167,42 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def vocabulary(folder: Path, size: int, words: list[str] | None = None) -> Path:
+    """A model of so many vocabulary rows, and a tokenizer where there are words."""
+    save_model(LlamaConfig.from_dict({**LLAMA.to_dict(), "vocab_size": size}), folder)
+    return folder if words is None else save_tokenizer(folder, words, eos_token="</s>")
+
+
+WORDS = ["<unk>", "a", "</s>", "b"]
+
+
 def test_same_vocabulary(tmp_path: Path) -> None:
-    words = ["<unk>", "a", "</s>", "b"]
-    teacher = save_tokenizer(save_model(LLAMA, tmp_path / "teacher"), words, eos_token="</s>")
-    student = save_tokenizer(save_model(LLAMA, tmp_path / "student"), words, eos_token="</s>")
-    check_same_vocabulary(teacher, student)
-    bare = save_model(LLAMA, tmp_path / "bare")
-    check_same_vocabulary(teacher, bare)
-    smaller = LlamaConfig.from_dict({**LLAMA.to_dict(), "vocab_size": 28})
-    with pytest.raises(UserError, match=r"vocabulary of 30 tokens and student .* one of 28"):
-        check_same_vocabulary(teacher, save_model(smaller, tmp_path / "smaller"))
-    swapped = save_tokenizer(save_model(LLAMA, tmp_path / "swapped"), ["<unk>", "b", "</s>", "a"], eos_token="</s>")
-    with pytest.raises(UserError, match="different tokenizers, first at id 1 "):
-        check_same_vocabulary(teacher, swapped)
+    teacher = vocabulary(tmp_path / "teacher", 30, WORDS)
+    assert compare_vocabularies(teacher, vocabulary(tmp_path / "student", 30, WORDS)) == (30, None)
+    assert compare_vocabularies(teacher, vocabulary(tmp_path / "bare", 30)) == (30, None)
+
+
+def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
+    small = vocabulary(tmp_path / "small", 28, WORDS)
+    large = vocabulary(tmp_path / "large", 1030, WORDS)
+    size, note = compare_vocabularies(large, small)
+    assert size == 28
+    assert note == (
+        "teacher has 1,030 vocabulary rows and student 28: the 1,002 rows beyond those both have are padding and are "
+        "left out of the output losses"
+    )
+    assert compare_vocabularies(small, large)[0] == 28
+    # Four tokens need four rows; with three the last one is lost, and that is no padding.
+    assert compare_vocabularies(large, vocabulary(tmp_path / "four", 4, WORDS))[0] == 4
+    with pytest.raises(UserError, match=r"vocabulary of 1030 tokens and student .* one of 3: .*--method seqkd$"):
+        compare_vocabularies(large, vocabulary(tmp_path / "three", 3, WORDS))
+
+
+def test_different_vocabularies_are_sent_to_seqkd(tmp_path: Path) -> None:
+    teacher = vocabulary(tmp_path / "teacher", 30, WORDS)
+    with pytest.raises(UserError, match=r"vocabulary of 30 tokens and student .* one of 28: .*--method seqkd$"):
+        compare_vocabularies(teacher, vocabulary(tmp_path / "smaller", 28))
+    for size in (30, 28):
+        swapped = vocabulary(tmp_path / f"swapped-{size}", size, ["<unk>", "b", "</s>", "a"])
+        with pytest.raises(UserError, match=r"different tokenizers, first at id 1 .*--method seqkd$"):
+            compare_vocabularies(teacher, swapped)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ def test_same_run_may_come_back(tmp_path, run):
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("config", "train", "learning_rate"), 1.0, r"train.learning_rate was 0\.003 and is now 1\.0"),
+        (("config", "train", "learning_rate"), 1.0, r"train.learning_rate was 0\.0015 and is now 1\.0"),
         (("config", "seed"), 1, "seed was 0 and is now 1"),
         (("ds_config", "zero_optimization", "stage"), 3, "ds_config.zero_optimization.stage was 2 and is now 3"),
         (("world_size",), 2, "number of ranks was 1 and is now 2"),
@@ -64,6 +66,22 @@ def test_folder_of_something_else_is_refused(tmp_path, run):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="not empty and holds no run"):
         claim_folder(tmp_path, run, resume="auto", world=WORLD)
+
+
+def test_two_processes_do_not_share_a_run(tmp_path, run):
+    claim_folder(tmp_path / "run", run, resume="auto", world=WORLD)
+    code = (
+        "import json, sys, torch\n"
+        "from pathlib import Path\n"
+        "from llmdistill.runtime.checkpoint import claim_folder\n"
+        "from llmdistill.runtime.distributed import World\n"
+        "world = World(rank=0, size=1, device=torch.device('cpu'))\n"
+        "claim_folder(Path(sys.argv[1]), json.loads(sys.argv[2]), resume='auto', world=world)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), json.dumps(run)]
+    other = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert other.returncode != 0
+    assert "another process is at this run" in other.stderr
 
 
 def test_last_step_reads_what_deepspeed_wrote(tmp_path):

@@ -1,0 +1,245 @@
+"""LoRA adapters (peft): folders that hold one, students that train one, and merging both into stock models."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llmdistill.config import LoraConfig
+from llmdistill.errors import UserError
+from llmdistill.models.families import layers_of
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_LINEAR_TYPES = (nn.Linear, Conv1D)
+_FACTORS = (".A", ".B")
+"""Ends of the names of a factorised linear's two factors."""
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a folder, or what a hub name stands for, is a peft adapter."""
+    return adapter_folder(path) is not None
+
+
+def adapter_folder(path: str | Path) -> Path | None:
+    """The local folder of an adapter, downloaded if `path` is its hub name; None for anything else.
+
+    A hub that cannot be reached says no: what loads the model then tells the reason.
+    """
+    if Path(path).exists():
+        return Path(path) if (Path(path) / CONFIG_FILE).is_file() else None
+    return _hub_adapter(str(path))
+
+
+@cache
+def _hub_adapter(name: str) -> Path | None:
+    """Asked once for a name: a hub that does not answer is waited for a while."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils import peft_utils
+
+    try:
+        file = peft_utils.find_adapter_config_file(name)
+    except (OSError, ValueError):  # no such name on the hub, or no name at all
+        return None
+    if file is None:
+        return None
+    # Never the pickled adapter_model.bin.
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", WEIGHTS_FILE]))
+
+
+def base_of(folder: Path) -> str:
+    """What an adapter's folder names as its base: a folder beside it if there is one of that name, else as given.
+
+    Raises:
+        UserError: adapter_config.json is damaged, names no base, or one that is an adapter itself.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text: mend or replace it") from error
+    name = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{file}: it names no base model: set base_model_name_or_path to a folder or a hub name")
+    base = str((folder / name).resolve()) if (folder / name).is_dir() else name
+    if is_adapter(base):
+        raise UserError(f"{file}: its base {name} is an adapter itself: merge that one first, or name its base")
+    return base
+
+
+def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The base with an adapter merged into it, a stock model again; give it in fp32, so that only the end rounds.
+
+    Raises:
+        UserError: no safetensors, or an adapter that cannot be merged or does not fit.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise UserError(
+            f"{folder}: the adapter has no {WEIGHTS_FILE}: save it as safetensors (a pickled .bin is never read)"
+        )
+    _refuse_zero3(folder)
+    state = base.state_dict().keys()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what does not fit is looked at below
+            model: Any = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+        with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
+            saved = set(file.keys())
+    except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise _does_not_fit(folder, base, str(error) or type(error).__name__) from error
+    missing = sorted(expected - saved)
+    unknown = sorted(saved - expected - {f"base_model.model.{name}" for name in state})
+    if missing or unknown:
+        what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
+        raise _does_not_fit(folder, base, what)
+    if model.peft_config["default"].is_prompt_learning:
+        raise UserError(f"{folder / CONFIG_FILE}: adapters of type {model.peft_type} cannot be merged into their base")
+    try:
+        merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise UserError(f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))})") from error
+    return merged.requires_grad_(True).eval()
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the parameters in place; buffers stay, as they do when a model is loaded in that dtype (RoPE's are fp32)."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
+    """Give the linears of a model adapters, in place, and freeze all the rest.
+
+    They start as the identity (B is zero), with an A that depends on the seed alone; the global random state stays.
+    The model keeps its class and the names of its modules, so taps see the adapted outputs.
+
+    Raises:
+        UserError: a target that fits no linear of the layers.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    assert settings.rank is not None
+    names = _targets(model, settings.targets)
+    dtype = model.dtype
+    config = PeftConfig(
+        r=settings.rank,
+        lora_alpha=cast(int, settings.alpha),
+        lora_dropout=settings.dropout,
+        target_modules=names,
+        init_lora_weights=False,
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fan_in_fan_out: set for each module by its type
+        inject_adapter_in_model(config, model)
+    generator = torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    for _, layer in _adapted(model):
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        # The bound of torch's linears, which is LoRA's own choice too.
+        values = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
+        a.data, b.data = values.to(a.device, dtype), torch.zeros_like(b, dtype=dtype)
+        a.requires_grad_(True)
+        b.requires_grad_(True)
+
+
+@torch.no_grad()
+def merge_lora(model: PreTrainedModel) -> None:
+    """Multiply the adapters into their linears, in place: what is left is the model without them, all of it trainable.
+
+    W + alpha / rank · BA is computed in fp64, so that the one rounding is that of the stored matrix.
+    """
+    for name, layer in _adapted(model):
+        base = layer.get_base_layer()
+        a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+        delta = layer.scaling["default"] * (b @ a)
+        weight = base.weight.double() + (delta.T if isinstance(base, Conv1D) else delta)
+        base.weight.data = weight.to(base.weight.dtype)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, base)
+    vars(model).pop("peft_config", None)
+    model.requires_grad_(True)
+
+
+def load_adapters(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
+    """Load the adapters of a model with `add_lora` from a state that holds them and nothing else.
+
+    Raises:
+        RuntimeError: one is missing, of another shape, or unknown.
+    """
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if wanted != state.keys():
+        differing = min(wanted ^ state.keys())
+        raise RuntimeError(f"the adapters' state and the model differ, first in {differing}")
+    model.load_state_dict(state, strict=False)
+
+
+def _adapted(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Name and module of each linear with an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
+    """Full names of the linears to adapt; a target may also name the linear whose factors they are."""
+    layers = layers_of(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    names = [f"{prefix}.{name}" for name, module in layers.named_modules() if type(module) in _LINEAR_TYPES]
+    if targets is None:
+        return names
+    chosen: list[str] = []
+    for target in targets:
+        found = [name for name in names if any(_ends(each, target) for each in (name, _unfactored(name)))]
+        if not found:
+            there = sorted({_unfactored(name).rpartition(".")[2] for name in names})
+            raise UserError(
+                f"student.lora.targets: {target!r} is no linear of the student's layers: there are {', '.join(there)}"
+            )
+        chosen += found
+    return [name for name in names if name in set(chosen)]
+
+
+def _unfactored(name: str) -> str:
+    return name[:-2] if name.endswith(_FACTORS) else name
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _refuse_zero3(folder: Path) -> None:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        raise UserError(
+            f"{folder}: an adapter cannot be merged into a base that ZeRO-3 shards while loading: "
+            "write the merged model first (llmdistill.factorize.checkpoint.merge_adapter) and load that"
+        )
+
+
+def _does_not_fit(folder: Path, base: PreTrainedModel, reason: str) -> UserError:
+    return UserError(
+        f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_one_line(reason)}): "
+        f"correct base_model_name_or_path in {CONFIG_FILE}"
+    )
+
+
+def _one_line(text: str) -> str:
+    return shorten(text, 300, placeholder=" ...")

@@ -1,0 +1,132 @@
+"""Students that train adapters alone, under DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from support import largest_difference, weights
+
+pytestmark = pytest.mark.dist
+
+LORA = ("--student.lora.rank", "4")
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the files of a run's last checkpoint, by its path inside them."""
+    found: dict[str, torch.Tensor] = {}
+
+    def visit(value: object, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                visit(each, f"{name}/{key}")
+        elif isinstance(value, list | tuple):
+            for index, each in enumerate(value):
+                visit(each, f"{name}/{index}")
+
+    for file in sorted((folder / "checkpoints" / "step-5").glob("*.pt")):
+        visit(torch.load(file, weights_only=False), file.name)
+    assert found
+    return found
+
+
+def adapter_parameters(folder: Path) -> int:
+    """Parameters of rank-4 adapters on every linear of the untrained student's layers, factors included."""
+    untrained = load_file(folder / "untrained" / "model.safetensors")
+    return sum(4 * sum(value.shape) for name, value in untrained.items() if ".layers." in name and value.ndim == 2)
+
+
+@pytest.mark.parametrize("ds_config", ["zero2", "zero3"])
+def test_two_ranks_equal_one(trained, ds_config):
+    assert largest_difference(trained(*LORA), trained(*LORA, ranks=2, ds_config=ds_config)) < 1e-6
+
+
+def test_activation_checkpointing_changes_nothing(trained):
+    lean = trained(*LORA, "--train.activation_checkpointing", "true", ranks=2, ds_config="zero3")
+    assert largest_difference(trained(*LORA), lean) < 1e-6
+
+
+def test_student_has_the_structure_of_the_untrained_one(trained):
+    folder = trained(*LORA)
+    untrained, student = load_file(folder / "untrained" / "model.safetensors"), weights(folder)
+    assert {name: (v.shape, v.dtype) for name, v in untrained.items()} == {
+        name: (v.shape, v.dtype) for name, v in student.items()
+    }
+    for name, value in untrained.items():
+        is_adapted = ".layers." in name and value.ndim == 2
+        assert torch.equal(value, student[name]) != is_adapted, name
+    configs = [json.loads((folder / name / "config.json").read_text()) for name in ("untrained", "student")]
+    assert configs[0] == configs[1]
+    assert configs[0]["quantization_config"]["modules"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "student")
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    assert {file.name for file in (folder / "student").glob("tokenizer*")} == {
+        file.name for file in (folder / "untrained").glob("tokenizer*")
+    }
+
+
+@pytest.mark.parametrize(("ranks", "ds_config"), [(1, "zero2"), (2, "zero3")])
+def test_checkpoints_hold_adapters_alone(trained, ranks, ds_config):
+    folder = trained(*LORA, ranks=ranks, ds_config=ds_config)
+    tensors = checkpoint_tensors(folder)
+    named = {name.partition("/module/")[2] for name in tensors if "/module/" in name}
+    assert all("lora_" in name for name in named)
+    # fp32 weights and Adam's two moments; at ZeRO-2 the module's own weights too. Padding and counters are small.
+    elements = sum(value.numel() for value in tensors.values())
+    assert elements < 4.1 * adapter_parameters(folder) + 100
+    # The largest frozen matrix, the embedding, would not fit beside them.
+    assert max(value.numel() for value in tensors.values()) <= adapter_parameters(folder) + 100
+
+
+@pytest.mark.parametrize(("ranks", "ds_config"), [(1, "zero2"), (2, "zero3")])
+def test_resumed_run_is_bit_equal(trained, launch, settings, tmp_path, ranks, ds_config):
+    whole = trained(*LORA, ranks=ranks, ds_config=ds_config)
+    folder = tmp_path / "resumed"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "student")
+    shutil.rmtree(folder / "checkpoints" / "step-5")
+    (folder / "checkpoints" / "latest").write_text("step-4")
+    arguments = ("--ds_config", f"ds_configs/{ds_config}.json", "--output_dir", str(folder), *LORA)
+    launch(*settings, *arguments, ranks=ranks)
+    first, second = weights(whole), weights(folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    rows = [(whole / "metrics.jsonl").read_text(), (folder / "metrics.jsonl").read_text()]
+    losses = [[json.loads(line)["loss"] for line in each.splitlines()] for each in rows]
+    assert losses[0] == losses[1]
+
+
+def test_bf16_adapters_train(trained):
+    folder = trained(*LORA, "--train.dtype", "bf16", ranks=2)
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    exact = [json.loads(line)["loss"] for line in (trained(*LORA) / "metrics.jsonl").read_text().splitlines()]
+    # bf16 keeps 8 bits: a relative 2^-8 a value.
+    assert losses[-1] == pytest.approx(exact[-1], rel=0.02)
+    assert weights(folder)["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_adapter_as_teacher(trained, tiny_teacher, tmp_path):
+    """A teacher that is an adapter folder equals one that is the merged model; sharded as well as whole."""
+    torch.manual_seed(0)
+    settings = PeftConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_teacher), settings)
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    model.save_pretrained(adapter)
+    model.merge_and_unload().save_pretrained(merged)
+    for file in tiny_teacher.glob("tokenizer*"):
+        shutil.copy(file, merged)
+    expected = trained("--teacher.model", str(merged))
+    assert largest_difference(expected, trained("--teacher.model", str(adapter))) < 1e-6
+    sharded = trained("--teacher.model", str(adapter), "--teacher.sharding", "zero3", ranks=2, ds_config="zero3")
+    assert largest_difference(expected, sharded) < 1e-6

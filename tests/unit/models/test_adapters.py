@@ -1,0 +1,361 @@
+"""LoRA: folders of adapters against W + alpha / r · BA by hand, and students that train adapters alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from llmdistill.config import LoraConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import factorize
+from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
+from llmdistill.models.load import load_config, load_model, load_tokenizer
+from llmdistill.models.taps import Recorder
+
+LLAMA = LlamaConfig(
+    vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2
+)
+GPT2 = GPT2Config(vocab_size=30, n_embd=16, n_layer=2, n_head=4, n_positions=32)
+TOKENS = torch.arange(24).view(2, 12)
+LORA = LoraConfig(rank=3, alpha=6.0)
+
+
+def build(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+    return model.eval()
+
+
+def factorised(config: PreTrainedConfig) -> PreTrainedModel:
+    model = build(config)
+    base = model.base_model
+    ends = ("q_proj", "up_proj", "c_attn", "c_fc")
+    factorize(model, {name: 5 for name, _ in base.named_modules() if name.endswith(ends)})
+    return model
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Adapters as training leaves them: B is zero at first."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.3).to(parameter.dtype)
+
+
+def save_adapter(folder: Path, config: PreTrainedConfig = LLAMA, *, base: str = "../base", **options: Any) -> Path:
+    """A random adapter and, beside it, its base; the adapter's folder."""
+    build(config).save_pretrained(folder.parent / "base")
+    options = {"target_modules": ["q_proj", "down_proj"], "r": 3, "lora_alpha": 6, **options}
+    model = get_peft_model(build(config), PeftConfig(**options))
+    randomise(model)
+    model.save_pretrained(folder)
+    return named_base(folder, base)
+
+
+def named_base(folder: Path, base: str | None) -> Path:
+    file = folder / "adapter_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "base_model_name_or_path": base}))
+    return folder
+
+
+def save_tokenizer(folder: Path, words: list[str]) -> None:
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(folder)
+
+
+def by_hand(folder: Path, *, conv1d: bool = False) -> dict[str, torch.Tensor]:
+    """The merged weights, from the two files alone."""
+    weights = load_file(folder.parent / "base" / "model.safetensors")
+    adapter = load_file(folder / "adapter_model.safetensors")
+    for key in [key for key in adapter if key.endswith("lora_A.weight")]:
+        name = key.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+        product = 6 / 3 * adapter[key.replace("lora_A", "lora_B")].double() @ adapter[key].double()
+        weights[name] = (weights[name].double() + (product.T if conv1d else product)).float()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("config", "targets"), [(LLAMA, ["q_proj", "down_proj"]), (GPT2, ["c_attn"])], ids=["llama", "gpt2"]
+)
+def test_an_adapter_loads_merged(tmp_path: Path, config: PreTrainedConfig, targets: list[str]) -> None:
+    conv1d = config.model_type == "gpt2"
+    folder = save_adapter(tmp_path / "adapter", config, target_modules=targets, fan_in_fan_out=conv1d)
+    assert is_adapter(folder)
+    assert not is_adapter(tmp_path / "base")
+    assert load_config(folder).to_dict() == load_config(tmp_path / "base").to_dict()
+    model = load_model(folder, dtype=torch.float32)
+    expected = by_hand(folder, conv1d=conv1d)
+    assert type(model) is type(build(config))
+    assert model.config._attn_implementation == "sdpa"
+    state = model.state_dict()
+    assert state.keys() == build(config).state_dict().keys()
+    for name, value in expected.items():
+        assert torch.allclose(state[name], value, atol=1e-6, rtol=0), name
+    assert not torch.equal(model(TOKENS).logits, load_model(tmp_path / "base", dtype=torch.float32)(TOKENS).logits)
+
+
+def test_bf16_rounds_once(tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "adapter")
+    exact, rounded = load_model(folder, dtype=torch.float32), load_model(folder, dtype=torch.bfloat16)
+    assert rounded.dtype == rounded.config.dtype == torch.bfloat16
+    for (name, one), other in zip(exact.named_parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), other), name
+    # Loading in bf16 leaves the angles of RoPE alone, and so does the cast here.
+    plain = dict(load_model(tmp_path / "base", dtype=torch.bfloat16).named_buffers())
+    assert {name: buffer.dtype for name, buffer in rounded.named_buffers()} == {n: b.dtype for n, b in plain.items()}
+
+
+def test_base_is_found_beside_the_adapter_or_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_adapter(tmp_path / "adapter")
+    expected = load_model(folder, dtype=torch.float32)(TOKENS).logits
+    named_base(folder, str(tmp_path / "base"))
+    assert torch.equal(load_model(folder, dtype=torch.float32)(TOKENS).logits, expected)
+    monkeypatch.chdir(tmp_path)
+    named_base(folder, "base")
+    assert torch.equal(load_model("adapter", dtype=torch.float32)(TOKENS).logits, expected)
+
+
+def test_an_adapter_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_adapter(tmp_path / "adapter")
+    asked: list[str] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        assert not any(fnmatch("adapter_model.bin", pattern) for pattern in allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("transformers.utils.peft_utils.find_adapter_config_file", lambda name: name)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert is_adapter("org/of-this-test")
+    expected = load_model(folder, dtype=torch.float32)(TOKENS).logits
+    assert torch.equal(load_model("org/of-this-test", dtype=torch.float32)(TOKENS).logits, expected)
+    assert asked == ["org/of-this-test"]
+
+
+def test_tokenizer_of_the_adapter_else_of_the_base(tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "adapter")
+    save_tokenizer(tmp_path / "base", ["<unk>", "a", "</s>"])
+    assert load_tokenizer(folder).get_vocab() == {"<unk>": 0, "a": 1, "</s>": 2}
+    save_tokenizer(folder, ["<unk>", "b", "</s>"])
+    assert "b" in load_tokenizer(folder).get_vocab()
+
+
+def without_weights(folder: Path) -> None:
+    weights = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(weights, folder / "adapter_model.bin")
+
+
+def changed_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "adapter_model.safetensors")
+        change(weights)
+        save_file(weights, folder / "adapter_model.safetensors")
+
+    return damage
+
+
+def lose(weights: dict[str, torch.Tensor]) -> None:
+    del weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
+
+
+def add(weights: dict[str, torch.Tensor]) -> None:
+    weights["base_model.model.model.layers.7.mlp.down_proj.lora_B.weight"] = torch.zeros(16, 3)
+
+
+def widen(weights: dict[str, torch.Tensor]) -> None:
+    weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"] = torch.zeros(20, 3)
+
+
+def poison(weights: dict[str, torch.Tensor]) -> None:
+    weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"][:] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_weights, r"has no adapter_model\.safetensors"),
+        (lambda folder: named_base(folder, None), "names no base model"),
+        (lambda folder: named_base(folder, "./nowhere"), r"base_model_name_or_path: \./nowhere: no such folder"),
+        (lambda folder: named_base(folder, "."), "is an adapter itself"),
+        (lambda folder: build(GPT2).save_pretrained(folder.parent / "base"), "does not fit its base, a GPT2LMHead"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), r"adapter_config\.json:1: not valid JSON"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"xx"), "does not fit its base"),
+        (changed_weights(lose), r"it lacks .*layers\.0\.mlp\.down_proj\.lora_B"),
+        (changed_weights(add), r"no place for its .*layers\.7\.mlp"),
+        (changed_weights(widen), "does not fit its base.*size mismatch"),
+        (changed_weights(poison), "cannot be merged into its base"),
+    ],
+)
+def test_bad_adapters(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    folder = save_adapter(tmp_path / "adapter")
+    damage(folder)
+    with pytest.raises(UserError, match=said) as caught:
+        load_model(folder, dtype=torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+def test_prompt_tuning_is_no_matrix(tmp_path: Path) -> None:
+    build(LLAMA).save_pretrained(tmp_path / "base")
+    model = get_peft_model(build(LLAMA), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    model.save_pretrained(tmp_path / "prompt")
+    with pytest.raises(UserError, match="cannot be merged"):
+        load_model(named_base(tmp_path / "prompt", "../base"), dtype=torch.float32)
+
+
+def test_no_merging_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_adapter(tmp_path / "adapter")
+    monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(UserError, match="ZeRO-3 shards while loading: write the merged model first"):
+        apply_adapter(build(LLAMA), folder)
+
+
+STUDENTS = {
+    "llama": (lambda: build(LLAMA), 14),
+    "gpt2": (lambda: build(GPT2), 8),
+    "llama-factorised": (lambda: factorised(LLAMA), 18),
+    "gpt2-factorised": (lambda: factorised(GPT2), 12),
+}
+
+
+@pytest.mark.parametrize("student", STUDENTS)
+def test_adapters_start_as_identity_and_merge_back(student: str) -> None:
+    make, linears = STUDENTS[student]
+    model = make()
+    before, expected, modules = model.state_dict().keys(), model(TOKENS).logits, dict(make().named_modules())
+    state = torch.get_rng_state()
+    add_lora(model, LORA, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(model) is type(make())
+    assert modules.keys() <= dict(model.named_modules()).keys()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * linears
+    assert all("lora_" in name for name in trained)
+    assert torch.equal(model(TOKENS).logits, expected)
+
+    randomise(model)
+    adapted = model(TOKENS).logits
+    assert (adapted - expected).abs().max() > 0.01
+    merge_lora(model)
+    assert model.state_dict().keys() == before
+    assert {name: type(module) for name, module in model.named_modules()} == {n: type(m) for n, m in modules.items()}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert torch.allclose(model(TOKENS).logits, adapted, atol=1e-5, rtol=0)
+
+
+def test_adapters_depend_on_the_seed_alone() -> None:
+    models = []
+    for global_seed, seed in ((0, 5), (1, 5), (0, 6)):
+        model = build(LLAMA)
+        torch.manual_seed(global_seed)
+        add_lora(model, LORA, seed)
+        models.append({name: value for name, value in model.state_dict().items() if "lora_A" in name})
+    first, same, other = models
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+    one, two = list(first.values())[:2]
+    assert not torch.equal(one, two)
+    # Uniform within 1 / sqrt(inputs), as torch's linears are.
+    assert 0.9 / 4 < one.abs().max() <= 1 / 4
+
+
+def test_adapters_have_the_dtype_of_the_model() -> None:
+    model = build(LLAMA).bfloat16()
+    add_lora(model, LORA, seed=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    randomise(model)
+    layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
+    a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    expected = (layer.base_layer.weight.double() + 2 * b @ a).bfloat16()
+    merge_lora(model)
+    assert torch.equal(model.get_submodule("model.layers.0.mlp.up_proj").weight, expected)
+
+
+def test_targets() -> None:
+    model = factorised(LLAMA)
+    add_lora(model, LoraConfig(rank=2, targets=["q_proj", "mlp.down_proj"]), seed=0)
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    layers = [f"model.layers.{i}" for i in range(2)]
+    expected = {f"{layer}.{name}" for layer in layers for name in ("self_attn.q_proj.A", "self_attn.q_proj.B")}
+    assert adapted == expected | {f"{layer}.mlp.down_proj" for layer in layers}
+    with pytest.raises(UserError, match=r"student\.lora\.targets: 'proj' is no linear .* there are .*q_proj") as caught:
+        add_lora(build(LLAMA), LoraConfig(rank=2, targets=["q_proj", "proj"]), seed=0)
+    assert "lm_head" not in str(caught.value)
+    with pytest.raises(UserError, match="there are c_attn, c_fc, c_proj"):
+        add_lora(build(GPT2), LoraConfig(rank=2, targets=["q_proj"]), seed=0)
+
+
+@pytest.mark.parametrize("student", STUDENTS)
+def test_taps_see_what_the_adapters_add(student: str) -> None:
+    make, _ = STUDENTS[student]
+    model = make()
+    add_lora(model, LORA, seed=0)
+    randomise(model)
+    merged = copy.deepcopy(model)
+    merge_lora(merged)
+    aspects = ["query", "key", "value", "ffn_up", "ffn_down", "hidden"]
+    request: Any = {aspect: frozenset({0, 1}) for aspect in aspects}
+    taps = []
+    for each in (model, merged, make()):
+        recorder = Recorder(each, request)
+        with recorder.recording():
+            each(TOKENS, use_cache=False)
+        taps.append(recorder.take())
+    for aspect in aspects:
+        for layer in (0, 1):
+            adapted, expected, plain = (getattr(each, aspect)[layer] for each in taps)
+            assert torch.allclose(adapted, expected, atol=1e-5, rtol=1e-4), aspect  # fp32, values up to 10
+            assert (adapted - plain).abs().max() > 1e-3, aspect
+
+
+def test_gradients_reach_every_adapter_and_nothing_else() -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = build(LLAMA)
+        add_lora(model, LORA, seed=0)
+        randomise(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model.train()
+        model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert all(value.abs().max() > 0 for value in grads[0].values())
+    assert all(torch.allclose(grads[0][name], grads[1][name], atol=1e-7) for name in grads[0])
+
+
+def test_adapters_load_whole_or_not_at_all() -> None:
+    trained, fresh = build(LLAMA), build(LLAMA)
+    for each in (trained, fresh):
+        add_lora(each, LORA, seed=0)
+    randomise(trained)
+    state = {name: p.detach() for name, p in trained.named_parameters() if p.requires_grad}
+    load_adapters(fresh, state)
+    assert torch.equal(fresh(TOKENS).logits, trained(TOKENS).logits)
+    first = min(state)
+    with pytest.raises(RuntimeError, match="differ, first in"):
+        load_adapters(fresh, {name: value for name, value in state.items() if name != first})
+    with pytest.raises(RuntimeError, match="differ, first in"):
+        load_adapters(fresh, {**state, "model.norm.weight": torch.ones(16)})

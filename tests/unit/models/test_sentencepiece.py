@@ -1,0 +1,148 @@
+"""Tokenizers that are a sentencepiece model and nothing else, against sentencepiece itself."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
+
+from llmdistill.data.collate import collate
+from llmdistill.data.instruct import Example, encode
+from llmdistill.data.sources import read_examples
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.models.load import compare_vocabularies, load_tokenizer
+
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Example]:
+    return read_examples(locate("embedded:train"))[:300]
+
+
+@pytest.fixture(scope="module")
+def texts(examples: list[Example]) -> list[str]:
+    return [text for example in examples for text in (example.instruction, example.outputs[0])]
+
+
+def train(file: Path, texts: list[str], **options: Any) -> SentencePieceProcessor:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    stem = file.parent / "trained"
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(stem), vocab_size=400, minloglevel=2, num_threads=1, **options
+    )
+    stem.with_suffix(".vocab").unlink()
+    stem.with_suffix(".model").rename(file)
+    return SentencePieceProcessor(model_file=str(file))
+
+
+def llama_style(folder: Path, texts: list[str], model_type: str = "bpe") -> SentencePieceProcessor:
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    return train(folder / "tokenizer.model", texts, model_type=model_type, **options)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> tuple[Path, SentencePieceProcessor]:
+    folder = tmp_path_factory.mktemp("llama")
+    model = llama_style(folder, texts)
+    (folder / "tokenizer_config.json").write_text(json.dumps(LLAMA))
+    return folder, model
+
+
+def test_llama_style(llama: tuple[Path, SentencePieceProcessor], texts: list[str]) -> None:
+    folder, model = llama
+    tokenizer = load_tokenizer(folder)
+    assert isinstance(tokenizer, LlamaTokenizer)
+    assert len(tokenizer) == 400
+    # Accents and symbols outside the vocabulary become bytes.
+    for text in [*texts, "Ünïcode — 3 €", "two  spaces", "a\nline"]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == model.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id == model.bos_id()
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == model.eos_id()
+    assert load_tokenizer(folder).get_vocab() == {model.id_to_piece(i): i for i in range(400)}
+
+
+def test_xlm_roberta_style(tmp_path: Path, texts: list[str]) -> None:
+    model = train(tmp_path / "sentencepiece.bpe.model", texts, model_type="unigram")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "XLMRobertaTokenizer"}')
+    tokenizer = load_tokenizer(tmp_path)
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        # <s>, <pad>, </s> and <unk> are 0 to 3; every other id is one more than sentencepiece's own.
+        own = model.encode(text)
+        assert ids == [0, *(3 if index == model.unk_id() else index + 1 for index in own), 2]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text or model.unk_id() in own
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (1, 2)
+
+
+def test_a_model_that_would_be_misread_is_refused(tmp_path: Path, texts: list[str]) -> None:
+    bare, unigram = tmp_path / "bare", tmp_path / "unigram"
+    llama_style(bare, texts)
+    with pytest.raises(UserError, match=r"tokenizer\.model: .* cuts text otherwise .* tokenizer_class"):
+        load_tokenizer(bare)
+    llama_style(unigram, texts, "unigram")
+    (unigram / "tokenizer_config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(UserError, match=r"as a LlamaTokenizer it cuts text otherwise .* type BPE"):
+        load_tokenizer(unigram)
+
+
+@pytest.mark.parametrize(("module", "package"), [("sentencepiece", "sentencepiece"), ("google.protobuf", "protobuf")])
+def test_missing_package(
+    llama: tuple[Path, SentencePieceProcessor], monkeypatch: pytest.MonkeyPatch, module: str, package: str
+) -> None:
+    def absent(name: str) -> object:
+        if name == module:
+            raise ImportError(name)
+        return builtins.__import__(name)
+
+    monkeypatch.setattr("llmdistill.models.load.import_module", absent)
+    with pytest.raises(UserError, match=f"needs the package {package}: pip install {package}"):
+        load_tokenizer(llama[0])
+
+
+def test_same_sentencepiece_is_the_same_vocabulary(llama: tuple[Path, SentencePieceProcessor], tmp_path: Path) -> None:
+    for name, size in (("teacher", 448), ("student", 400)):
+        LlamaConfig(vocab_size=size).save_pretrained(tmp_path / name)
+        for file in llama[0].iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    size, note = compare_vocabularies(tmp_path / "teacher", tmp_path / "student")
+    assert size == 400
+    assert note is not None
+
+
+def test_a_llama_learns_on_it(llama: tuple[Path, SentencePieceProcessor], examples: list[Example]) -> None:
+    tokenizer = load_tokenizer(llama[0])
+    data = encode(examples[:16], tokenizer, max_prompt_length=300, max_length=400)
+    end = llama[1].eos_id()
+    for item, example in zip(data.items, examples, strict=False):
+        assert item.prompt_ids[0] == tokenizer.bos_token_id
+        assert item.response_ids == [*llama[1].encode(example.outputs[0]), end]
+    batch = collate(data.items, pad_token_id=tokenizer.pad_token_id)
+    assert (batch.labels == end).sum() == 16
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def losses() -> Iterator[float]:
+        for _ in range(15):
+            loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    first, *_, last = losses()
+    assert last < 0.7 * first

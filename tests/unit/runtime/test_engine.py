@@ -1,0 +1,162 @@
+"""The student around DeepSpeed: what is trained, saved, loaded and written. DeepSpeed itself: tests/dist."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from llmdistill.config import FactorizeConfig, LoraConfig, TrainConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import compress
+from llmdistill.models.adapters import add_lora
+from llmdistill.models.load import load_model
+from llmdistill.runtime.checkpoint import load_checkpoint, save_checkpoint
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import build_engine, full_state_dict, parameter_groups, save_student
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+LORA = LoraConfig(rank=2, alpha=4.0)
+TOKENS = torch.arange(24).view(2, 12)
+
+
+class Engine:
+    """As much of a DeepSpeed engine at stage 0 as the functions here use."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], **_: Any) -> None:
+        target = Path(folder) / tag
+        target.mkdir(parents=True)
+        torch.save({"module": self.module.state_dict(), **client_state}, target / "state.pt")
+        (Path(folder) / "latest").write_text(tag)
+
+    def load_checkpoint(self, folder: str, tag: str, custom_load_fn: Any) -> tuple[str, dict[str, Any]]:
+        state = torch.load(Path(folder) / tag / "state.pt")
+        custom_load_fn(src=state["module"], dst=self.module)
+        return folder, state
+
+
+@pytest.fixture
+def student(tmp_path: Path) -> Path:
+    """A factorised student with a tied head."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    compress(tmp_path / "base", tmp_path / "untrained", FactorizeConfig(rank=5))
+    return tmp_path / "untrained"
+
+
+def adapted(folder: Path, settings: LoraConfig = LORA, *, train: bool = True) -> PreTrainedModel:
+    model = load_model(folder, dtype=torch.float32)
+    add_lora(model, settings, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if train and parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return model
+
+
+def test_the_optimizer_gets_what_is_trained(student: Path) -> None:
+    model = adapted(student)
+    groups = parameter_groups(model, 0.1)
+    assert [group["weight_decay"] for group in groups] == [0.1]
+    held = [parameter for group in groups for parameter in group["params"]]
+    assert {id(p) for p in held} == {id(p) for name, p in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_reach_the_adapters(student: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+    monkeypatch.setattr("deepspeed.initialize", lambda *, model, **_: (Engine(model),))
+    engine = build_engine(adapted(student), {}, TrainConfig(activation_checkpointing=checkpointing))
+    engine.module(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    grads = {name: p.grad for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert all(grad is not None and grad.abs().max() > 0 for grad in grads.values())
+    assert engine.module.model.layers[0].gradient_checkpointing == checkpointing
+
+
+def test_full_state_is_the_models(student: Path) -> None:
+    model = load_model(student, dtype=torch.float32)
+    state = full_state_dict(Engine(model), WORLD)
+    assert state is not None
+    expected = model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_trained_adapters_are_written_merged(student: Path, tmp_path: Path) -> None:
+    model = adapted(student)
+    expected = model(TOKENS).logits
+    save_student(Engine(model), WORLD, template=student, output=tmp_path / "student", lora=LORA)
+    assert torch.allclose(load_model(tmp_path / "student", dtype=torch.float32)(TOKENS).logits, expected, atol=1e-5)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (student, tmp_path / "student")]
+    assert configs[0] == configs[1]
+    saved = [load_file(folder / "model.safetensors") for folder in (student, tmp_path / "student")]
+    assert {name: value.shape for name, value in saved[0].items()} == {n: v.shape for n, v in saved[1].items()}
+
+
+def test_a_student_without_adapters_is_written_whole(student: Path, tmp_path: Path) -> None:
+    model = load_model(student, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data += 0.01
+    expected = model(TOKENS).logits
+    save_student(Engine(model), WORLD, template=student, output=tmp_path / "student", lora=LoraConfig())
+    assert torch.equal(load_model(tmp_path / "student", dtype=torch.float32)(TOKENS).logits, expected)
+
+
+def test_a_student_that_is_an_adapter_folder(tmp_path: Path, student: Path) -> None:
+    model = get_peft_model(
+        load_model(student, dtype=torch.float32),
+        PeftConfig(r=2, target_modules=["down_proj.A"], init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "untrained" / "tokenizer.json").write_text("{}")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "../untrained"}))
+    trained = adapted(tmp_path / "adapter")
+    save_student(Engine(trained), WORLD, template=tmp_path / "adapter", output=tmp_path / "student", lora=LORA)
+    written = load_model(tmp_path / "student", dtype=torch.float32)
+    assert torch.allclose(written(TOKENS).logits, trained(TOKENS).logits, atol=1e-5)
+    assert (tmp_path / "student" / "tokenizer.json").is_file()
+
+
+def test_checkpoints_hold_the_adapters_and_nothing_else(student: Path, tmp_path: Path) -> None:
+    model = adapted(student)
+    save_checkpoint(Engine(model), tmp_path / "run", 3, keep=1, world=WORLD)
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "step-3" / "state.pt")["module"]
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert saved.keys() == trained  # not the tied head under its second name either
+    assert "lm_head.weight" in model.state_dict(), "the state is left as it was"
+
+    fresh = adapted(student, train=False)
+    assert load_checkpoint(Engine(fresh), tmp_path / "run") == 3
+    assert torch.equal(fresh(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_checkpoints_of_other_students_are_refused(student: Path, tmp_path: Path) -> None:
+    save_checkpoint(Engine(adapted(student)), tmp_path / "run", 3, keep=1, world=WORLD)
+    only = LoraConfig(rank=2, targets=["q_proj"])
+    for other in (adapted(student, only), load_model(student, dtype=torch.float32)):
+        with pytest.raises(UserError, match=r"step-3: it is of another student, first in"):
+            load_checkpoint(Engine(other), tmp_path / "run")
+    save_checkpoint(Engine(adapted(student, only)), tmp_path / "less", 3, keep=1, world=WORLD)
+    with pytest.raises(UserError, match=r"it is of another student, first in .*lora_A"):
+        load_checkpoint(Engine(adapted(student)), tmp_path / "less")

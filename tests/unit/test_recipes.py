@@ -1,0 +1,105 @@
+"""Shipped recipes, resolved on the meta device as `--dry_run` does, without weights or data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from llmdistill.parsing import recipe_names, recipe_path
+from llmdistill.train import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TEACHERS = {
+    "gpt2": GPT2Config(),
+    "llama3": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+@pytest.fixture
+def dry_run(tmp_path, capsys, monkeypatch):
+    """Resolve a recipe for so many ranks; gives the printed object."""
+
+    def run(recipe: str, *arguments: str, ranks: int = 1):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        name = recipe.split("_")[0]
+        if name in TEACHERS:
+            TEACHERS[name].save_pretrained(tmp_path)
+            arguments = ("--teacher.model", str(tmp_path), *arguments)
+            if recipe.endswith("teacher"):
+                arguments = ("--student.model", str(tmp_path), *arguments)
+        code = main(
+            ["--ds_config", str(ROOT / "ds_configs/zero2.json"), "--recipe", recipe, "--dry_run", "--json", *arguments]
+        )
+        assert code == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_shipped_recipe_resolves(dry_run, recipe):
+    plan = dry_run(recipe)
+    assert 0 < plan["student_params"] <= plan["teacher_params"]
+    assert plan["estimate"]["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "teacher", "student", "batch"),
+    [
+        ("gpt2_dolly", 124_439_808, 77_253_888, 64),
+        ("llama3_dolly", 1_235_814_400, 689_768_448, 64),
+    ],
+)
+def test_published_recipes_have_the_papers_sizes_on_eight_ranks(dry_run, recipe, teacher, student, batch):
+    plan = dry_run(recipe, ranks=8)
+    assert (plan["teacher_params"], plan["student_params"]) == (teacher, student)
+    assert plan["batch"] == {
+        "global_batch_size": batch,
+        "ranks": 8,
+        "micro_batch_size": 8,
+        "accumulation_steps": 1,
+    }
+    assert plan["ds_config"]["bf16"]["enabled"]
+    assert plan["ds_config"]["zero_optimization"]["stage"] == 2
+    assert plan["config"]["method"] == "makd"
+    assert plan["config"]["scoring"]["seeds"] == [10, 20, 30, 40, 50]
+    assert list(plan["config"]["data"]["tests"]) == ["dolly", "self_inst", "vicuna"]
+
+
+def test_cost_on_two_nodes_is_that_of_one(dry_run):
+    one, two = dry_run("gpt2_dolly", ranks=8), dry_run("gpt2_dolly", "--train.micro_batch_size", "4", ranks=16)
+    assert one["estimate"] == two["estimate"]
+
+
+@pytest.mark.parametrize(("recipe", "stated"), [("gpt2_dolly", 0.25), ("llama3_dolly", 1.15)])
+def test_stated_cost_is_the_estimate(dry_run, recipe, stated):
+    plan = dry_run(recipe)
+    tokens = plan["config"]["train"]["steps"] * 64 * 512
+    flops = tokens * (6 * plan["student_params"] + 2 * plan["teacher_params"])
+    assert plan["estimate"]["a100_hours"] == pytest.approx(flops / 312e12 / 0.3 / 3600)
+    assert plan["estimate"]["a100_hours"] == pytest.approx(stated, rel=0.1)
+    assert f"at most {stated:g} A100 hours" in recipe_path(recipe).read_text(encoding="utf-8")
+
+
+def test_an_epoch_is_what_the_steps_say():
+    import yaml
+
+    for recipe, epochs in (
+        ("gpt2_dolly", 20),
+        ("llama3_dolly", 10),
+        ("gpt2_dolly_teacher", 3),
+        ("llama3_dolly_teacher", 3),
+    ):
+        train = yaml.safe_load(recipe_path(recipe).read_text(encoding="utf-8"))["train"]
+        assert train["steps"] * train["global_batch_size"] / 11_435 == pytest.approx(epochs, rel=0.01)
