@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -61,10 +62,23 @@ def init_distributed() -> World:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     # Ranks wait for one another while rank 0 factorises or writes, which takes a large model longer than half an hour.
     deepspeed.init_distributed(timeout=timedelta(hours=6))
+    barrier()
+    _forget_shared_memory()
     device = torch.device("cpu" if on_cpu else f"cuda:{local_rank}")
     if not on_cpu:
         torch.cuda.set_device(device)
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def _forget_shared_memory() -> None:
+    """Take the name off the memory that DeepSpeed's all-reduce on CPUs shares between the ranks of a node.
+
+    DeepSpeed never does: each process would leave 66 MB in /dev/shm, which is memory lost until the machine starts
+    again. Once every rank has mapped it the name serves nobody, so from here on even a kill leaves nothing behind.
+    """
+    owner, where = os.getuid(), f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    name = f"deepspeed_allreduce_buffer_{owner}_{where}_{dist.get_rank()}"
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _free_port() -> int:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,13 @@ def test_bf16_ends_at_the_same_loss_in_every_stage(trained):
     # bf16 keeps 8 bits: a relative 2^-8 a value.
     assert losses == pytest.approx([exact] * 3, rel=0.02)
     assert weights(runs["zero2"])["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_two_ranks_leave_no_shared_memory_behind(settings, tmp_path):
+    command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path), ranks=2)
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
+    port = command[command.index("--master_port") + 1]
+    assert [path.name for path in Path("/dev/shm").glob("*") if port in path.name] == []
 
 
 def test_killed_run_goes_on_and_ends_bit_equal(trained, settings, tmp_path):
