@@ -1,0 +1,280 @@
+"""A text as tokens: read once, tokenised once, kept on disk and mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.data.sources import stream_rows
+from llmdistill.errors import UserError
+from llmdistill.files import new_folder, write_json
+
+_FORMAT = 1
+"""To be raised with every change of what stands in the files or of how a text becomes tokens."""
+
+_ROWS = (".jsonl", ".json", ".parquet", ".csv")
+"""Endings of files that hold rows; any other is plain text."""
+
+_AT_ONCE = 512
+"""Segments that are tokenised, and then written, together."""
+
+_Segments = Iterator[tuple[tuple[int, int], str]]
+"""The lines of a text, each with the document that it is of: number of the file and number in the file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A tokenised text: documents of segments (lines), as token ids on disk that are mapped into memory."""
+
+    tokens: np.ndarray
+    """(tokens,) uint16, or uint32 for vocabularies that need it."""
+    segments: np.ndarray
+    """(segments + 1,) int64: where each segment begins among the tokens, and the end. None is empty."""
+    documents: np.ndarray
+    """(documents + 1,) int64: where each document begins among the segments, and the end. None is empty."""
+
+    def report(self) -> str:
+        """One sentence with every count."""
+        documents, segments = len(self.documents) - 1, len(self.segments) - 1
+        return f"{documents:,} documents, {segments:,} segments, {len(self.tokens):,} tokens"
+
+
+def tokenise(
+    reference: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    field: str = "text",
+    cache_dir: str | Path | None = None,
+) -> Corpus:
+    """The tokens of a text, without special tokens; they are made once for the same text, tokenizer and field.
+
+    In a plain text file a line is a segment, and an empty line ends a document. In rows each row is a document, and its
+    lines are the segments. A tokenizer with a mask token is an encoder's, and reads a line without the blanks at its
+    ends; any other is a decoder's, which has to learn where lines end and how far they are indented: a segment keeps
+    its line end, and in rows the empty lines after it too.
+
+    Args:
+        reference: a file: JSONL, JSON, Parquet and CSV hold rows, any other ending is plain text; or a folder, whose
+            files are read in the order of their names, except hidden ones; or a name on the hub as in `stream_rows`.
+        tokenizer: of the model that is to read the text.
+        field: the key of the text in rows.
+        cache_dir: the tokens go to its folder ``corpora``; $LLMDISTILL_CACHE by default, or else ~/.cache/llmdistill. A
+            local text is known by what stands in it, wherever it lies, and one on the hub by its name.
+
+    Raises:
+        UserError: nothing there, no text in it, a row without the text, what is not UTF-8, or no room in the cache.
+    """
+    files = _files(reference)
+    keep_ends = tokenizer.mask_token_id is None
+    request = {
+        "format": _FORMAT,
+        "text": str(reference) if files is None else [[_kind(file), _content(file)] for file in files],
+        "tokenizer": _fingerprint(tokenizer),
+        "line_ends": keep_ends,
+        "field": field,
+    }
+    key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+    folder = _cache(cache_dir) / "corpora" / key[:16]
+    if not _is_there(folder):
+        segments = _rows(0, reference, field, keep_ends) if files is None else _lines(files, field, keep_ends)
+        _make(folder, segments, tokenizer, {"reference": str(reference), **request})
+    return _open(folder)
+
+
+def _files(reference: str | Path) -> list[Path] | None:
+    """The files of a text in order, None where it is not a local one."""
+    path = Path(reference)
+    if path.is_dir():
+        inside = sorted(path.rglob("*"))
+        files = [each for each in inside if each.is_file() and not _is_hidden(each.relative_to(path))]
+        if not files:
+            raise UserError(f"{reference}: a folder without files; put the text in or name a file")
+        return files
+    if path.exists():
+        return [path]
+    if path.is_absolute() or path.suffix.lower() == ".txt":
+        raise UserError(
+            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet or CSV file, a folder of them, "
+            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
+        )
+    return None
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _kind(file: Path) -> str:
+    suffix = file.suffix.lower()
+    return suffix if suffix in _ROWS else "text"
+
+
+def _content(file: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as content:
+            while part := content.read(1 << 20):
+                digest.update(part)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    return digest.hexdigest()
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What decides how a tokenizer cuts text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decides: Any
+    if backend is None:
+        decides = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.special_tokens_map]
+    else:
+        decides = json.loads(backend.to_str())
+        # Each call sets these two anew, so they differ before and after the first one.
+        for passing in ("truncation", "padding"):
+            decides.pop(passing, None)
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _cache(cache_dir: str | Path | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("LLMDISTILL_CACHE") or "~/.cache/llmdistill").expanduser()
+
+
+def _lines(files: list[Path], field: str, keep_ends: bool) -> _Segments:
+    """The segments of files, whatever their kind."""
+    for number, file in enumerate(files):
+        if _kind(file) == "text":
+            yield from _text(number, file, keep_ends)
+        else:
+            yield from _rows(number, file, field, keep_ends)
+
+
+def _text(file_number: int, file: Path, keep_ends: bool) -> _Segments:
+    document = 0
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            for line in lines:
+                if not line.strip():
+                    document += 1
+                    continue
+                yield (file_number, document), line if keep_ends else line.strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file}: cannot be read as UTF-8 text ({type(error).__name__}: {error}); give a readable file")
+
+
+def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> _Segments:
+    for document, (row, source) in enumerate(stream_rows(reference)):
+        text = row.get(field)
+        if text is None:
+            raise UserError(
+                f'{source}: the key "{field}" is missing (there are {sorted(row)}); '
+                "name the key of the text as data.text.field"
+            )
+        if not isinstance(text, str):
+            raise UserError(
+                f'{source}: "{field}" is a {type(text).__name__}, not a string (there are {sorted(row)}); quote it, '
+                "or name the key of the text as data.text.field"
+            )
+        for line in _row_lines(text, keep_ends):
+            yield (file_number, document), line
+
+
+def _row_lines(text: str, keep_ends: bool) -> list[str]:
+    # Only newlines end a line here; str.splitlines would also cut at other separators.
+    lines = text.split("\n")
+    if not keep_ends:
+        return [line.strip() for line in lines if line.strip()]
+    segments: list[str] = []
+    for place, line in enumerate(lines):
+        ended = line + "\n" if place < len(lines) - 1 else line
+        if line.strip():
+            segments.append(ended)
+        elif segments:
+            segments[-1] += ended
+    return segments
+
+
+def _is_there(folder: Path) -> bool:
+    return (folder / "meta.json").is_file()
+
+
+def _make(folder: Path, segments: _Segments, tokenizer: PreTrainedTokenizerBase, meta: dict[str, Any]) -> None:
+    """Write a corpus; where another process has written the same one meanwhile, that one stays."""
+    try:
+        with new_folder(folder) as part:
+            bar = tqdm(segments, desc="tokenising", unit="segment", disable=None, leave=False)
+            counts = _write(part, iter(bar), tokenizer)
+            if counts["tokens"] == 0:
+                raise UserError(f"{meta['reference']}: holds no text; give at least one line of it")
+            write_json(part / "meta.json", {**meta, **counts})
+    except (OSError, UserError) as error:
+        if _is_there(folder):
+            return
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{folder}: the text's tokens cannot be written there ({error}); name another folder as data.text.cache_dir"
+        ) from error
+
+
+def _write(folder: Path, segments: _Segments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Write tokens and offsets piece by piece, so that a text may be larger than memory."""
+    dtype = np.dtype(np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32)
+    num_tokens = num_segments = num_documents = 0
+    current: tuple[int, int] | None = None
+    with (
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "segments.bin").open("wb") as segment_offsets,
+        (folder / "documents.bin").open("wb") as document_offsets,
+    ):
+        while batch := list(islice(segments, _AT_ONCE)):
+            for (document, _), ids in zip(batch, _encode([text for _, text in batch], tokenizer), strict=True):
+                if not ids:  # a line of characters that the tokenizer drops
+                    continue
+                if document != current:
+                    document_offsets.write(np.int64(num_segments).tobytes())
+                    num_documents, current = num_documents + 1, document
+                segment_offsets.write(np.int64(num_tokens).tobytes())
+                tokens.write(np.asarray(ids, dtype).tobytes())
+                num_tokens, num_segments = num_tokens + len(ids), num_segments + 1
+        segment_offsets.write(np.int64(num_tokens).tobytes())
+        document_offsets.write(np.int64(num_segments).tobytes())
+    return {"tokens": num_tokens, "segments": num_segments, "documents": num_documents, "dtype": dtype.name}
+
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    # Not verbose: segments longer than the model's context are cut into pieces later.
+    encoded = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    return list(encoded["input_ids"])
+
+
+def _open(folder: Path) -> Corpus:
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+
+        def mapped(name: str, dtype: str, size: int) -> np.ndarray:
+            return np.memmap(folder / f"{name}.bin", dtype, "r", shape=(size,))
+
+        return Corpus(
+            mapped("tokens", meta["dtype"], meta["tokens"]),
+            mapped("segments", "int64", meta["segments"] + 1),
+            mapped("documents", "int64", meta["documents"] + 1),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: a damaged corpus in the cache ({error}); remove the folder") from error

@@ -1,0 +1,229 @@
+"""How sequences are cut out of a corpus: packed one after the other, or as pairs of segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.corpus import Corpus
+from llmdistill.errors import UserError
+
+Objective = Literal["next", "masked"]
+"""What is learnt of a text: each next token (decoders), or masked tokens (encoders)."""
+
+_SHORTEST = 8
+"""A rest of the text with fewer tokens makes no sequence."""
+_SHORT_SHARE = 0.1
+"""Share of the pairs that are made shorter than they could be (BERT's short_seq_prob)."""
+_SENTENCE_ENDS = (".", "!", "?", "。", "！", "？", "।", "۔", "؟")
+
+
+@dataclass(frozen=True)
+class TextSequence:
+    """The tokens of one sequence, special ones included."""
+
+    ids: np.ndarray
+    """(T,) int64."""
+    second: int
+    """Where the second segment begins; the length, where there is none."""
+    target: int = IGNORE_INDEX
+    """0 where the second segment follows the first, 1 where it does not."""
+
+
+class Layout(Protocol):
+    """How sequences are cut out of a corpus."""
+
+    filled: float
+    """Mean share of the maximum length that the sequences have."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, rng: np.random.Generator) -> TextSequence: ...
+
+
+def lay_out(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, objective: Objective, max_length: int, next_sentence: bool
+) -> Layout:
+    """Sequences of up to max_length tokens, the special ones that the tokenizer's models know included.
+
+    For "next" documents follow one another with the end token between them, behind a start token where the tokenizer
+    puts one. For "masked" the separator stands between them, and start token and separator around each sequence; with
+    next_sentence each is a pair of segments. The rest of the text makes a shorter sequence, or none under 8 tokens.
+
+    Raises:
+        UserError: the text is too short, or the tokenizer lacks what the objective needs.
+    """
+    assert max_length >= _SHORTEST
+    name = type(tokenizer).__name__
+    if objective == "next":
+        return _decoder_layout(corpus, tokenizer, max_length, next_sentence)
+    if tokenizer.mask_token_id is None:
+        raise UserError(
+            f"data.kind text of an encoder needs a mask token, and this {name} has none; "
+            "set mask_token in its tokenizer_config.json"
+        )
+    start = [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
+    end = [] if tokenizer.sep_token_id is None else [tokenizer.sep_token_id]
+    if not next_sentence:
+        return _Packed(corpus, max_length, start=start, end=end, between=end)
+    if not start or not end:
+        raise UserError(
+            f"data.text.next_sentence needs cls_token and sep_token, and this {name} has no "
+            f"{'sep_token' if start else 'cls_token'}; set it in its tokenizer_config.json, or next_sentence to false"
+        )
+    # RoBERTa parts the two segments by two separators, BERT by one.
+    between = end * max(1, tokenizer.num_special_tokens_to_add(pair=True) - 2)
+    return _Pairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=_sentence_ends(tokenizer))
+
+
+def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int, next_sentence: bool) -> Layout:
+    if next_sentence:
+        raise UserError(
+            "data.text.next_sentence is for encoders, and a decoder learns each next token; set it to false"
+        )
+    ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+    end = next((each for each in ends if each is not None), None)
+    if end is None:
+        raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+    # A model trained with a start token is lost without it.
+    bos = tokenizer.bos_token_id
+    start = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
+    return _Packed(corpus, max_length, start=start, end=[], between=[end])
+
+
+def _sentence_ends(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Whether each token of the vocabulary can end a sentence, (highest id + 1,) bool."""
+    vocabulary = tokenizer.get_vocab()
+    ends = np.zeros(max(vocabulary.values()) + 1, dtype=bool)
+    ends[[number for token, number in vocabulary.items() if token.endswith(_SENTENCE_ENDS)]] = True
+    return ends
+
+
+class _Packed:
+    """Documents one after the other, with a separator between them, cut into pieces of the same length."""
+
+    def __init__(
+        self, corpus: Corpus, max_length: int, *, start: list[int], end: list[int], between: list[int]
+    ) -> None:
+        self._corpus = corpus
+        self._start, self._end, self._between = start, end, between
+        self._room = max_length - len(start) - len(end)
+        offsets = _document_offsets(corpus)
+        self._lengths = np.diff(offsets)
+        # Where each document begins once the separators are in.
+        self._begins = offsets[:-1] + np.arange(len(self._lengths)) * len(between)
+        self._total = int(self._begins[-1] + self._lengths[-1])
+        whole, rest = divmod(self._total, self._room)
+        self._size = whole + (rest >= _SHORTEST)
+        if self._size == 0:
+            raise UserError(f"the text has only {self._total} tokens; give at least {_SHORTEST}")
+        learnt = min(self._total, self._size * self._room)
+        self.filled = (learnt / self._size + len(start) + len(end)) / max_length
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, index: int, rng: np.random.Generator) -> TextSequence:
+        start = index * self._room
+        stop = min(start + self._room, self._total)
+        text = np.empty(stop - start, np.int64)
+        text[:] = self._between[0] if self._between else 0
+        document = int(np.searchsorted(self._begins, start, side="right")) - 1
+        while document < len(self._begins) and self._begins[document] < stop:
+            first = max(int(self._begins[document]), start)
+            last = min(int(self._begins[document] + self._lengths[document]), stop)
+            if first < last:  # else the piece begins with the separator after the document
+                before = document * len(self._between)
+                text[first - start : last - start] = self._corpus.tokens[first - before : last - before]
+            document += 1
+        ids = np.concatenate([np.array(self._start, np.int64), text, np.array(self._end, np.int64)])
+        return TextSequence(ids, len(ids))
+
+
+class _Pairs:
+    """Two segments a sequence, of which the second follows the first or comes from another document.
+
+    After BERT's create_pretraining_data.py: pairs of up to max_length tokens, a tenth of them shorter, the place where
+    A ends drawn among the ends of lines, and B from another document half of the time. Otherwise than there, a document
+    is cut into spans of nearly the same length, each of which gives one pair an epoch; so each epoch has the same
+    number of pairs, any of them can be made without those before it, and no text is lost to lines that are too long. A
+    span of a single line is parted at the end of a sentence, or else in the middle. And a B from elsewhere begins where
+    such a parting would be there, and is as long as what followed A, unless its document ends before: so its beginning
+    does not tell what it is, and its length hardly.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        max_length: int,
+        *,
+        start: list[int],
+        end: list[int],
+        between: list[int],
+        sentence_ends: np.ndarray,
+    ) -> None:
+        self._corpus = corpus
+        self._start, self._end, self._between = start, end, between
+        self._sentence_ends = sentence_ends
+        around = len(start) + len(between) + len(end)
+        self._room = max_length - around
+        self._begins = _document_offsets(corpus)
+        lengths = np.diff(self._begins)
+        # A single token makes no pair.
+        counts = np.where(lengths > 1, -(-lengths // self._room), 0)
+        self._spans = np.concatenate([[0], np.cumsum(counts)])
+        if np.count_nonzero(counts) < 2:
+            raise UserError(
+                "data.text.next_sentence takes the second segment from another document half of the time, and the text "
+                "has only one; end documents with an empty line (in rows each row is one), or set it to false"
+            )
+        self.filled = (int(lengths[counts > 0].sum()) / len(self) + around) / max_length
+
+    def __len__(self) -> int:
+        return int(self._spans[-1])
+
+    def read(self, index: int, rng: np.random.Generator) -> TextSequence:
+        document, start, stop = self._span(index)
+        if rng.random() < _SHORT_SHARE:
+            length = min(int(rng.integers(2, self._room + 1)), stop - start)
+            start += int(rng.integers(stop - start - length + 1))
+            stop = start + length
+        parting = self._parting(start, stop, rng)
+        tokens = self._corpus.tokens
+        first, second, target = tokens[start:parting], tokens[parting:stop], 0
+        if rng.random() < 0.5:
+            second, target = self._from_elsewhere(document, len(second), rng), 1
+        head = np.concatenate([self._start, first, self._between])
+        return TextSequence(np.concatenate([head, second, self._end]).astype(np.int64), len(head), target)
+
+    def _span(self, index: int) -> tuple[int, int, int]:
+        """The document of a pair, and where among the tokens its text begins and ends."""
+        document = int(np.searchsorted(self._spans, index, side="right")) - 1
+        count = int(self._spans[document + 1] - self._spans[document])
+        place = index - int(self._spans[document])
+        begin, end = int(self._begins[document]), int(self._begins[document + 1])
+        return document, begin + (end - begin) * place // count, begin + (end - begin) * (place + 1) // count
+
+    def _parting(self, start: int, stop: int, rng: np.random.Generator) -> int:
+        """Where the first segment ends, strictly inside: at a line's end, else a sentence's, else in the middle."""
+        segments = self._corpus.segments
+        inside = segments[np.searchsorted(segments, start, "right") : np.searchsorted(segments, stop, "left")]
+        if len(inside) == 0:
+            inside = start + 1 + np.flatnonzero(self._sentence_ends[self._corpus.tokens[start : stop - 1]])
+        return int(rng.choice(inside)) if len(inside) else (start + stop) // 2
+
+    def _from_elsewhere(self, document: int, length: int, rng: np.random.Generator) -> np.ndarray:
+        own = int(self._spans[document + 1] - self._spans[document])
+        index = int(rng.integers(len(self) - own))
+        other, start, stop = self._span(index if index < self._spans[document] else index + own)
+        begin = self._parting(start, stop, rng)
+        return self._corpus.tokens[begin : min(begin + length, int(self._begins[other + 1]))]
+
+
+def _document_offsets(corpus: Corpus) -> np.ndarray:
+    """Where each document begins among the tokens, and the end."""
+    return np.asarray(corpus.segments[corpus.documents])

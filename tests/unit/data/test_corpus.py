@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.data import corpus as module
+from llmdistill.data import sources
+from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.errors import UserError
+
+SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+TEXT = "One two. Three\n  four five \n\n \n\nsix\n\nseven eight\nnine"
+
+
+class Counting(PreTrainedTokenizerFast):
+    """Counts the texts that it is given."""
+
+    texts = 0
+
+    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self.texts += len(text)
+        return super().__call__(text, *args, **kwargs)
+
+
+def letters(*, mask: bool = True, more: str = "") -> Counting:
+    """One token a character; blanks at an end stay, so that it shows what was handed to it."""
+    vocabulary = {**SPECIAL, **{chr(code): code for code in [10, 9, *range(32, 127), *map(ord, more)]}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return Counting(tokenizer_object=backend, **names, **({"mask_token": "[MASK]"} if mask else {}))
+
+
+def read(corpus: Corpus) -> list[list[str]]:
+    """The segments of each document, as text."""
+    documents = []
+    for first, last in pairwise(corpus.documents):
+        bounds = corpus.segments[first : last + 1]
+        parts = [corpus.tokens[start:stop] for start, stop in pairwise(bounds)]
+        documents.append(["".join(map(chr, part)) for part in parts])
+    return documents
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def make(tmp_path: Path, cache: Path) -> Callable[..., Corpus]:
+    def tokenised(text: str, name: str = "a.txt", *, mask: bool = True, **settings: Any) -> Corpus:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return tokenise(path, letters(mask=mask), **settings)
+
+    return tokenised
+
+
+class TestPlainText:
+    def test_lines_are_segments_and_empty_lines_end_documents(self, make: Callable) -> None:
+        corpus = make(TEXT)
+        assert read(corpus) == [["One two. Three", "four five"], ["six"], ["seven eight", "nine"]]
+        assert corpus.report() == "3 documents, 5 segments, 41 tokens"
+        assert (corpus.segments.dtype, corpus.documents.dtype) == (np.int64, np.int64)
+        assert isinstance(corpus.tokens, np.memmap), "a text larger than memory is never read as a whole"
+
+    def test_a_decoder_learns_where_lines_end(self, make: Callable) -> None:
+        expected = [["One two. Three\n", "  four five \n"], ["six\n"], ["seven eight\n", "nine"]]
+        assert read(make(TEXT, mask=False)) == expected
+        assert read(make(TEXT.replace("\n", "\r\n"), "b.txt", mask=False)) == expected
+
+    def test_byte_order_mark_and_other_separators(self, tmp_path: Path, cache: Path) -> None:
+        path = tmp_path / "a.md"
+        path.write_bytes("\ufeffa\u2028b\n".encode())
+        assert read(tokenise(path, letters(more="\u2028"))) == [["a\u2028b"]]
+
+    def test_more_segments_than_are_tokenised_at_once(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_AT_ONCE", 2)
+        lines = [f"line {number}" if number % 4 else "" for number in range(1, 30)]
+        expected = [part.split("\n") for part in "\n".join(lines).split("\n\n")]
+        assert read(make("\n".join(lines))) == [[line for line in part if line] for part in expected]
+
+    def test_lines_without_tokens_are_no_segments(self, make: Callable, tmp_path: Path) -> None:
+        tokenizer = letters()
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
+        path = tmp_path / "x.txt"
+        path.write_text("a\nxx\nb\n\nxxx\n\nc", encoding="utf-8")
+        assert read(tokenise(path, tokenizer)) == [["a", "b"], ["c"]]
+
+    def test_a_folder_in_the_order_of_names(self, tmp_path: Path, cache: Path) -> None:
+        folder = tmp_path / "texts"
+        (folder / "b").mkdir(parents=True)
+        (folder / "c.txt").write_text("last", encoding="utf-8")
+        (folder / "b" / "x.jsonl").write_text('{"text": "second\\nrow"}\n{"text": "third"}\n', encoding="utf-8")
+        (folder / "a.txt").write_text("zeroth", encoding="utf-8")
+        (folder / "a2.txt").write_text("first", encoding="utf-8")
+        (folder / ".hidden").write_text("hidden", encoding="utf-8")
+        assert read(tokenise(folder, letters())) == [["zeroth"], ["first"], ["second", "row"], ["third"], ["last"]]
+
+    def test_large_vocabularies_need_wider_numbers(self, make: Callable, tmp_path: Path) -> None:
+        assert make("ab").tokens.dtype == np.uint16
+        (tmp_path / "wide.txt").write_text("a\U00010000", encoding="utf-8")
+        wide = tokenise(tmp_path / "wide.txt", letters(more="\U00010000"))
+        assert wide.tokens.dtype == np.uint32
+        assert read(wide) == [["a\U00010000"]]
+
+    def test_long_lines_pass_without_a_warning(
+        self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text("a" * 50, encoding="utf-8")
+        tokenizer = letters()
+        tokenizer.model_max_length = 10
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        assert len(tokenise(path, tokenizer).tokens) == 50
+        assert caplog.text == ""
+        tokenizer(["a" * 50])
+        assert "longer than the specified maximum" in caplog.text, "the warning would be seen"
+
+
+class TestRows:
+    ROWS = ("One\n\n two \nthree", "four", " \n ", "\nfive\n")
+
+    def write(self, path: Path, key: str) -> Path:
+        rows = [{key: text, "id": str(number)} for number, text in enumerate(self.ROWS)]
+        if path.suffix == ".csv":
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, [key, "id"])
+                writer.writeheader()
+                writer.writerows(rows)
+        elif path.suffix == ".parquet":
+            datasets.Dataset.from_list(rows).to_parquet(path)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(rows), encoding="utf-8")
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet", ".csv"])
+    def test_each_is_a_document(self, tmp_path: Path, cache: Path, ending: str) -> None:
+        path = self.write(tmp_path / f"a{ending}", "content")
+        assert read(tokenise(path, letters(), field="content")) == [["One", "two", "three"], ["four"], ["five"]]
+        decoder = [["One\n\n", " two \n", "three"], ["four"], ["five\n"]]
+        assert read(tokenise(path, letters(mask=False), field="content")) == decoder
+
+    def test_from_the_hub(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
+            asked.append((name, config, split, streaming))
+            return [{"text": text} for text in self.ROWS]
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        for _ in range(2):
+            assert len(read(tokenise("someone/texts:en:train", letters()))) == 3
+        assert asked == [("someone/texts", "en", "train", True)]
+        tokenise("someone/texts:de:train", letters())
+        assert len(asked) == 2, "another name is another text"
+
+    def test_endings_are_those_that_sources_reads(self) -> None:
+        assert set(module._ROWS) == set(sources._READERS)
+
+    @pytest.mark.parametrize(
+        ("row", "what"),
+        [
+            ({"body": "a", "id": 1}, "the key \"text\" is missing (there are ['body', 'id']); name the key of"),
+            ({"text": None}, 'the key "text" is missing'),
+            ({"text": ["a"], "id": 1}, "\"text\" is a list, not a string (there are ['id', 'text']); quote it"),
+        ],
+    )
+    def test_without_the_text(self, tmp_path: Path, cache: Path, row: dict[str, Any], what: str) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_text('{"text": "a"}\n\n' + json.dumps(row), encoding="utf-8")
+        with pytest.raises(UserError) as error:
+            tokenise(path, letters())
+        assert str(error.value).startswith(f"{path}:3: {what}")
+        assert "data.text.field" in str(error.value)
+        assert not list((cache / "corpora").iterdir()), "nothing half is left"
+
+
+class TestCache:
+    def test_the_second_time_nothing_is_tokenised(self, tmp_path: Path, cache: Path) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text(TEXT, encoding="utf-8")
+        tokenizer = letters()
+        first = tokenise(path, tokenizer)
+        assert tokenizer.texts == 5
+        moved = path.rename(tmp_path / "b.txt")
+        again = letters()
+        for second in (tokenise(moved, tokenizer), tokenise(moved, again), tokenise(str(moved), again)):
+            assert read(second) == read(first)
+        assert (tokenizer.texts, again.texts) == (5, 0)
+        [folder] = (cache / "corpora").iterdir()
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        assert (meta["reference"], meta["documents"], meta["tokens"]) == (str(path), 3, 41)
+
+    def test_what_a_call_leaves_in_the_tokenizer_does_not_count(self, tmp_path: Path, cache: Path) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text(TEXT, encoding="utf-8")
+        tokenizer = letters()
+        tokenizer.backend_tokenizer.enable_truncation(8)
+        tokenizer.backend_tokenizer.enable_padding(length=8)
+        assert read(tokenise(path, tokenizer))[0] == ["One two. Three", "four five"]
+        assert tokenizer.backend_tokenizer.truncation is None
+        tokenise(path, tokenizer)
+        assert tokenizer.texts == 5
+
+    def test_what_decides_is_tokenised_anew(self, make: Callable, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def folders() -> int:
+            return len(list((cache / "corpora").iterdir()))
+
+        row = json.dumps({"text": "ab", "other": "cd"})
+        make(row, "a.jsonl")
+        assert folders() == 1
+        assert read(make(row, "a.jsonl", field="other")) == [["cd"]]
+        assert folders() == 2
+        assert read(make(row, "a.txt")) == [[row]], "the same as plain text"
+        assert folders() == 3
+        assert read(make(row.replace("ab", "ba"), "a.jsonl")) == [["ba"]]
+        assert folders() == 4
+        make(row, "a.jsonl", mask=False)
+        assert folders() == 5
+        tokenise(cache.parent / "a.jsonl", letters(more="é"))
+        assert folders() == 6
+        monkeypatch.setattr(module, "_FORMAT", -1)
+        make(row, "a.jsonl")
+        assert folders() == 7
+
+    def test_tokenizers_without_backend_are_told_apart(self) -> None:
+        class Slow:
+            special_tokens_map = {"mask_token": "[MASK]"}  # noqa: RUF012
+
+            def __init__(self, **vocabulary: int) -> None:
+                self.get_vocab = lambda: vocabulary
+
+        assert module._fingerprint(Slow(a=0, b=1)) == module._fingerprint(Slow(b=1, a=0))
+        assert module._fingerprint(Slow(a=0, b=1)) != module._fingerprint(Slow(a=1, b=0))
+
+    def test_its_place(self, make: Callable, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make(TEXT, cache_dir=tmp_path / "own")
+        assert len(list((tmp_path / "own" / "corpora").iterdir())) == 1
+        assert not cache.exists()
+        monkeypatch.delenv("LLMDISTILL_CACHE")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        make(TEXT)
+        assert len(list((tmp_path / "home" / ".cache" / "llmdistill" / "corpora").iterdir())) == 1
+
+    def test_a_stop_leaves_nothing_half(self, make: Callable, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def stopped(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_encode", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                make(TEXT)
+        assert not list((cache / "corpora").iterdir())
+        assert len(read(make(TEXT))) == 3
+
+    def test_two_at_once(self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text(TEXT, encoding="utf-8")
+        meeting = threading.Barrier(2, timeout=20)
+        encode, made = module._encode, []
+
+        def together(*arguments: Any) -> Any:
+            meeting.wait()  # both have found no corpus by now
+            return encode(*arguments)
+
+        monkeypatch.setattr(module, "_encode", together)
+        threads = [threading.Thread(target=lambda: made.append(tokenise(path, letters()))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [len(read(corpus)) for corpus in made] == [3, 3]
+        assert len(list((cache / "corpora").iterdir())) == 1
+
+    def test_damage_is_named(self, make: Callable, cache: Path) -> None:
+        make(TEXT)
+        [folder] = (cache / "corpora").iterdir()
+        with (folder / "tokens.bin").open("r+b") as file:
+            file.truncate(10)
+        with pytest.raises(UserError, match=r"damaged corpus in the cache .*; remove the folder$"):
+            make(TEXT)
+
+    def test_no_room(self, make: Callable, tmp_path: Path) -> None:
+        (tmp_path / "taken").write_text("a file", encoding="utf-8")
+        with pytest.raises(UserError, match=r"name another folder as data\.text\.cache_dir$"):
+            make(TEXT, cache_dir=tmp_path / "taken")
+
+
+class TestBadInput:
+    def test_missing(self, tmp_path: Path, cache: Path) -> None:
+        for name in (tmp_path / "none.txt", tmp_path / "none", "texts/none.txt"):
+            with pytest.raises(UserError, match=rf"^{name}: no such file; give a plain text, JSONL, JSON, Parquet"):
+                tokenise(name, letters())
+        with pytest.raises(UserError, match=r"^none\.jsonl: no such file; give a JSONL"):
+            tokenise("none.jsonl", letters())
+
+    @pytest.mark.parametrize(("name", "text"), [("a.txt", ""), ("a.txt", " \n\n"), ("a.jsonl", ""), ("b.json", "[]")])
+    def test_empty(self, make: Callable, cache: Path, name: str, text: str) -> None:
+        with pytest.raises(UserError, match=rf"{name}: holds no text; give at least one line of it$"):
+            make(text, name)
+        assert not list((cache / "corpora").iterdir())
+
+    def test_empty_folder(self, tmp_path: Path, cache: Path) -> None:
+        (tmp_path / "texts").mkdir()
+        with pytest.raises(UserError, match="texts: a folder without files"):
+            tokenise(tmp_path / "texts", letters())
+
+    def test_not_utf_8(self, tmp_path: Path, cache: Path) -> None:
+        path = tmp_path / "latin.txt"
+        path.write_bytes("caf\xe9\n".encode("latin-1"))
+        with pytest.raises(UserError, match=rf"^{path}: cannot be read as UTF-8 text \(UnicodeDecodeError"):
+            tokenise(path, letters())
+
+
+def test_real_text(tmp_path: Path, cache: Path) -> None:
+    folder = os.environ.get("LLMDISTILL_DATA")
+    if folder is None:
+        pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(Path(folder) / "tokenizers" / "gpt2" / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    path = Path(folder) / "corpus" / "wikitext2" / "valid.txt"
+    corpus = tokenise(path, tokenizer)
+    text = path.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+    assert len(corpus.segments) - 1 == len(lines)
+    assert tokenizer.decode(corpus.tokens) == "".join(lines)
+    assert corpus.report() == "1,160 documents, 2,461 segments, 256,061 tokens"

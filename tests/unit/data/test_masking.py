@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentencepiece import SentencePieceTrainer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.masking import mask_tokens, word_starts
+from llmdistill.errors import UserError
+
+MASK = 4
+VOCABULARY = np.arange(5, 50)
+
+
+def masked(ids: np.ndarray, seed: int = 0, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+    settings = {"mask_share": 0.15, "mask_token_id": MASK, "vocabulary": VOCABULARY, "word_starts": None}
+    return mask_tokens(ids, ids < 5, rng=np.random.default_rng(seed), **{**settings, **changes})
+
+
+def chosen(labels: np.ndarray) -> list[int]:
+    return np.flatnonzero(labels != IGNORE_INDEX).tolist()
+
+
+class TestTokens:
+    @pytest.mark.parametrize(
+        ("length", "share", "number"), [(100, 0.15, 15), (1, 0.15, 1), (4, 0.15, 1), (11, 0.15, 2), (10, 0.99, 10)]
+    )
+    def test_their_number_is_exact(self, length: int, share: float, number: int) -> None:
+        ids = np.concatenate([[2], np.full(length, 7), [3, 0, 0, 0, 0, 0, 0, 0, 0]])
+        for seed in range(20):
+            _, labels = masked(ids, seed, mask_share=share)
+            assert len(chosen(labels)) == number
+
+    def test_special_tokens_and_padding_are_never_chosen(self) -> None:
+        ids = np.array([2, 10, 1, 3, 11, 3, 0, 0])
+        seen: Counter[int] = Counter()
+        for seed in range(200):
+            shown, labels = masked(ids, seed)
+            seen.update(chosen(labels))
+            assert (shown[[0, 2, 3, 5, 6, 7]] == ids[[0, 2, 3, 5, 6, 7]]).all()
+        assert set(seen) == {1, 4}
+        assert min(seen.values()) > 60, "the places are equally likely"
+
+    def test_nothing_to_choose(self) -> None:
+        shown, labels = masked(np.array([2, 3, 0]))
+        assert shown.tolist() == [2, 3, 0]
+        assert labels.tolist() == [IGNORE_INDEX] * 3
+
+    def test_labels_are_the_tokens_where_chosen_and_the_rest_is_shown(self) -> None:
+        ids = np.random.default_rng(1).integers(5, 50, 500).astype(np.uint16)
+        before = ids.copy()
+        shown, labels = masked(ids)
+        assert (ids == before).all(), "what was given is not written to"
+        places = chosen(labels)
+        assert (labels[places] == ids[places]).all()
+        others = np.setdiff1d(np.arange(500), places)
+        assert (shown[others] == ids[others]).all()
+        assert labels.dtype == np.int64
+
+    def test_of_ten_chosen_eight_are_masked_one_is_replaced_and_one_stays(self) -> None:
+        ids = np.full(40_000, 60)  # not in the vocabulary, so that no replacement is the token itself
+        shown, labels = masked(ids, mask_share=0.5)
+        shown = shown[chosen(labels)]
+        shares = [(shown == MASK).mean(), (shown == 60).mean(), np.isin(shown, VOCABULARY).mean()]
+        # Four standard deviations of the share among 20,000.
+        assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.012)
+        drawn = Counter(shown[np.isin(shown, VOCABULARY)].tolist())
+        assert set(drawn) == set(VOCABULARY.tolist()), "every token of the vocabulary is drawn, and none beside it"
+        assert max(drawn.values()) < 2 * min(drawn.values())
+
+    def test_the_generator_alone_decides(self) -> None:
+        ids = np.random.default_rng(1).integers(5, 50, 100)
+        np.random.seed(0)
+        first = masked(ids, 3)
+        np.random.seed(1)
+        assert all((one == other).all() for one, other in zip(first, masked(ids, 3), strict=True))
+        assert (first[1] != masked(ids, 4)[1]).any()
+
+
+class TestWholeWords:
+    STARTS = np.arange(50) % 2 == 0
+    """Even tokens begin a word."""
+    IDS = np.array([2, 10, 11, 13, 20, 30, 31, 3, 33, 40, 41, 43, 45, 0])
+    WORDS = ([1, 2, 3], [4], [5, 6], [8], [9, 10, 11, 12])
+    """What follows a special token begins one too."""
+
+    def test_are_chosen_as_a_whole_until_the_number_is_reached(self) -> None:
+        for share in (0.01, 0.15, 0.3, 0.5, 0.9):
+            number = max(1, round(share * 11))
+            for seed in range(60):
+                _, labels = masked(self.IDS, seed, mask_share=share, word_starts=self.STARTS)
+                places = chosen(labels)
+                words = [word for word in self.WORDS if set(word) & set(places)]
+                assert sorted(place for word in words for place in word) == places
+                assert len(places) >= number
+                assert any(len(places) - len(word) < number for word in words), "no word after the one that crosses it"
+
+    def test_each_is_as_likely_as_another(self) -> None:
+        first: Counter[int] = Counter()
+        for seed in range(1000):
+            _, labels = masked(self.IDS, seed, mask_share=0.01, word_starts=self.STARTS)
+            first[chosen(labels)[0]] += 1
+        assert set(first) == {1, 4, 5, 8, 9}
+        assert min(first.values()) > 140
+
+    def test_the_parts_of_a_word_are_masked_each_by_its_own_dice(self) -> None:
+        ids = np.array([10] + [11] * 9999)
+        shown, labels = masked(ids, word_starts=self.STARTS)
+        assert len(chosen(labels)) == 10_000
+        assert (shown == MASK).mean() == pytest.approx(0.8, abs=0.016)
+
+
+def fast(model: Any, pre_tokenizer: Any = None, normalizer: Any = None, **names: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(model)
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def starts_of(tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    starts = word_starts(tokenizer)
+    return {token for token, number in tokenizer.get_vocab().items() if starts[number]}
+
+
+class TestWordStarts:
+    def test_wordpiece(self) -> None:
+        vocabulary = {token: number for number, token in enumerate(["[UNK]", "a", "##b", "Ġc", "▁d", "#"])}
+        tokenizer = fast(models.WordPiece(vocabulary, unk_token="[UNK]"), pre_tokenizers.BertPreTokenizer())
+        assert starts_of(tokenizer) == {"[UNK]", "a", "Ġc", "▁d", "#"}
+
+    @pytest.mark.parametrize("split_first", [False, True])
+    def test_byte_level(self, split_first: bool) -> None:
+        vocabulary = {token: number for number, token in enumerate(["<s>", "a", "Ġb", "Ċ", "##c", "▁d"])}
+        pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if split_first:  # as in Llama 3
+            pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), pre_tokenizer])
+        tokenizer = fast(models.BPE(vocabulary, []), pre_tokenizer, bos_token="<s>")
+        assert starts_of(tokenizer) == {"<s>", "Ġb", "Ċ"}
+
+    def test_sentencepiece(self) -> None:
+        vocabulary = [("<s>", 0.0), ("▁", -1.0), ("▁a", -1.0), ("b", -1.0), ("Ġc", -1.0), ("##d", -1.0)]
+        tokenizer = fast(models.Unigram(vocabulary), pre_tokenizers.Metaspace(), bos_token="<s>")
+        assert starts_of(tokenizer) == {"<s>", "▁", "▁a"}
+        # As in Llama 2.
+        normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer = fast(models.Unigram(vocabulary), None, normalizer, bos_token="<s>")
+        assert starts_of(tokenizer) == {"<s>", "▁", "▁a"}
+
+    def test_a_vocabulary_with_holes(self) -> None:
+        tokenizer = fast(models.WordPiece({"[UNK]": 0, "a": 7, "##b": 9}, unk_token="[UNK]"))
+        assert np.flatnonzero(word_starts(tokenizer)).tolist() == [0, 7]
+
+    def test_words_of_a_trained_sentencepiece_model(self, tmp_path: Path) -> None:
+        text = [f"the number {number} follows the number before it" for number in range(300)]
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_prefix=str(tmp_path / "m"), vocab_size=60, minloglevel=2, num_threads=1
+        )
+        from transformers import T5Tokenizer
+
+        tokenizer = T5Tokenizer.from_pretrained(str(tmp_path), vocab_file=str(tmp_path / "m.model"), extra_ids=0)
+        ids = tokenizer(text[17], add_special_tokens=False)["input_ids"]
+        assert word_starts(tokenizer)[ids].sum() == len(text[17].split())
+        assert len(ids) > len(text[17].split())
+
+    def test_unknown_vocabularies_are_refused(self) -> None:
+        tokenizer = fast(models.WordLevel({"a": 0, "▁": 1, "Ġ": 2}, unk_token="a"), pre_tokenizers.Whitespace())
+        with pytest.raises(UserError, match=r"^data\.text\.whole_words: .* does not mark where words begin.*leave"):
+            word_starts(tokenizer)

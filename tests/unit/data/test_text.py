@@ -1,0 +1,529 @@
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.data.sampler import global_batch_indices
+from llmdistill.data.text import TextLoader, validation_batches
+from llmdistill.errors import UserError
+
+PAD, UNK, CLS, SEP, MASK, EOS = range(6)
+NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>")
+FIRST = 10
+"""The first id of an ordinary word; the one before it ends sentences."""
+STOP = FIRST - 1
+SIZE = 4000
+
+BERT = "[CLS] $A [SEP] $B:1 [SEP]:1"
+ROBERTA = "[CLS] $A [SEP] [SEP] $B [SEP]"
+
+
+def words(pair: str = BERT, *, types: bool = True, without: tuple[str, ...] = (), single: str = "") -> Any:
+    """A tokenizer whose word w10 has the id 10."""
+    vocabulary = {name: number for number, name in enumerate(NAMES)}
+    vocabulary |= {f"w{number}": number for number in range(len(NAMES), SIZE)} | {"w.": STOP}
+    del vocabulary[f"w{STOP}"]
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single=single or pair.partition(" $B")[0], pair=pair, special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+    )
+    roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    roles |= {"mask_token": "[MASK]", "eos_token": "</s>"}
+    kept = {role: name for role, name in roles.items() if role not in without}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **kept)
+    tokenizer.model_input_names = ["input_ids", *(["token_type_ids"] if types else []), "attention_mask"]
+    return tokenizer
+
+
+def corpus_of(*documents: list[list[int]]) -> Corpus:
+    segments = [segment for document in documents for segment in document]
+    return Corpus(
+        np.array(list(chain.from_iterable(segments)), np.uint16),
+        np.cumsum([0, *map(len, segments)]),
+        np.cumsum([0, *map(len, documents)]),
+    )
+
+
+def numbered(*shapes: list[int]) -> Corpus:
+    """Documents of segments of these lengths, each token another."""
+    numbers = iter(range(FIRST, SIZE))
+    return corpus_of(*[[[next(numbers) for _ in range(length)] for length in shape] for shape in shapes])
+
+
+MANY = [[3, 7, 12], [40], [5], [30, 1, 1, 60, 9], [2, 2], [25, 25]]
+
+
+def loader(corpus: Corpus, tokenizer: Any = None, **changes: Any) -> TextLoader:
+    settings: dict[str, Any] = {"objective": "masked", "max_length": 16, "seed": 3}
+    settings |= {"global_batch_size": 4, "micro_batch_size": 4, **changes}
+    return TextLoader(corpus, words() if tokenizer is None else tokenizer, **settings)
+
+
+def rows(batches: list[Batch]) -> list[list[int]]:
+    """The tokens of each sequence, as they were before masking."""
+    whole = []
+    for batch in batches:
+        ids = torch.where(batch.labels != IGNORE_INDEX, batch.labels, batch.input_ids)
+        whole += [row[mask == 1].tolist() for row, mask in zip(ids, batch.attention_mask, strict=True)]
+    return whole
+
+
+def in_order(corpus: Corpus, tokenizer: Any = None, **changes: Any) -> list[Batch]:
+    """All sequences in the order of the text."""
+    settings: dict[str, Any] = {"objective": "masked", "max_length": 16, "mask_share": 0.15, "whole_words": False}
+    settings |= {"next_sentence": False, "limit": 10**6, "batch_size": 4, "rank": 0, "world_size": 1, **changes}
+    return validation_batches(corpus, words() if tokenizer is None else tokenizer, **settings)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    names = ("input_ids", "attention_mask", "labels", "token_type_ids", "targets")
+    pairs = [(getattr(one, name), getattr(other, name)) for name in names]
+    return all(first is second is None or torch.equal(first, second) for first, second in pairs)
+
+
+def packed(corpus: Corpus, room: int, between: list[int]) -> list[list[int]]:
+    """The text with a separator between documents, cut into pieces, from the definition."""
+    stream: list[int] = []
+    for number in range(len(corpus.documents) - 1):
+        first, last = (int(corpus.segments[corpus.documents[number + each]]) for each in (0, 1))
+        stream += (between if number else []) + corpus.tokens[first:last].tolist()
+    pieces = [stream[start : start + room] for start in range(0, len(stream), room)]
+    return [piece for piece in pieces if len(piece) == room or len(piece) >= 8]
+
+
+class TestDecoders:
+    @pytest.mark.parametrize("max_length", [8, 9, 16, 50, 221, 222, 223, 500])
+    def test_pieces_are_plain_tokens_with_the_end_token_between_documents(self, max_length: int) -> None:
+        corpus = numbered(*MANY)
+        batches = in_order(corpus, words(types=True), objective="next", max_length=max_length)
+        assert rows(batches) == packed(corpus, max_length, [EOS])
+        for batch in batches:
+            assert batch.token_type_ids is None, "a decoder has no segments"
+            assert batch.targets is None
+            assert torch.equal(batch.labels[batch.attention_mask == 1], batch.input_ids[batch.attention_mask == 1])
+            assert (batch.labels[batch.attention_mask == 0] == IGNORE_INDEX).all()
+            assert (batch.input_ids[batch.attention_mask == 0] == PAD).all()
+
+    def test_a_rest_under_eight_tokens_is_left_out(self) -> None:
+        for rest, number in ((0, 1), (7, 1), (8, 2), (15, 2)):
+            pieces = rows(in_order(numbered([16 + rest]), objective="next"))
+            assert [len(piece) for piece in pieces] == [16, rest][:number]
+        batch = in_order(numbered([24]), objective="next")[0]
+        assert batch.attention_mask[1].tolist() == [1] * 8 + [0] * 8, "padding stands on the right"
+
+    def test_the_start_token_stands_before_each_piece_where_the_tokenizer_puts_one(self) -> None:
+        tokenizer = words(single="[CLS] $A")
+        tokenizer.bos_token = "[CLS]"
+        corpus = numbered(*MANY)
+        expected = [[CLS, *piece] for piece in packed(corpus, 15, [EOS])]
+        assert rows(in_order(corpus, tokenizer, objective="next")) == expected
+
+    def test_padding_without_a_padding_token(self) -> None:
+        batch = in_order(numbered([24]), words(without=("pad_token",)), objective="next")[0]
+        assert batch.input_ids[1, 8:].tolist() == [SEP] * 8
+
+    def test_the_report(self) -> None:
+        report = loader(numbered([32]), objective="next").report()
+        assert report == "2 sequences of up to 16 tokens, 100% filled"
+        assert loader(numbered([24]), objective="next").report() == "2 sequences of up to 16 tokens, 75% filled"
+        assert loader(corpus_of([[FIRST] * 19744]), max_length=18).report().startswith("1,234 sequences of up to 18")
+
+
+class TestEncoders:
+    @pytest.mark.parametrize("max_length", [8, 16, 50, 223, 224, 500])
+    def test_pieces_stand_between_start_and_separator(self, max_length: int) -> None:
+        corpus = numbered(*MANY)
+        expected = [[CLS, *piece, SEP] for piece in packed(corpus, max_length - 2, [SEP])]
+        batches = in_order(corpus, max_length=max_length)
+        assert rows(batches) == expected
+        for batch in batches:
+            assert batch.token_type_ids is not None
+            assert not batch.token_type_ids.any()
+            assert batch.targets is None
+        assert in_order(corpus, words(types=False))[0].token_type_ids is None
+
+    def test_without_start_and_separator_the_first_place_is_not_masked(self) -> None:
+        corpus = numbered(*MANY)
+        bare = words(without=("cls_token", "sep_token"))
+        batches = in_order(corpus, bare, mask_share=0.9)
+        assert rows(batches) == packed(corpus, 16, [])
+        assert all((batch.labels[:, 0] == IGNORE_INDEX).all() for batch in batches)
+
+    def test_the_number_of_masked_words_and_what_is_never_masked(self) -> None:
+        tokenizer = words()
+        source = loader(numbered(*MANY), tokenizer, max_length=50, mask_share=0.2)
+        for step in range(10):
+            [batch] = source.micro_batches(step)
+            special = torch.isin(torch.tensor(rows_padded(batch)), torch.tensor(tokenizer.all_special_ids))
+            chosen = batch.labels != IGNORE_INDEX
+            assert not (chosen & (special | (batch.attention_mask == 0))).any()
+            maskable = (~special & (batch.attention_mask == 1)).sum(1)
+            assert chosen.sum(1).tolist() == [max(1, round(0.2 * int(number))) for number in maskable]
+            hidden = batch.input_ids[chosen]
+            assert ((hidden == MASK) | ~torch.isin(hidden, torch.tensor(tokenizer.all_special_ids))).all()
+
+    def test_whole_words(self) -> None:
+        tokenizer = words()
+        vocabulary = {**{name: number for number, name in enumerate(NAMES)}, "a": 6, "##b": 7}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]")),
+            **{
+                role: tokenizer.special_tokens_map[role]
+                for role in ("pad_token", "cls_token", "sep_token", "eos_token")
+            },
+            mask_token="[MASK]",
+            unk_token="[UNK]",
+        )
+        corpus = corpus_of([[6, 7, 7] * 20])
+        shown = {token for step in range(40) for token in self.hidden(loader(corpus, tokenizer, max_length=62), step)}
+        assert shown == {MASK, 6, 7}, "a random token is never a special one"
+        for batch in in_order(corpus, tokenizer, whole_words=True, max_length=62, mask_share=0.5):
+            labels = batch.labels[0, 1:-1].reshape(20, 3)
+            assert ((labels != IGNORE_INDEX).sum(1) % 3 == 0).all()
+            assert (labels[:, 0] != IGNORE_INDEX).sum() == 10
+        assert any(
+            ((batch.labels[0, 1:-1].reshape(20, 3) != IGNORE_INDEX).sum(1) % 3 != 0).any()
+            for batch in in_order(corpus, tokenizer, max_length=62, mask_share=0.5)
+        )
+
+    def hidden(self, source: TextLoader, step: int) -> list[int]:
+        """What is shown where a word is to be guessed."""
+        [batch] = source.micro_batches(step)
+        return batch.input_ids[batch.labels != IGNORE_INDEX].tolist()
+
+
+def rows_padded(batch: Batch) -> list[list[int]]:
+    return torch.where(batch.labels != IGNORE_INDEX, batch.labels, batch.input_ids).tolist()
+
+
+class TestOrder:
+    KINDS = ({"objective": "next"}, {}, {"next_sentence": True})
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_is_that_of_the_sampler(self, kind: dict[str, Any]) -> None:
+        corpus = numbered(*MANY)
+        source = loader(corpus, **kind)
+        size = int(source.report().split()[0])
+        walked = [rows(source.micro_batches(step)) for step in range(3 * size)]
+        indices = [
+            global_batch_indices(seed=3, step=step, dataset_size=size, global_batch_size=4) for step in range(3 * size)
+        ]
+        if "next_sentence" not in kind:
+            pieces = rows(in_order(corpus, **kind))
+            assert walked == [[pieces[index] for index in step] for step in indices]
+        assert len(walked[0]) == 4
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 3), (2, 6), (2, 3), (3, 2), (4, 1), (12, 1)])
+    def test_ranks_and_micro_batches_make_up_the_global_batch(
+        self, kind: dict[str, Any], world_size: int, micro_batch_size: int
+    ) -> None:
+        corpus = numbered(*MANY)
+
+        def sequences(batches: list[Batch]) -> list[tuple[Any, ...]]:
+            flat = []
+            for batch in batches:
+                for row in range(len(batch.input_ids)):
+                    real = batch.attention_mask[row] == 1
+                    target = None if batch.targets is None else int(batch.targets[row])
+                    flat.append((batch.input_ids[row][real].tolist(), batch.labels[row][real].tolist(), target))
+            return flat
+
+        whole = sequences(loader(corpus, global_batch_size=12, micro_batch_size=12, **kind).micro_batches(2))
+        by_rank = [
+            loader(
+                corpus,
+                global_batch_size=12,
+                micro_batch_size=micro_batch_size,
+                rank=rank,
+                world_size=world_size,
+                **kind,
+            ).micro_batches(2)
+            for rank in range(world_size)
+        ]
+        assert {len(batch.input_ids) for batches in by_rank for batch in batches} == {micro_batch_size}
+        assert [item for parts in zip(*by_rank, strict=True) for item in sequences(list(parts))] == whole
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_seed_and_step_alone_decide(self, kind: dict[str, Any]) -> None:
+        corpus = numbered(*MANY)
+        source = loader(corpus, **kind)
+        expected = [source.micro_batches(step)[0] for step in range(12)]
+        for step in (5, 5, 0, 11, 2):
+            random.seed(step)
+            np.random.seed(step)
+            torch.manual_seed(step)
+            state = torch.random.get_rng_state()
+            assert same(source.micro_batches(step)[0], expected[step])
+            assert same(loader(corpus, **kind).micro_batches(step)[0], expected[step])
+            assert torch.equal(torch.random.get_rng_state(), state)
+        assert not same(loader(corpus, seed=4, **kind).micro_batches(0)[0], expected[0])
+
+    def test_each_epoch_masks_other_tokens_even_within_a_batch(self) -> None:
+        source = loader(numbered([60]), max_length=62, mask_share=0.3, global_batch_size=6, micro_batch_size=6)
+        masks = [
+            tuple((row != IGNORE_INDEX).tolist()) for step in range(3) for row in source.micro_batches(step)[0].labels
+        ]
+        assert len(masks) == 18, "one sequence, eighteen epochs"
+        assert len(set(masks)) == 18
+
+    def test_each_sequence_has_its_own_masks(self) -> None:
+        batch = loader(numbered([240]), max_length=62, mask_share=0.3).micro_batches(0)[0]
+        assert len({tuple((row != IGNORE_INDEX).tolist()) for row in batch.labels}) == 4
+
+
+class TestPairs:
+    def sequences(self, corpus: Corpus, epochs: int, tokenizer: Any = None, **changes: Any) -> list[Any]:
+        """(first segment, second segment, target) of each sequence of some epochs."""
+        source = loader(corpus, tokenizer, next_sentence=True, global_batch_size=1, micro_batch_size=1, **changes)
+        found = []
+        for step in range(epochs * int(source.report().split()[0].replace(",", ""))):
+            [batch] = source.micro_batches(step)
+            [ids] = rows([batch])
+            assert batch.token_type_ids is not None
+            types = batch.token_type_ids[0].tolist()
+            edge = ids.index(SEP)
+            assert ids[0] == CLS
+            assert ids[-1] == SEP
+            assert types == [0] * (edge + 1) + [1] * (len(ids) - edge - 1)
+            found.append((ids[1:edge], ids[edge + 1 : -1], int(batch.targets[0])))
+        return found
+
+    def test_second_segments_follow_or_come_from_another_document(self) -> None:
+        corpus = numbered(*MANY)
+        ends = np.asarray(corpus.segments[corpus.documents])
+        document = {int(token): int(np.searchsorted(ends, place, "right")) for place, token in enumerate(corpus.tokens)}
+        targets = []
+        for first, second, target in self.sequences(corpus, 60):
+            assert first
+            assert second
+            assert len(first) + len(second) <= 13
+            for part in (first, second):
+                assert part == list(range(part[0], part[0] + len(part))), "what follows one another in the text"
+                assert len({document[token] for token in part}) == 1
+            if target == 0:
+                assert second[0] == first[-1] + 1
+            else:
+                assert document[first[0]] != document[second[0]]
+            targets.append(target)
+        assert len(targets) > 1000
+        assert np.mean(targets) == pytest.approx(0.5, abs=0.06)
+
+    def test_all_the_text_is_learnt(self) -> None:
+        corpus = numbered(*MANY)
+        one_epoch = self.sequences(corpus, 1)
+        assert len(one_epoch) == sum(-(-sum(shape) // 13) for shape in MANY)
+        learnt = {token for first, second, target in self.sequences(corpus, 30) for token in first + second}
+        assert learnt == set(corpus.tokens.tolist())
+
+    def test_each_epoch_makes_other_pairs(self) -> None:
+        source = loader(
+            numbered([10] * 4, [10] * 4), next_sentence=True, global_batch_size=8, micro_batch_size=8, max_length=83
+        )
+        pairs = [tuple(row) for step in range(4) for row in rows(source.micro_batches(step))]
+        assert len(set(pairs)) > 8, "two documents, sixteen epochs"
+
+    def test_a_tenth_is_shorter(self) -> None:
+        # Two lines of half the room each, so that only the draw makes a pair shorter.
+        pairs = self.sequences(numbered(*[[50, 50]] * 20), 60, max_length=103)
+        lengths = np.array([len(first) + len(second) for first, second, target in pairs])
+        assert (lengths < 100).mean() == pytest.approx(0.1, abs=0.03)
+        short = lengths[lengths < 100]
+        assert short.min() < 15
+        assert short.mean() == pytest.approx(51, abs=10), "drawn from 2 up"
+        starts = Counter((first[0] - FIRST) % 100 == 0 for first, second, _ in pairs if len(first) + len(second) < 50)
+        assert starts[False] > 5 * starts[True], "and anywhere in the span"
+
+    def test_the_first_segment_ends_where_a_line_does(self) -> None:
+        corpus = numbered([4, 5, 3], [4, 5, 3])
+        full = [pair for pair in self.sequences(corpus, 200) if len(pair[0]) + len(pair[1]) == 12]
+        assert set(map(len, (first for first, _, _ in full))) == {4, 9}
+        assert min(Counter(len(first) for first, _, _ in full).values()) > 100, "each end is as likely"
+
+    def test_a_single_line_is_parted_at_a_sentence_or_in_the_middle(self) -> None:
+        sentences = [*range(20, 24), STOP, *range(24, 27), STOP, 27, 28, STOP]
+        plain = list(range(100, 112))
+        pairs = self.sequences(corpus_of([sentences], [plain]), 200)
+        by_start = {start: Counter(len(p[0]) for p in pairs if p[0][0] == start and p[2] == 0) for start in (20, 100)}
+        assert {5, 9} <= set(by_start[20]), "not behind the last sentence, where nothing follows"
+        assert by_start[20].total() * 0.8 < by_start[20][5] + by_start[20][9]
+        assert by_start[100].total() * 0.8 < by_start[100][6]
+
+    def test_neither_beginning_nor_length_tells_what_the_second_segment_is(self) -> None:
+        corpus = numbered(*[[6, 6]] * 30)
+        pairs = self.sequences(corpus, 60)
+        for kind in (0, 1):
+            seconds = [second for first, second, target in pairs if target == kind]
+            assert np.mean([len(second) for second in seconds]) == pytest.approx(5.6, abs=0.25)
+            # The second lines begin at 6, 18, 30 ...
+            assert np.mean([(second[0] - FIRST) % 12 == 6 for second in seconds]) > 0.85
+
+    def test_documents_of_one_token_make_no_pair(self) -> None:
+        corpus = numbered([1], [10], [1], [10], [1])
+        pairs = self.sequences(corpus, 20)
+        assert len(pairs) == 40
+        assert {token for first, second, _ in pairs for token in first + second} == {*range(11, 21), *range(22, 32)}
+
+    def test_other_templates(self) -> None:
+        corpus = numbered(*MANY)
+        for batch in in_order(corpus, words(ROBERTA, types=False), next_sentence=True):
+            assert batch.token_type_ids is None
+            for ids in rows([batch]):
+                edge = ids.index(SEP)
+                assert ids[edge : edge + 2] == [SEP, SEP]
+                assert ids.count(SEP) == 3
+                assert len(ids) <= 16
+
+    def test_masks_stand_in_both_segments_and_never_on_special_tokens(self) -> None:
+        places: Counter[int] = Counter()
+        source = loader(numbered(*MANY), next_sentence=True)
+        for step in range(30):
+            [batch] = source.micro_batches(step)
+            chosen = batch.labels != IGNORE_INDEX
+            assert batch.token_type_ids is not None
+            places.update(batch.token_type_ids[chosen].tolist())
+            assert (batch.labels[chosen] >= STOP).all()
+        assert min(places[0], places[1]) > 30
+
+    def test_the_report(self) -> None:
+        source = loader(numbered([26], [13]), next_sentence=True)
+        assert source.report() == "3 sequences of up to 16 tokens, 100% filled"
+
+
+class TestValidation:
+    @pytest.mark.parametrize("kind", TestOrder.KINDS)
+    @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 4), (3, 4), (3, 1), (2, 1), (7, 2)])
+    def test_every_sequence_counts_once_and_ranks_keep_step(
+        self, kind: dict[str, Any], world_size: int, batch_size: int
+    ) -> None:
+        corpus = numbered(*MANY)
+        alone = rows(in_order(corpus, **kind))
+        shares = [
+            in_order(corpus, rank=rank, world_size=world_size, batch_size=batch_size, **kind)
+            for rank in range(world_size)
+        ]
+        assert len({len(share) for share in shares}) == 1
+        walked = [batch for turn in zip(*shares, strict=True) for batch in turn]
+        assert rows(walked) == alone
+        assert all(1 <= len(batch.input_ids) <= 2 * batch_size for batch in walked)
+
+    def test_only_the_first_are_looked_at(self) -> None:
+        corpus = numbered(*MANY)
+        assert rows(in_order(corpus, limit=5)) == rows(in_order(corpus))[:5]
+        with pytest.raises(UserError, match=r"data\.valid has 2 sequences .* for 3 ranks: give a longer text"):
+            in_order(corpus, limit=2, world_size=3)
+
+    def test_masks_are_always_the_same(self) -> None:
+        corpus = numbered(*MANY)
+        for kind in TestOrder.KINDS:
+            assert all(
+                same(one, other) for one, other in zip(in_order(corpus, **kind), in_order(corpus, **kind), strict=True)
+            )
+            sizes = [in_order(corpus, batch_size=size, **kind) for size in (1, 5)]
+            assert rows(sizes[0]) == rows(sizes[1])
+
+
+class TestBadInput:
+    def test_tokenizers_that_lack_a_token(self) -> None:
+        corpus = numbered(*MANY)
+        with pytest.raises(UserError, match=r"^data\.kind text of an encoder needs a mask token, and this .* has none"):
+            loader(corpus, words(without=("mask_token",)))
+        for role in ("cls_token", "sep_token"):
+            with pytest.raises(UserError, match=rf"^data\.text\.next_sentence needs .* has no {role}; set it"):
+                loader(corpus, words(without=(role,)), next_sentence=True)
+        with pytest.raises(UserError, match="no end token; set eos_token"):
+            loader(corpus, words(without=("eos_token", "sep_token")), objective="next")
+        assert SEP in chain.from_iterable(rows(in_order(corpus, words(without=("eos_token",)), objective="next")))
+
+    def test_next_sentences_for_a_decoder(self) -> None:
+        with pytest.raises(UserError, match=r"^data\.text\.next_sentence is for encoders"):
+            loader(numbered(*MANY), objective="next", next_sentence=True)
+
+    def test_whole_words_without_words(self) -> None:
+        tokenizer = words()
+        backend = Tokenizer(models.WordLevel(tokenizer.get_vocab(), unk_token="[UNK]"))
+        bare = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]")
+        with pytest.raises(UserError, match=r"^data\.text\.whole_words"):
+            loader(numbered(*MANY), bare, whole_words=True)
+
+    def test_too_little_text(self) -> None:
+        for kind in ({"objective": "next"}, {}):
+            with pytest.raises(UserError, match=r"^the text has only 7 tokens; give at least 8$"):
+                loader(numbered([7]), **kind)
+        with pytest.raises(UserError, match=r"^data\.text\.next_sentence takes .* the text has only one"):
+            loader(numbered([70], [1]), next_sentence=True)
+
+
+class TestRealText:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        folder = os.environ.get("LLMDISTILL_DATA")
+        if folder is None:
+            pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
+        monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path))
+        return Path(folder)
+
+    def test_a_decoder_sees_the_text_as_it_is(self, folder: Path) -> None:
+        file = str(folder / "tokenizers" / "gpt2" / "tokenizer.json")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>")
+        path = folder / "corpus" / "wikitext2" / "valid.txt"
+        corpus = tokenise(path, tokenizer)
+        batches = in_order(corpus, tokenizer, objective="next", max_length=128, batch_size=64)
+        seen = tokenizer.decode(list(chain.from_iterable(rows(batches))))
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        documents = ["".join(group) for blank, group in groupby(lines, key=str.isspace) if not blank]
+        expected = tokenizer.eos_token.join(documents)
+        assert expected.startswith(seen)
+        assert len(expected) - len(seen) < 100, "all but a rest of under eight tokens"
+
+    def test_an_encoder_of_the_text(self, folder: Path, make_wordpiece: Callable[[Path], Any]) -> None:
+        path = folder / "corpus" / "wikitext2" / "valid.txt"
+        tokenizer = make_wordpiece(path)
+        corpus = tokenise(path, tokenizer)
+        source = loader(
+            corpus,
+            tokenizer,
+            max_length=128,
+            next_sentence=True,
+            whole_words=True,
+            global_batch_size=1000,
+            micro_batch_size=1000,
+        )
+        [batch] = source.micro_batches(0)
+        chosen = batch.labels != IGNORE_INDEX
+        hidden, labels = batch.input_ids[chosen], batch.labels[chosen]
+        shares = [hidden == tokenizer.mask_token_id, (hidden == labels) & (hidden != tokenizer.mask_token_id)]
+        assert [float(share.float().mean()) for share in shares] == pytest.approx([0.8, 0.1], abs=0.02)
+        assert float(chosen.sum() / batch.attention_mask.sum()) == pytest.approx(0.15, abs=0.015)
+        assert batch.targets is not None
+        assert float(batch.targets.float().mean()) == pytest.approx(0.5, abs=0.06)
+        assert "[UNK]" not in tokenizer.convert_ids_to_tokens(corpus.tokens[:5000])
+
+    @pytest.fixture
+    def make_wordpiece(self) -> Callable[[Path], Any]:
+        def make(path: Path) -> Any:
+            backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+            backend.normalizer = normalizers.BertNormalizer()
+            backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            lines = path.read_text(encoding="utf-8").splitlines()
+            backend.train_from_iterator(
+                lines, trainers.WordPieceTrainer(vocab_size=3000, special_tokens=list(NAMES), show_progress=False)
+            )
+            roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+            return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", **roles)
+
+        return make
