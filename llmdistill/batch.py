@@ -2,14 +2,14 @@
 
 Legend of shape letters, used as name suffixes throughout: B batch (sequences), T tokens, W model width,
 H query heads, G key/value heads (G < H under grouped-query attention), D head width, F feed-forward width,
-V vocabulary, N rows (tokens gathered from a batch).
+V vocabulary, N rows (tokens gathered from a batch), R relation heads, C classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from torch import Tensor
 IGNORE_INDEX = -100
 """Label of a position that no loss looks at (the convention of torch and transformers)."""
 
-Aspect = Literal["query", "key", "value", "ffn_up", "ffn_gate", "ffn_down", "hidden"]
-"""What can be tapped in a layer."""
+Aspect = Literal["query", "key", "value", "ffn_up", "ffn_gate", "ffn_down", "hidden", "embedding"]
+"""What can be tapped in a layer; the embedding, which stands before them all, counts as layer 0's."""
 
-Positions = Literal["tokens", "labels"]
-"""What a loss is a sum over: all real tokens, or those to be learnt."""
+Positions = Literal["tokens", "labels", "sequences"]
+"""What a loss is a sum over: all real tokens, those to be learnt, or the sequences that have a target."""
+
+POSITIONS: tuple[Positions, ...] = ("tokens", "labels", "sequences")
 
 TapRequest = Mapping[Aspect, frozenset[int]]
 """Which aspects to keep, and in which layers (0-based)."""
@@ -49,22 +51,37 @@ class Batch:
     attention_mask: Tensor
     """(B, T) int64, 1 at real tokens."""
     labels: Tensor
-    """(B, T) int64: the token itself where it is to be learnt, else IGNORE_INDEX. Not shifted."""
+    """(B, T) int64: the token itself where it is to be learnt, else IGNORE_INDEX. Not shifted: in a decoder's batch the
+    first label of a sequence has nothing before it that could predict it, and no masked word stands there either."""
     own_answers: bool = False
     """Whether the student wrote what the labels stand on (on-policy), so that only a teacher can judge it."""
+    token_type_ids: Tensor | None = None
+    """(B, T) int64, 0 in the first and 1 in the second segment; None for models without segments."""
+    targets: Tensor | None = None
+    """(B,): what is to be said of each sequence. int64 classes, IGNORE_INDEX where none (next sentence: 0 it follows,
+    1 it does not, as in BERT), or fp32 scores, NaN where none; None in batches without."""
 
-    def num_labels(self) -> Tensor:
-        """How many tokens are to be learnt, scalar; the first of a sequence has nothing before it to learn it from."""
-        return (self.labels[:, 1:] != IGNORE_INDEX).sum()
+    def counts(self) -> dict[Positions, Tensor]:
+        """How many of each kind of position the batch has, as scalars."""
+        return {
+            "tokens": self.attention_mask.sum(),
+            "labels": (self.labels[:, 1:] != IGNORE_INDEX).sum(),
+            "sequences": self.has_target().sum(),
+        }
+
+    def has_target(self) -> Tensor:
+        """Which sequences have a target: (B,), bool."""
+        if self.targets is None:
+            return torch.zeros(len(self.input_ids), dtype=torch.bool, device=self.input_ids.device)
+        return ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.attention_mask.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.own_answers,
-        )
+
+        def moved(value: Any) -> Any:
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        return Batch(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
 
 
 @dataclass
@@ -85,14 +102,23 @@ class Taps:
     """(B, T, W), output of the down projection, before the residual."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
     """(B, T, W), output of the layer."""
+    embedding: dict[int, Tensor] = field(default_factory=dict)
+    """(B, T, W), what goes into the first layer; its only key is 0."""
     scaling: dict[int, float] = field(default_factory=dict)
     """Factor on query·key before the softmax; kept with query."""
+    projected: dict[Aspect, dict[int, Tensor]] = field(default_factory=dict)
+    """What was tapped, heads side by side, mapped to the teacher's width by a learnt matrix: (B, T, teacher's
+    width)."""
 
 
 @dataclass
 class Outputs:
     """What a model gave for one batch."""
 
-    logits: Tensor
-    """(B, T, V)."""
+    logits: Tensor | None
+    """(B, T, V); None for a model without language-model head."""
     taps: Taps
+    sequence_logits: Tensor | None = None
+    """(B, C), of a next-sentence or classification head (C = 1 where scores are predicted); None without one."""
+    ends: tuple[Tensor, ...] = ()
+    """All that the forward pass returned, whatever the head; a loss that touches it reaches every parameter."""

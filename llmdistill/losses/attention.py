@@ -1,4 +1,4 @@
-"""Divergence between the attention distributions of student and teacher, built from their queries and keys."""
+"""Attention of student and teacher, built from their queries and keys: its distributions, or the scores before them."""
 
 from __future__ import annotations
 
@@ -61,6 +61,39 @@ def attention_kl(
     return LossSum(torch.where(real_BT, kl_BT, 0.0).sum(), real_BT.sum())
 
 
+def attention_score_mse(
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    attention_mask: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> LossSum:
+    """TinyBERT eq. 7: squared error of one layer's attention scores before the softmax, summed over real queries.
+
+    KroneckerBERT's attention loss is the same. A query's error is the mean over the keys that it may look at, so that
+    neither padding nor a mask changes its scale. Student and teacher need the same number of query heads H; head width
+    D and key heads G may differ.
+
+    Args:
+        student: queries and keys of the student.
+        teacher: queries and keys of the teacher.
+        attention_mask: (B, T), 1 at real tokens.
+        causal: a token sees only itself and what stands before it.
+        window: a token sees only the last so many positions, itself included; None for all.
+
+    Returns:
+        The sum over real queries of the mean over heads and visible keys, and the number of real tokens.
+    """
+    assert student.query.shape[1] == teacher.query.shape[1], "student and teacher must have the same number of heads"
+    real_BT = attention_mask.bool()
+    visible_B1TT = visible_keys(real_BT, causal=causal, window=window)
+    error_BHTT = attention_scores(student, real_BT) - attention_scores(teacher, real_BT)
+    squares_BHT = torch.where(visible_B1TT, error_BHTT, 0.0).square().sum(-1)
+    # The scores of a padded query are 0 in both models, so it adds nothing.
+    return LossSum((squares_BHT / visible_B1TT.sum(-1)).mean(1).sum(), real_BT.sum())
+
+
 def visible_keys(real_BT: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
     """Which key (last axis) each query may look at: (B, 1, T, T), True where it may.
 
@@ -78,6 +111,11 @@ def visible_keys(real_BT: Tensor, *, causal: bool, window: int | None = None) ->
 
 def attention_log_probs(inputs: AttentionInputs, real_BT: Tensor, visible_B1TT: Tensor) -> Tensor:
     """Logarithm of the attention distribution (eq. 3): (B, H, T, T) in at least fp32, -inf where not visible."""
+    return attention_scores(inputs, real_BT).masked_fill(~visible_B1TT, -torch.inf).log_softmax(-1)
+
+
+def attention_scores(inputs: AttentionInputs, real_BT: Tensor) -> Tensor:
+    """Scaled products of queries and keys: (B, H, T, T) in at least fp32; 0 where either is padding."""
     batch, heads, tokens, width = inputs.query.shape
     groups = inputs.key.shape[1]
     assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
@@ -88,4 +126,4 @@ def attention_log_probs(inputs: AttentionInputs, real_BT: Tensor, visible_B1TT: 
     # Head h reads key head h // (H/G): group the queries instead of repeating the keys.
     query_BGXTD = query_BHTD.reshape(batch, groups, heads // groups, tokens, width)
     scores_BHTT = (query_BGXTD @ key_BGTD[:, :, None].transpose(-1, -2)).reshape(batch, heads, tokens, tokens)
-    return (scores_BHTT * inputs.scaling).masked_fill(~visible_B1TT, -torch.inf).log_softmax(-1)
+    return scores_BHTT * inputs.scaling

@@ -1,8 +1,10 @@
-"""Mean squared error between hidden states."""
+"""Distances between hidden states: mean squared error, and the angle."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmdistill.batch import LossSum
 from llmdistill.losses.matrix import matrix_mse
@@ -24,3 +26,23 @@ def hidden_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, norm
     """
     assert student.dim() == 3, f"hidden states are (B, T, W), these are {tuple(student.shape)}"
     return matrix_mse(student, teacher, attention_mask, normalize=normalize)
+
+
+def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> LossSum:
+    """DistilBERT's cosine loss: 1 - cos(student, teacher) of the hidden states (B, T, W), summed over real tokens.
+
+    Args:
+        student: (B, T, W).
+        teacher: (B, T, W).
+        attention_mask: (B, T), 1 at real tokens.
+
+    Returns:
+        The sum over real tokens, each between 0 and 2, and the number of real tokens.
+    """
+    assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
+    real_BT = attention_mask.bool()
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    # Padding becomes a vector with a direction: that of zero has none, nor a gradient that is a number.
+    student_BTW, teacher_BTW = (torch.where(real_BT[..., None], each, 1.0).to(dtype) for each in (student, teacher))
+    distance_BT = 1 - functional.cosine_similarity(student_BTW, teacher_BTW, dim=-1)
+    return LossSum(torch.where(real_BT, distance_BT, 0.0).sum(), real_BT.sum())

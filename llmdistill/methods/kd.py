@@ -1,4 +1,4 @@
-"""Word-level distillation of the output (Hinton et al. 2015; GKD; DistiLLM): a divergence, and the labels beside it."""
+"""Distillation of the output (Hinton et al. 2015; GKD; DistiLLM): a divergence, and the labels beside it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import partial
 
 from torch import Tensor
 
-from llmdistill.batch import Batch, LossSum, Outputs, Positions, TapRequest
+from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, TapRequest
 from llmdistill.config import KdConfig
 from llmdistill.losses import divergence
-from llmdistill.losses.divergence import output_divergence
-from llmdistill.methods.label import label_term
+from llmdistill.methods.label import label_terms
+from llmdistill.methods.objective import LABEL, WORDS, Objective, OutputTerm
+from llmdistill.methods.output import divergence_terms
 
 
 def divergence_of(settings: KdConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -28,37 +29,44 @@ def divergence_of(settings: KdConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Kd:
-    """ratio · divergence + (1 - ratio) · cross-entropy on the labels.
+    """ratio · divergence + (1 - ratio) · cross-entropy on the labels; on words, on what is said of sequences, or both.
 
+    Scores have no distribution: there the squared error stands in both places, as `sequence_mse` to the teacher's.
     Answers that the student wrote itself are no labels: on such batches the divergence stands alone.
     """
 
-    def __init__(self, settings: KdConfig, *, causal: bool = True) -> None:
+    def __init__(self, settings: KdConfig, *, causal: bool = True, objective: Objective = WORDS) -> None:
         """A decoder predicts the next token (causal), an encoder the masked one."""
-        self._name: str = settings.divergence
+        measure = "mse" if objective.sequences == "scores" else settings.divergence
+        self._names = OutputTerm(settings.divergence, f"sequence_{measure}")
         self._divergence = divergence_of(settings)
         self._temperature = settings.temperature
-        self._causal = causal
+        self._causal, self._objective = causal, objective
+        self._has_labels = settings.ratio < 1
         self.needs_teacher = True
         self.teacher_taps: TapRequest = {}
         self.student_taps: TapRequest = {}
-        weights = {self._name: settings.ratio, "label": 1 - settings.ratio}
-        self.weights: Mapping[str, float] = {name: weight for name, weight in weights.items() if weight > 0}
-        self.positions: Mapping[str, Positions] = {name: "labels" for name in self.weights}
+        self.projections: Mapping[Aspect, tuple[int, int]] = {}
+        to_teacher = self._names.positions(objective)
+        to_labels = LABEL.positions(objective) if self._has_labels else {}
+        self.positions: Mapping[str, Positions] = to_teacher | to_labels
+        self.weights: Mapping[str, float] = dict.fromkeys(to_teacher, settings.ratio) | dict.fromkeys(
+            to_labels, 1 - settings.ratio
+        )
 
     def __call__(self, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
-        """The divergence under its own name, and `label` unless ratio is 1."""
+        """The divergence under its own name, and `label` unless ratio is 1; on sequences sequence_*."""
         assert teacher is not None
-        terms: dict[str, LossSum] = {
-            self._name: output_divergence(
-                student.logits,
-                teacher.logits,
-                batch.labels,
-                divergence=self._divergence,
-                temperature=self._temperature,
-                shift=self._causal,
-            )
-        }
-        if "label" in self.weights:
-            terms["label"] = label_term(student, batch, causal=self._causal)
+        terms = divergence_terms(
+            self._names,
+            student,
+            teacher,
+            batch,
+            self._objective,
+            divergence=self._divergence,
+            temperature=self._temperature,
+            causal=self._causal,
+        )
+        if self._has_labels:
+            terms |= label_terms(student, batch, self._objective, causal=self._causal)
         return terms

@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig
 from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, TapRequest, Taps
 from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.attention import AttentionInputs, attention_kl
+from llmdistill.losses.attention import attention_kl
 from llmdistill.losses.hidden import hidden_mse
-from llmdistill.losses.logits import soft_cross_entropy
 from llmdistill.losses.matrix import matrix_mse
-from llmdistill.methods.label import label_term
+from llmdistill.methods.label import label_terms
+from llmdistill.methods.layer_map import attention_of, sum_over_layers
+from llmdistill.methods.objective import LABEL, WORDS, Objective, OutputTerm
+from llmdistill.methods.output import soft_terms
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import family_of, shape_of
 
@@ -23,20 +25,25 @@ MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate
 """Terms of the matrix aspect (eq. 17), each named as what it taps."""
 
 TERMS = (*MATRIX_TERMS, "attention", "hidden", "logits", "label")
-"""All terms, in the order of the log."""
+"""All terms, in the order of the log. Each is also a setting, its weight."""
+
+LOGITS = OutputTerm("logits", "sequence_logits")
+"""Soft cross-entropy (eq. 18): of the language model's head, and of the one for next sentences or a task."""
 
 
 class Makd:
     """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in others, logits on top.
 
     A term is the sum over its layers of the mean over tokens, so it grows with the number of layers. A term of weight
-    0 or without layers does not exist: it is not in `weights`, not computed, and asks for no taps.
+    0 or without layers does not exist: it is not in `weights`, not computed, and asks for no taps. Where sequences have
+    targets, logits and label have a counterpart of the same weight on them (sequence_logits, sequence_label).
 
     Attributes:
         weights: factor of each term.
         positions: what each term is a sum over.
         teacher_taps, student_taps: what the models must hand over.
         needs_teacher: whether any term looks at the teacher.
+        projections: none, as both models have the same widths.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class Makd:
         causal: bool,
         gated: bool,
         windows: Sequence[int | None] | None = None,
+        objective: Objective = WORDS,
     ) -> None:
         """Resolve the settings for a model.
 
@@ -56,22 +64,23 @@ class Makd:
             causal: decoder or encoder.
             gated: whether the feed-forward layers have a gate; without one the term ffn_gate does not exist.
             windows: sliding attention window of each layer; None where, or if, there is none.
+            objective: what the batches have to be learnt.
 
         Raises:
             UserError: layers that are not there, a negative weight, a temperature of 0, or no term left.
         """
         self._settings = settings
-        self._causal = causal
+        self._causal, self._objective = causal, objective
         self._windows = (None,) * num_layers if windows is None else tuple(windows)
         self._matrix_layers = parse_layers(settings.matrix_layers, num_layers, key="makd.matrix_layers")
         self._layer_layers = parse_layers(settings.layer_layers, num_layers, key="makd.layer_layers")
         self.weights: Mapping[str, float] = self._weights(gated=gated)
-        self.positions: Mapping[str, Positions] = {
-            name: "labels" if name in ("logits", "label") else "tokens" for name in self.weights
-        }
+        of_output = LOGITS.positions(objective) | LABEL.positions(objective)
+        self.positions: Mapping[str, Positions] = {name: of_output.get(name, "tokens") for name in self.weights}
         self.student_taps: TapRequest = self._taps()
         self.teacher_taps: TapRequest = self.student_taps
-        self.needs_teacher = set(self.weights) != {"label"}
+        self.needs_teacher = not self.weights.keys() <= set(LABEL)
+        self.projections: Mapping[Aspect, tuple[int, int]] = {}
 
     def __call__(self, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
         """The terms of one batch, unweighted, under the names of `weights`.
@@ -82,21 +91,23 @@ class Makd:
             batch: the batch both have seen.
         """
         terms: dict[str, LossSum] = {}
-        for name in self.weights:
-            if name == "label":
-                terms[name] = label_term(student, batch, causal=self._causal)
-                continue
-            assert teacher is not None, f"the term {name} needs the teacher"
-            if name == "logits":
-                terms[name] = soft_cross_entropy(
-                    student.logits,
-                    teacher.logits,
-                    batch.labels,
+        if self.needs_teacher:
+            assert teacher is not None, "only the labels' terms need no teacher"
+            for name in self.weights:
+                if name not in (*LOGITS, *LABEL):
+                    terms[name] = self._layer_term(name, student.taps, teacher.taps, batch.attention_mask)
+            if self._settings.logits > 0:
+                terms |= soft_terms(
+                    LOGITS,
+                    student,
+                    teacher,
+                    batch,
+                    self._objective,
                     temperature=self._settings.temperature,
-                    shift=self._causal,
+                    causal=self._causal,
                 )
-            else:
-                terms[name] = self._layer_term(name, student.taps, teacher.taps, batch.attention_mask)
+        if self._settings.label > 0:
+            terms |= label_terms(student, batch, self._objective, causal=self._causal)
         return terms
 
     def _layer_term(self, name: str, student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
@@ -104,10 +115,7 @@ class Makd:
         losses: list[LossSum] = []
         for layer in self._layers_of_term(name):
             if name == "attention":
-                of_student, of_teacher = (
-                    AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
-                    for taps in (student, teacher)
-                )
+                of_student, of_teacher = attention_of(student, layer), attention_of(teacher, layer)
                 losses.append(
                     attention_kl(of_student, of_teacher, mask, causal=self._causal, window=self._windows[layer])
                 )
@@ -116,11 +124,7 @@ class Makd:
             else:
                 of_student, of_teacher = getattr(student, name)[layer], getattr(teacher, name)[layer]
                 losses.append(matrix_mse(of_student, of_teacher, mask, normalize=normalize))
-        # Every layer counts the same tokens: one layer's count makes the term a sum over layers of means.
-        total = losses[0].sum
-        for loss in losses[1:]:
-            total = total + loss.sum
-        return LossSum(total, losses[0].count)
+        return sum_over_layers(losses)
 
     def _layers_of_term(self, name: str) -> tuple[int, ...]:
         return self._matrix_layers if name in MATRIX_TERMS else self._layer_layers
@@ -131,8 +135,12 @@ class Makd:
         for name in TERMS:
             if settings[name] < 0:
                 raise UserError(f"makd.{name} is {settings[name]}: a weight is 0 (the term is off) or more")
-            has_place = name in ("logits", "label") or bool(self._layers_of_term(name))
-            if settings[name] > 0 and has_place and (gated or name != "ffn_gate"):
+            if settings[name] == 0:
+                continue
+            if name in (LOGITS.words, LABEL.words):
+                names = LOGITS if name == LOGITS.words else LABEL
+                weights |= dict.fromkeys(names.positions(self._objective), settings[name])
+            elif self._layers_of_term(name) and (gated or name != "ffn_gate"):
                 weights[name] = settings[name]
         if not weights:
             raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")
@@ -151,7 +159,9 @@ class Makd:
         return taps
 
 
-def build_makd(settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> Makd:
+def build_makd(
+    settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+) -> Makd:
     """MaKD for two models, from their configs.
 
     Raises:
@@ -160,7 +170,12 @@ def build_makd(settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrai
     check_same_shape(teacher, student)
     family, shape = family_of(student), shape_of(student)
     return Makd(
-        settings, shape.num_layers, causal=family.causal, gated=family.ffn_gate is not None, windows=shape.windows
+        settings,
+        shape.num_layers,
+        causal=family.causal,
+        gated=family.ffn_gate is not None,
+        windows=shape.windows,
+        objective=objective,
     )
 
 

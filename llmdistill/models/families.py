@@ -17,6 +17,8 @@ class Family:
 
     layers: str
     """List of layers, from the base model."""
+    embedding: str
+    """From the base model: the module whose output goes into the first layer."""
     attention: str
     """From a layer: the module that calls the attention function."""
     ffn_up: str
@@ -31,15 +33,25 @@ class Family:
 
 _LLAMA = Family(
     layers="layers",
+    embedding="embed_tokens",
     attention="self_attn",
     ffn_up="mlp.up_proj",
     ffn_gate="mlp.gate_proj",
     ffn_down="mlp.down_proj",
     causal=True,
 )
-_GPT2 = Family(layers="h", attention="attn", ffn_up="mlp.c_fc", ffn_gate=None, ffn_down="mlp.c_proj", causal=True)
+_GPT2 = Family(
+    layers="h",
+    embedding="drop",
+    attention="attn",
+    ffn_up="mlp.c_fc",
+    ffn_gate=None,
+    ffn_down="mlp.c_proj",
+    causal=True,
+)
 _BERT = Family(
     layers="encoder.layer",
+    embedding="embeddings",
     attention="attention.self",
     ffn_up="intermediate.dense",
     ffn_gate=None,

@@ -48,18 +48,21 @@ class Recorder:
     For the same reason a loss under ZeRO-3 must reach the model's output too, if only with weight 0.
     """
 
-    def __init__(self, model: PreTrainedModel, request: TapRequest) -> None:
+    def __init__(self, model: PreTrainedModel, request: TapRequest, projectors: nn.ModuleDict | None = None) -> None:
         """Install the taps.
 
         Args:
             model: the model itself, not the engine around it; its attention implementation is sdpa.
             request: which aspects to keep, and in which layers (0-based); empty sets are allowed.
+            projectors: by aspect, what maps its tensors to another width; all its layers go through the same. They run
+                inside the model's forward pass, where ZeRO-3 knows how to gather them.
 
         Raises:
             UserError: the architecture is not supported, or the attention implementation is not sdpa.
         """
         self._model = model
         self._request = {aspect: layers for aspect, layers in request.items() if layers}
+        self._projectors = nn.ModuleDict() if projectors is None else projectors
         self._armed = False
         self._in_forward = False
         self._taps: Taps | None = None
@@ -107,6 +110,7 @@ class Recorder:
         family, num_layers = family_of(self._model.config), len(layers_of(self._model))
         for aspect, layers in self._request.items():
             assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
+            assert aspect != "embedding" or layers == {0}, "the embedding counts as layer 0's"
             assert aspect != "ffn_gate" or family.ffn_gate is not None, "ffn_gate of a model without gate"
             if aspect.startswith("ffn_") and getattr(self._model.config, "chunk_size_feed_forward", None):
                 raise UserError(
@@ -148,6 +152,9 @@ class Recorder:
                 assert name is not None
                 module = layers[index].get_submodule(name)
                 self._handles.append(module.register_forward_hook(partial(self._keep_output, aspect, index)))
+        if "embedding" in self._request:
+            module = self._model.base_model.get_submodule(family.embedding)
+            self._handles.append(module.register_forward_hook(partial(self._keep_output, "embedding", 0)))
         self._handles.append(self._model.register_forward_pre_hook(self._start))
         self._handles.append(self._model.register_forward_hook(self._end))
 
@@ -179,6 +186,10 @@ class Recorder:
         kept: dict[int, Tensor] = getattr(self._taps, aspect)
         assert index not in kept, f"{aspect} of layer {index} came twice in one forward pass"
         kept[index] = tensor
+        if aspect in self._projectors:
+            # (B, G, T, D) heads side by side, as (B, T, G·D)
+            flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
+            self._taps.projected.setdefault(aspect, {})[index] = self._projectors[aspect](flat)
 
     def _refuse_reentrant_checkpointing(self) -> None:
         """Reentrant checkpointing runs the layers without a graph, so the taps' gradients would silently be lost."""

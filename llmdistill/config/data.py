@@ -1,0 +1,98 @@
+"""What a student learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """How a corpus is read and what of it is learnt."""
+
+    field: str = "text"
+    """Name of the text in rows of JSONL, JSON, Parquet, CSV or a data set on the hub; each row is a document. In a
+    plain text file a line is a segment, and an empty line ends a document."""
+    mask_share: float = 0.15
+    """Share of the tokens that an encoder has to guess; of these 80 % are masked, 10 % replaced and 10 % left."""
+    whole_words: bool = False
+    """Choose whole words rather than tokens."""
+    next_sentence: bool | None = None
+    """Whether an encoder sees pairs of segments and says if the second follows the first (BERT). Without it: where the
+    teacher is a BERT whose next-sentence head the method learns from."""
+    valid_sequences: int = 512
+    """Of data.valid the first so many sequences are looked at."""
+    cache_dir: str | None = None
+    """Folder of the tokenised corpora, which any run with the same text and tokenizer takes again; without it
+    $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be masked.
+
+        Raises:
+            ValueError: a share out of its range.
+        """
+        if not 0 < self.mask_share < 1:
+            raise ValueError(f"data.text.mask_share is {self.mask_share}: give a share between 0 and 1, 0.15 is usual")
+        if self.valid_sequences < 1:
+            raise ValueError(f"data.text.valid_sequences is {self.valid_sequences}: give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet or CSV that
+    hold instruction, input (may be empty) and output (a string or a list of them), or prompt and completion, or
+    messages. Text is plain text files or such rows with a text in them."""
+
+    kind: Literal["instructions", "text"] = "instructions"
+    """instructions: answers are learnt (decoders); text: a corpus, of which a decoder learns each next word and an
+    encoder masked ones (settings under data.text)."""
+    train: str = "embedded:train"
+    """Training set; of an instruction with several answers the first is learnt."""
+    valid: str | None = None
+    """Validation set: its loss is logged and, of instructions, its ROUGE-L scored, for choosing settings; it is never
+    learnt."""
+    tests: dict[str, str] = field(default_factory=dict)
+    """Test sets of instructions as {name: path}; every model of the final table is scored on each."""
+    streaming: bool = False
+    """Read the training set while training instead of before it, for sets that do not fit into memory."""
+    shuffle_buffer: int = 10_000
+    """Examples among which a streamed set is shuffled."""
+    on_policy: float = 0.0
+    """Share of the steps whose answers the student writes itself while it learns (GKD's lambda), from 0 to 1."""
+    max_prompt_length: int = 256
+    """Most tokens a prompt may have, template included."""
+    max_length: int = 512
+    """Most tokens a prompt and its answer may have together; a longer answer is cut, and counted. Text is packed to
+    it."""
+    long_prompts: Literal["error", "drop", "truncate"] = "error"
+    """What happens to prompts over max_prompt_length: stop, leave them out, or keep their end. Always said."""
+    text: TextConfig = field(default_factory=TextConfig)
+    """Where kind is text."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that leave no room.
+
+        Raises:
+            ValueError: the limits contradict each other.
+        """
+        if self.kind == "text":
+            self._check_text()
+        elif not 0 < self.max_prompt_length < self.max_length:
+            raise ValueError(
+                f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
+                "the prompt's limit must be positive and leave room for an answer"
+            )
+        if not 0 <= self.on_policy <= 1:
+            raise ValueError(f"data.on_policy is {self.on_policy}: give a share from 0 to 1")
+        if self.shuffle_buffer < 1:
+            raise ValueError(f"data.shuffle_buffer is {self.shuffle_buffer}: give 1 or more (1 does not shuffle)")
+
+    def _check_text(self) -> None:
+        if self.max_length < 8:
+            raise ValueError(f"data.max_length is {self.max_length}: text is packed to 8 tokens or more")
+        for key, off in (("tests", {}), ("on_policy", 0), ("streaming", False)):
+            if getattr(self, key) != off:
+                raise ValueError(f"data.{key} is for instructions, but data.kind is text: leave it out")
+        if self.train.startswith("embedded:"):
+            raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")

@@ -1,0 +1,132 @@
+"""Fine-tuning on GLUE."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmdistill.config import TeacherMethod
+from llmdistill.config.methods import (
+    DistilbertConfig,
+    KdConfig,
+    MakdConfig,
+    MinilmConfig,
+    Minilmv2Config,
+    TinybertConfig,
+)
+
+ProtocolName = Literal["makd", "minilmv2", "custom"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueConfig:
+    """What is fine-tuned on which tasks of GLUE, by which settings."""
+
+    model: str
+    """Folder or hub name of the model: an encoder, dense, factorised or of a smaller shape, or a decoder."""
+    teacher: str | None = None
+    """Fine-tuned teachers to learn from: the folder of an earlier run of this command, a path with {task} in it, or,
+    for one task, a model's folder. Without it the labels alone are learnt."""
+    baseline: str | None = None
+    """Folder or hub name of a model to compare size and speed with; default: the first task's teacher."""
+    tasks: list[str] | None = None
+    """Tasks, separated by commas, such as rte,cola,sst2; default: all nine."""
+    data_dir: str | None = None
+    """GLUE's own download, with a folder a task (RTE/train.tsv ...); without it the hub's."""
+    output_dir: str | None = None
+    """Folder of all that is written; default: runs/glue/MODEL, with the method's name where there is a teacher."""
+    ds_config: str | None = None
+    """DeepSpeed configuration (JSON); default: ds_configs/zero1.json of the repository."""
+    method: Literal["sft", TeacherMethod] | None = None
+    """sft: the labels alone; the others learn from the teacher, as set under their names. Default: kd with a teacher,
+    sft without. Where a method does not look at the output, as minilm and minilmv2, the labels are learnt beside it."""
+    also: list[TeacherMethod] = field(default_factory=list)
+    """Methods whose terms are added to those of `method`, each as set under its name."""
+    protocol: ProtocolName = "makd"
+    """Learning rates, epochs, seeds and the rest. makd: MaKD's four learning rates x 5 seeds (its epochs are not said: 3
+    here); minilmv2: MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; custom: 2e-5, 3 epochs, 1
+    seed. Batches of 32, 128 tokens, a tenth of the steps warm-up, weight decay 0.01. Settings below take precedence."""
+    learning_rates: list[float] | None = None
+    """Peak learning rates to try, separated by commas; the best on dev is taken."""
+    epochs: list[int] | None = None
+    """Numbers of epochs to try, separated by commas."""
+    seeds: list[int] | None = None
+    """Seeds of each setting, separated by commas: of the classifier's first weights, the data order and dropout."""
+    batch_size: int | None = None
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int | None = None
+    """Sequences per rank and forward pass; without it the whole share of a rank at once."""
+    max_length: int | None = None
+    """Tokens of an example; the longer sentence is cut first."""
+    warmup_ratio: float | None = None
+    """Share of the steps in which the learning rate rises; it falls linearly to 0 in the rest."""
+    weight_decay: float | None = None
+    """AdamW's weight decay; biases and norms have none."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
+    limit: int | None = None
+    """Learn only the first so many training examples of each task, for a quick look."""
+    keep_models: bool = False
+    """Keep the model of every run; by default only each task's best."""
+    speed: bool = True
+    """Measure latency and throughput."""
+    makd: MakdConfig = field(default_factory=MakdConfig)
+    """MaKD, where method is makd."""
+    kd: KdConfig = field(default_factory=KdConfig)
+    """The output's divergence, where method is kd."""
+    minilm: MinilmConfig = field(default_factory=MinilmConfig)
+    """MiniLM, where method is minilm."""
+    minilmv2: Minilmv2Config = field(default_factory=Minilmv2Config)
+    """MiniLMv2, where method is minilmv2."""
+    distilbert: DistilbertConfig = field(default_factory=DistilbertConfig)
+    """DistilBERT, where method is distilbert."""
+    tinybert: TinybertConfig = field(default_factory=TinybertConfig)
+    """TinyBERT, where method is tinybert."""
+
+    def methods(self) -> list[str]:
+        """All methods of the run, the first one first."""
+        default = "sft" if self.teacher is None else "kd"
+        return [default if self.method is None else self.method, *self.also]
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be fine-tuned.
+
+        Raises:
+            ValueError: a number is out of its range, or the methods contradict the teacher or each other.
+        """
+        for key in ("batch_size", "micro_batch_size", "max_length", "limit"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"--{key} {value}: give 1 or more")
+        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"--warmup_ratio {self.warmup_ratio}: give a share between 0 and 1")
+        if self.weight_decay is not None and self.weight_decay < 0:
+            raise ValueError(f"--weight_decay {self.weight_decay}: give 0 or more")
+        _check_list("tasks", self.tasks, fits=True, wanted="such as rte,cola")
+        _check_list("learning_rates", self.learning_rates, fits=_least(self.learning_rates) > 0, wanted="all over 0")
+        _check_list("epochs", self.epochs, fits=_least(self.epochs) >= 1, wanted="all 1 or more")
+        _check_list("seeds", self.seeds, fits=_least(self.seeds) >= 0, wanted="none below 0")
+        self._check_methods()
+
+    def _check_methods(self) -> None:
+        methods = self.methods()
+        if "sft" in methods and self.also:
+            raise ValueError(f"--also {self.also}: method sft has no teacher; make one of them the method")
+        if methods != ["sft"] and self.teacher is None:
+            raise ValueError(
+                f"method {', '.join(methods)} needs a teacher: name fine-tuned ones with --teacher, or take method sft"
+            )
+        if len(set(methods)) < len(methods):
+            raise ValueError(f"--also {self.also}, with method {methods[0]}: name each method once")
+        if "minilmv2" in methods and self.minilmv2.teacher_layer == "auto":
+            raise ValueError("--minilmv2.teacher_layer auto searches on a text, and there is none here: name a layer")
+
+
+def _least(values: Collection[float] | None) -> float:
+    return min(values) if values else 1
+
+
+def _check_list(key: str, values: Collection[object] | None, *, fits: bool, wanted: str) -> None:
+    if values is not None and (not values or len(set(values)) < len(values) or not fits):
+        raise ValueError(f"--{key} {list(values)}: give one or more, each once, {wanted}")

@@ -1,0 +1,39 @@
+"""How answers are generated and scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How answers are generated and scored. The defaults but `decoding` are MiniLLM's protocol."""
+
+    decoding: Literal["sample", "greedy"] = "sample"
+    """sample: temperature 1, top_p 1, no top_k, one pass per seed; greedy: one pass."""
+    seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50])
+    """Seeds of the sampling passes; ROUGE-L is their mean."""
+    no_repeat_ngram_size: int = 6
+    """No n-gram of this length twice in an answer; 0 switches it off."""
+    batch_size: int = 32
+    """Prompts generated at once on each rank."""
+    limit: int | None = None
+    """Score only the first so many examples of each set."""
+    models: list[Literal["teacher", "untrained", "student"]] = field(
+        default_factory=lambda: ["teacher", "untrained", "student"]
+    )
+    """Which models of a run are scored."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be generated.
+
+        Raises:
+            ValueError: a number is out of its range, or sampling has no seed.
+        """
+        for key, least in (("no_repeat_ngram_size", 0), ("batch_size", 1), ("limit", 1)):
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ValueError(f"scoring.{key} is {value}: give {least} or more")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"scoring.seeds is {self.seeds}: give at least one, each once and none below 0")

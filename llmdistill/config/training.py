@@ -1,0 +1,68 @@
+"""Optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Optimisation. The global batch is what is given; how it is split over ranks and accumulation is derived."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = 64
+    """Sequences per optimizer step, over all ranks and accumulation steps."""
+    micro_batch_size: int | None = None
+    """Sequences per rank and forward pass; without it the whole share of a rank at once."""
+    learning_rate: float = 5e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay of the learning rate after the warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; a run shorter than that ends on the way up."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the end of a cosine or linear decay."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay; biases and norms have none."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's β1 and β2."""
+    eps: float = 1e-8
+    """AdamW's ε."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 switches it off."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the student's forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
+    activation_checkpointing: bool = False
+    """Recompute the student's activations in the backward pass: less memory, more time."""
+    log_every: int = 10
+    """Steps between two lines of the log."""
+    validate_every: int = 100
+    """Steps between two looks at the loss on data.valid, where there is one; the last step always looks."""
+    save_every: int = 100
+    """Steps between two checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 2
+    """How many checkpoints are kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        for key in (
+            "steps",
+            "global_batch_size",
+            "micro_batch_size",
+            "log_every",
+            "validate_every",
+            "save_every",
+            "keep_checkpoints",
+        ):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"train.{key} is {value}: give 1 or more")
+        for key in ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"train.{key} is {getattr(self, key)}: give 0 or more")

@@ -1,0 +1,114 @@
+"""Which layers of student and teacher are compared, and what two models must share for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from llmdistill.batch import LossSum, Taps
+from llmdistill.errors import UserError
+from llmdistill.losses.attention import AttentionInputs
+from llmdistill.models.families import family_of, shape_of
+
+
+class LayerPair(NamedTuple):
+    """One comparison: layers counted from 0."""
+
+    student: int
+    teacher: int
+    window: int | None
+    """Sliding attention window of both layers; None where they see everything."""
+
+
+def uniform_map(student_layers: int, teacher_layers: int) -> list[int]:
+    """The teacher's layer (0-based) of each of the student's, evenly spread, last against last.
+
+    TinyBERT's and MiniLM's uniform map: layer m of M learns from layer m·L/M of L (both from 1). Where M does not
+    divide L the product is rounded, halves up; a student deeper than its teacher meets some layers more than once.
+    """
+    return [
+        max(1, (2 * layer * teacher_layers + student_layers) // (2 * student_layers)) - 1
+        for layer in range(1, student_layers + 1)
+    ]
+
+
+def named_layer(spec: int | Literal["last"], teacher: PreTrainedConfig, *, key: str) -> int:
+    """The teacher's layer (0-based) that a setting names, from 1.
+
+    Raises:
+        UserError: the teacher has no such layer.
+    """
+    num_layers = shape_of(teacher).num_layers
+    if spec == "last":
+        return num_layers - 1
+    if not 1 <= spec <= num_layers:
+        raise UserError(f"{key} is {spec}: the teacher has {num_layers} layers; give one from 1 to {num_layers}")
+    return spec - 1
+
+
+def pair_layers(
+    layers: Iterable[tuple[int, int]], teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str
+) -> list[LayerPair]:
+    """Layers to compare by what their tokens see, from (student, teacher) numbers.
+
+    Raises:
+        UserError: two layers to be compared have different attention windows.
+    """
+    of_student, of_teacher = shape_of(student).windows, shape_of(teacher).windows
+    pairs: list[LayerPair] = []
+    for mine, theirs in layers:
+        if of_student[mine] != of_teacher[theirs]:
+            raise UserError(
+                f"{method} compares what tokens see, but the attention window is {of_student[mine]} in the student's "
+                f"layer {mine + 1} and {of_teacher[theirs]} in the teacher's layer {theirs + 1}: "
+                "give the student's config.json the teacher's sliding_window, or name another layer"
+            )
+        pairs.append(LayerPair(mine, theirs, of_student[mine]))
+    return pairs
+
+
+def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> bool:
+    """Whether both models are decoders; False if both are encoders.
+
+    Raises:
+        UserError: one is a decoder and the other an encoder.
+    """
+    causal = family_of(student).causal
+    if family_of(teacher).causal != causal:
+        kinds = {True: "a decoder", False: "an encoder"}
+        raise UserError(
+            f"{method} compares models of one kind, but the teacher ({teacher.model_type}) is {kinds[not causal]} and "
+            f"the student ({student.model_type}) {kinds[causal]}: take a student of the teacher's kind"
+        )
+    return causal
+
+
+def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
+    """Heads are compared one by one, so there must be equally many (query) heads.
+
+    Raises:
+        UserError: there are not.
+    """
+    of_teacher, of_student = shape_of(teacher), shape_of(student)
+    if of_teacher.num_heads != of_student.num_heads:
+        raise UserError(
+            f"{method} compares head with head, but the teacher has {of_teacher.num_heads} attention heads and the "
+            f"student {of_student.num_heads}: give the student {of_teacher.num_heads} "
+            f"(student.shape DEPTHxWIDTHx{of_teacher.num_heads}), or take method minilmv2, which is free of that"
+        )
+
+
+def attention_of(taps: Taps, layer: int) -> AttentionInputs:
+    """What one layer's attention is made of."""
+    return AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
+
+
+def sum_over_layers(losses: Sequence[LossSum]) -> LossSum:
+    """A term of several layers: the sum of their losses, over the positions that each of them counts."""
+    # Every layer counts the same tokens: one layer's count makes the term a sum over layers of means.
+    total = losses[0].sum
+    for loss in losses[1:]:
+        total = total + loss.sum
+    return LossSum(total, losses[0].count)

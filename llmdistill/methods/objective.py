@@ -1,0 +1,46 @@
+"""What there is to learn in a run's batches, and the names that the output's terms have after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from llmdistill.batch import Positions
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a run's batches have to be learnt: words (labels), a target for each sequence, or both."""
+
+    words: bool = True
+    sequences: Literal["classes", "scores"] | None = None
+
+    def __post_init__(self) -> None:
+        """A batch without either would leave the output nothing to say."""
+        assert self.words or self.sequences is not None, "an objective is words, a target for each sequence, or both"
+
+
+WORDS = Objective()
+"""Of decoders, and of encoders on masked words alone."""
+
+
+class OutputTerm(NamedTuple):
+    """The two names of one term of the output."""
+
+    words: str
+    """Where it stands on words, so at the labels."""
+    sequences: str
+    """Where it stands on what is said of each sequence."""
+
+    def positions(self, objective: Objective) -> dict[str, Positions]:
+        """The names that the term has under an objective, and what each is a sum over."""
+        positions: dict[str, Positions] = {}
+        if objective.words:
+            positions[self.words] = "labels"
+        if objective.sequences is not None:
+            positions[self.sequences] = "sequences"
+        return positions
+
+
+LABEL = OutputTerm("label", "sequence_label")
+"""What the data itself says."""

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmdistill.batch import IGNORE_INDEX, LossSum
+from llmdistill.losses.divergence import forward_kl, reverse_kl
+from llmdistill.losses.sequence import (
+    sequence_cross_entropy,
+    sequence_divergence,
+    sequence_mse,
+    sequence_score_mse,
+    sequence_soft_cross_entropy,
+)
+
+CLASSES = torch.tensor([2, IGNORE_INDEX, 0, 1])
+SCORES = torch.tensor([1.5, math.nan, 0.0, 4.2], dtype=torch.float64)
+HAS_TARGET = torch.tensor([True, False, True, True])
+COUNTED = [0, 2, 3]
+
+
+def make(seed: int, classes: int = 3) -> Tensor:
+    return 2 * torch.randn(4, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def probabilities(row: Tensor, temperature: float = 1.0) -> list[float]:
+    weights = [math.exp(float(x) / temperature) for x in row]
+    return [weight / sum(weights) for weight in weights]
+
+
+LOSSES = {
+    "cross-entropy": (lambda s, t: sequence_cross_entropy(s, CLASSES), 3),
+    "mse": (lambda s, t: sequence_mse(s, SCORES), 1),
+    "divergence": (lambda s, t: sequence_divergence(s, t, HAS_TARGET, divergence=reverse_kl, temperature=1.7), 3),
+    "soft cross-entropy": (lambda s, t: sequence_soft_cross_entropy(s, t, HAS_TARGET, temperature=1.7), 3),
+    "score mse": (lambda s, t: sequence_score_mse(s, t, HAS_TARGET), 1),
+}
+every_loss = pytest.mark.parametrize(("loss_of", "classes"), LOSSES.values(), ids=LOSSES)
+
+
+def check(loss: LossSum, expected: float) -> None:
+    assert loss.sum.item() == pytest.approx(expected, rel=1e-12)
+    assert loss.count.item() == 3
+
+
+def test_targets() -> None:
+    logits = make(0)
+    check(
+        sequence_cross_entropy(logits, CLASSES), -sum(math.log(probabilities(logits[b])[CLASSES[b]]) for b in COUNTED)
+    )
+    scores = make(0, classes=1)
+    check(sequence_mse(scores, SCORES), sum((float(scores[b, 0]) - float(SCORES[b])) ** 2 for b in COUNTED))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_the_teacher(temperature: float) -> None:
+    student, teacher = make(0), make(1)
+    soft = divergence = 0.0
+    for b in COUNTED:
+        p, q = probabilities(teacher[b], temperature), probabilities(student[b], temperature)
+        soft -= sum(x * math.log(y) for x, y in zip(p, q, strict=True))
+        divergence += temperature**2 * sum(x * math.log(x / y) for x, y in zip(p, q, strict=True))
+    check(sequence_soft_cross_entropy(student, teacher, HAS_TARGET, temperature=temperature), soft)
+    check(sequence_divergence(student, teacher, HAS_TARGET, divergence=forward_kl, temperature=temperature), divergence)
+    student, teacher = make(0, classes=1), make(1, classes=1)
+    check(
+        sequence_score_mse(student, teacher, HAS_TARGET),
+        sum((float(student[b, 0]) - float(teacher[b, 0])) ** 2 for b in COUNTED),
+    )
+
+
+@pytest.mark.parametrize("name", ["divergence", "soft cross-entropy", "score mse"])
+def test_no_gradient_where_student_equals_teacher(name: str) -> None:
+    loss_of, classes = LOSSES[name]
+    student = make(1, classes).requires_grad_()
+    loss = loss_of(student, make(1, classes)).sum
+    loss.backward()
+    assert name == "soft cross-entropy" or abs(loss.item()) < 1e-12
+    assert student.grad is not None
+    assert student.grad.abs().max() < 1e-14
+
+
+@every_loss
+def test_sequences_without_target_do_not_matter(loss_of, classes: int) -> None:
+    results = []
+    for garbage in (0.0, math.nan, math.inf):
+        student, teacher = make(0, classes), make(1, classes)
+        student[1] = teacher[1] = garbage
+        student.requires_grad_()
+        loss = loss_of(student, teacher)
+        loss.sum.backward()
+        assert student.grad is not None
+        results.append((loss.sum.detach(), student.grad))
+    for value, gradient in results[1:]:
+        assert torch.equal(value, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+        assert not gradient[1].any()
+
+
+@every_loss
+def test_gradient(loss_of, classes: int) -> None:
+    teacher = make(1, classes)
+    torch.autograd.gradcheck(lambda student: loss_of(student, teacher).sum, make(0, classes).requires_grad_())
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_computed_in_fp32(loss_of, classes: int, dtype: torch.dtype) -> None:
+    student, teacher = make(0, classes).to(dtype), make(1, classes).to(dtype)
+    loss = loss_of(student, teacher)
+    assert loss.sum.dtype in (torch.float32, torch.float64)  # the scores here are fp64
+    assert loss.sum.item() == pytest.approx(loss_of(student.double(), teacher.double()).sum.item(), rel=1e-5)
+
+
+def test_without_any_target_the_loss_is_zero_and_has_a_gradient() -> None:
+    none = torch.zeros(4, dtype=torch.bool)
+    for loss_of, classes in (
+        (lambda s: sequence_cross_entropy(s, torch.full((4,), IGNORE_INDEX)), 3),
+        (lambda s: sequence_mse(s, torch.full((4,), math.nan)), 1),
+        (lambda s: sequence_divergence(s, make(1), none, divergence=forward_kl), 3),
+        (lambda s: sequence_soft_cross_entropy(s, make(1), none), 3),
+        (lambda s: sequence_score_mse(s, make(1, 1), none), 1),
+    ):
+        student = make(0, classes).requires_grad_()
+        loss = loss_of(student)
+        loss.sum.backward()
+        assert loss.sum.item() == loss.count.item() == 0
+        assert student.grad is not None
+        assert not student.grad.any()

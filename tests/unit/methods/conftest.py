@@ -1,0 +1,228 @@
+"""Pairs of tiny models, student smaller than teacher, and all that a naive loss reads of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
+
+from llmdistill.batch import IGNORE_INDEX, Batch, Outputs
+from llmdistill.methods import Method
+from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+
+
+def llama(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
+    return LlamaConfig(vocab_size=40, num_attention_heads=heads, num_key_value_heads=groups, **sizes)
+
+
+def mistral(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth, "sliding_window": 3}
+    return MistralConfig(vocab_size=40, num_attention_heads=heads, num_key_value_heads=groups, **sizes)
+
+
+def gpt2(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
+    return GPT2Config(vocab_size=40, n_positions=32, n_layer=depth, n_embd=width, n_head=heads)
+
+
+def bert(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
+    return BertConfig(vocab_size=40, max_position_embeddings=32, num_attention_heads=heads, **sizes)
+
+
+def roberta(depth: int, width: int, heads: int, groups: int) -> PreTrainedConfig:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
+    return RobertaConfig(vocab_size=40, max_position_embeddings=34, num_attention_heads=heads, **sizes)
+
+
+FAMILIES = {"llama": llama, "mistral": mistral, "gpt2": gpt2, "bert": bert, "roberta": roberta}
+
+
+def build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
+    model = auto.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than at birth, so that every term has weight
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def make_batch() -> Batch:
+    ids = torch.randint(3, 40, (3, 7), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = mask[1, :2] = 0  # one padded on the right, one on the left
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels[:, :3] = IGNORE_INDEX
+    return Batch(ids, mask, labels)
+
+
+class Seen:
+    """One model's inner tensors, gathered with eager attention and plain hooks, in fp64: nothing of the package."""
+
+    def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
+        shape = shape_of(model.config)
+        self.heads, self.groups, self.width = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.causal, self.window = family_of(model.config).causal, getattr(model.config, "sliding_window", None)
+        self.flat: dict[tuple[str, int], Tensor] = {}
+        model.set_attn_implementation("eager")
+        handles = [hook for layer in range(shape.num_layers) for hook in self._hooks(model, layer)]
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        with torch.no_grad():
+            outputs = model(**inputs, output_attentions=True, output_hidden_states=True, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        model.set_attn_implementation("sdpa")
+        if hasattr(model.base_model, "rotary_emb"):
+            self._rotate(model, batch)
+        self.logits = outputs.logits.double()
+        self.attentions = [each.double() for each in outputs.attentions]
+        self.embedding = outputs.hidden_states[0].double()
+
+    def _hooks(self, model: PreTrainedModel, layer: int) -> list[torch.utils.hooks.RemovableHandle]:
+        def keep(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+            def hook(_m: nn.Module, _a: object, output: Any) -> None:
+                self.flat[name, layer] = (output[0] if isinstance(output, tuple) else output).double()
+
+            return module.register_forward_hook(hook)
+
+        def split(_m: nn.Module, _a: object, output: Tensor) -> None:
+            for name, part in zip(("query", "key", "value"), output.double().chunk(3, -1), strict=True):
+                self.flat[name, layer] = part
+
+        base = model.base_model
+        if model.config.model_type == "gpt2":
+            return [base.h[layer].attn.c_attn.register_forward_hook(split), keep("hidden", base.h[layer])]
+        if family_of(model.config).causal:
+            block, inner = base.layers[layer], base.layers[layer].self_attn
+            names = ("q_proj", "k_proj", "v_proj")
+        else:
+            block = base.encoder.layer[layer]
+            inner, names = block.attention.self, ("query", "key", "value")
+        parts = zip(("query", "key", "value"), names, strict=True)
+        return [*(keep(name, getattr(inner, module)) for name, module in parts), keep("hidden", block)]
+
+    def _rotate(self, model: PreTrainedModel, batch: Batch) -> None:
+        """Queries and keys are taken after the rotary embedding."""
+        positions = torch.arange(batch.input_ids.shape[1])[None]
+        cos, sin = (each.double() for each in model.base_model.rotary_emb(torch.zeros(1), position_ids=positions))
+        half = self.width // 2
+        for name, layer in self.flat:
+            if name in ("query", "key"):
+                heads = self.flat[name, layer].unflatten(-1, (-1, self.width))
+                turned = torch.cat([-heads[..., half:], heads[..., :half]], dim=-1)
+                self.flat[name, layer] = (heads * cos[:, :, None] + turned * sin[:, :, None]).flatten(2)
+
+    def keys_of(self, batch: Batch, b: int, i: int) -> list[int]:
+        """The positions that a token may look at."""
+        real = [j for j in range(batch.input_ids.shape[1]) if batch.attention_mask[b, j]]
+        return [j for j in real if not self.causal or (j <= i and (self.window is None or j > i - self.window))]
+
+    def per_head(self, name: str, layer: int, heads: int) -> Tensor:
+        """(B, T, heads, D): head h is that of group h // (heads/groups)."""
+        parts = self.flat[name, layer].unflatten(-1, (-1, self.width))
+        return torch.stack([parts[:, :, h * parts.shape[2] // heads] for h in range(heads)], dim=2)
+
+
+def kl(p: Tensor, q: Tensor) -> float:
+    return sum(float(x) * math.log(float(x) / float(y)) for x, y in zip(p, q, strict=True))
+
+
+def relation(seen: Seen, sides: tuple[str, str], layer: int, b: int, i: int, keys: list[int], count: int) -> Tensor:
+    """MiniLMv2 eq. 7: (R, keys), one token's distributions."""
+    heads = seen.heads if "query" in sides else seen.groups
+    left, right = (seen.per_head(side, layer, heads)[b].flatten(1).unflatten(1, (count, -1)) for side in sides)
+    scores = torch.stack([(left[i] * right[j]).sum(-1) for j in keys], dim=-1)
+    return (scores / math.sqrt(left.shape[-1])).softmax(-1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method's outputs on a pair of models."""
+
+    student: Outputs
+    teacher: Outputs
+    projectors: dict[str, nn.Linear]
+
+
+class Pair:
+    """A teacher and a smaller student, both real models."""
+
+    def __init__(
+        self, teacher: PreTrainedConfig, student: PreTrainedConfig, *, seeds: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.teacher_config, self.student_config = teacher, student
+        self.teacher, self.student, self.batch = build(teacher, seeds[0]), build(student, seeds[1]), make_batch()
+        self.causal = family_of(teacher).causal
+
+    def run(self, method: Method, batch: Batch | None = None) -> Run:
+        """What the method's taps give, as in training."""
+        torch.manual_seed(5)
+        projectors = {name: nn.Linear(*widths, bias=False) for name, widths in method.projections.items()}
+        batch = self.batch if batch is None else batch
+        with torch.no_grad():
+            teacher = self._forward(Recorder(self.teacher, method.teacher_taps), self.teacher, batch)
+        student = self._forward(Recorder(self.student, method.student_taps, projectors), self.student, batch)
+        return Run(student, teacher, projectors)
+
+    @staticmethod
+    def _forward(recorder: Recorder, model: PreTrainedModel, batch: Batch) -> Outputs:
+        outputs = TappedModel(model, recorder)(batch)
+        recorder.remove()
+        return outputs
+
+    def means(self, method: Method, batch: Batch | None = None) -> dict[str, float]:
+        """The method's terms, divided by their counts."""
+        run = self.run(method, batch)
+        terms = method(run.student, run.teacher, self.batch if batch is None else batch)
+        assert list(terms) == list(method.weights) == list(method.positions)
+        return {name: (term.sum / term.count).item() for name, term in terms.items()}
+
+    def seen(self) -> tuple[Seen, Seen]:
+        """Student and teacher, for a naive loss."""
+        return Seen(self.student, self.batch), Seen(self.teacher, self.batch)
+
+    def mean_over_tokens(self, loss: Any) -> float:
+        """Of a function of (sequence, token)."""
+        tokens = self.batch.attention_mask.nonzero().tolist()
+        return sum(float(loss(b, i)) for b, i in tokens) / len(tokens)
+
+    def padded(self) -> Batch:
+        """The batch with more padding on the right, which holds another word."""
+        pad = nn.functional.pad
+        return Batch(
+            pad(self.batch.input_ids, (0, 3), value=7),
+            pad(self.batch.attention_mask, (0, 3)),
+            pad(self.batch.labels, (0, 3), value=IGNORE_INDEX),
+        )
+
+
+@pytest.fixture(scope="session")
+def models() -> SimpleNamespace:
+    """What a test of a method on real models needs."""
+    return SimpleNamespace(Pair=Pair, families=FAMILIES, kl=kl, relation=relation, **FAMILIES)
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Teacher of 5 layers, student of 2, half as wide, with as many heads and (in Llama) half the key heads."""
+    make = FAMILIES[request.param]
+    return Pair(make(5, 32, 4, 2), make(2, 16, 4, 1))

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmdistill.batch import Outputs, Taps
+from llmdistill.config import DistilbertConfig, KdConfig, MinilmConfig, Minilmv2Config, TinybertConfig
+from llmdistill.methods import METHODS, build_method
+from llmdistill.methods.combined import Combined
+from llmdistill.methods.kd import Kd
+from llmdistill.methods.objective import Objective
+
+SETTINGS: dict[str, Any] = {
+    "kd": KdConfig(),
+    "minilm": MinilmConfig(value_mse=0.5),
+    "minilmv2": Minilmv2Config(relation_heads=2, teacher_layer=2),
+    "distilbert": DistilbertConfig(cosine=0.0),
+    "tinybert": TinybertConfig(),
+}
+
+
+def test_there_are_all_methods() -> None:
+    assert set(METHODS) == {"makd", "kd", "minilm", "minilmv2", "distilbert", "tinybert", "sft", "seqkd", "none"}
+
+
+def test_one_method_stays_itself(models) -> None:
+    config = models.bert(2, 16, 4, 4)
+    assert isinstance(build_method(["kd"], SETTINGS, config, config), Kd)
+    objective = Objective(words=False, sequences="classes")
+    assert list(build_method(["sft"], {}, config, config, objective).weights) == ["sequence_label"]
+
+
+def test_terms_are_those_of_all_methods(models) -> None:
+    pair = models.Pair(models.llama(3, 16, 4, 2), models.llama(2, 8, 4, 1))
+    names = ["tinybert", "minilm", "minilmv2", "kd", "distilbert"]
+    parts = {name: METHODS[name](SETTINGS[name], pair.teacher_config, pair.student_config) for name in names}
+    method = build_method(names, SETTINGS, pair.teacher_config, pair.student_config)
+    assert method.weights == {
+        "tinybert.attention": 1.0,
+        "hidden": 1.0,
+        "embedding": 1.0,
+        "minilm.attention": 1.0,
+        "value_relation": 1.0,
+        "value_mse": 0.5,
+        "relation_qq": 1.0,
+        "relation_kk": 1.0,
+        "relation_vv": 1.0,
+        "forward_kl": 0.5,
+        "kd.label": 0.5,
+        "soft": 5.0,
+        "distilbert.label": 2.0,
+    }
+    assert method.positions["kd.label"] == method.positions["forward_kl"] == "labels"
+    assert method.positions["minilm.attention"] == "tokens"
+    assert method.student_taps == {
+        "query": {0, 1},
+        "key": {0, 1},
+        "hidden": {0, 1},
+        "embedding": {0},
+        "value": {1},
+    }
+    # TinyBERT's layers 2 and 3, MiniLM's last, MiniLMv2's second.
+    assert method.teacher_taps == {
+        "query": {1, 2},
+        "key": {1, 2},
+        "hidden": {1, 2},
+        "embedding": {0},
+        "value": {1, 2},
+    }
+    assert method.projections == {"hidden": (8, 16), "embedding": (8, 16), "value": (2, 8)}
+    assert method.needs_teacher
+    run = pair.run(method)
+    together = {name: term.sum for name, term in method(run.student, run.teacher, pair.batch).items()}
+    alone = {
+        name if name in together else f"{part}.{name}": term.sum
+        for part, each in parts.items()
+        for name, term in each(run.student, run.teacher, pair.batch).items()
+    }
+    assert together.keys() == method.weights.keys()
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+
+
+def test_a_teacher_is_needed_if_one_method_needs_it(models) -> None:
+    config = models.bert(2, 16, 4, 4)
+    labels_alone = {"distilbert": DistilbertConfig(soft=0.0, cosine=0.0)}
+    method = build_method(["distilbert", "sft"], labels_alone, config, config)
+    assert not method.needs_teacher
+    assert list(method.weights) == ["distilbert.label", "sft.label"]
+    assert build_method(["distilbert", "kd"], {**labels_alone, "kd": KdConfig()}, config, config).needs_teacher
+
+
+class Mapped:
+    """A method of one aspect, mapped."""
+
+    def __init__(self, widths: tuple[int, int]) -> None:
+        self.weights, self.positions, self.needs_teacher = {"x": 1.0}, {"x": "tokens"}, True
+        self.teacher_taps = self.student_taps = {"hidden": frozenset({0})}
+        self.projections = {"hidden": widths}
+
+    def __call__(self, student: Outputs, teacher: Outputs | None, batch: Any) -> dict:
+        return {}
+
+
+def test_one_aspect_is_mapped_one_way() -> None:
+    assert Combined({"a": Mapped((2, 4)), "b": Mapped((2, 4))}).projections == {"hidden": (2, 4)}
+    with pytest.raises(AssertionError, match="two methods map hidden"):
+        Combined({"a": Mapped((2, 4)), "b": Mapped((2, 8))})
+    assert Combined({"a": Mapped((2, 4))})(Outputs(None, Taps()), None, None) == {}

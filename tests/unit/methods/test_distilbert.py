@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from llmdistill.config import DistilbertConfig
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.methods.distilbert import Distilbert
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta"])
+def test_terms_equal_the_naive_loop(models, family: str) -> None:
+    make = models.families[family]
+    pair = models.Pair(make(4, 16, 4, 2), make(2, 16, 2, 1))
+    method = Distilbert(DistilbertConfig(), pair.teacher_config, pair.student_config)
+    assert method.weights == {"soft": 5.0, "label": 2.0, "cosine": 1.0}
+    assert method.positions == {"soft": "labels", "label": "labels", "cosine": "tokens"}
+    student, teacher = pair.seen()
+    soft = label = count = 0.0
+    for b, i in (pair.batch.labels >= 0).nonzero().tolist():
+        at = i - 1 if pair.causal else i
+        p, q = ((seen.logits[b, at] / 2).softmax(-1) for seen in (teacher, student))
+        soft += 4 * models.kl(p, q)
+        label -= float(student.logits[b, at].log_softmax(-1)[pair.batch.labels[b, i]])
+        count += 1
+
+    def cosine(b: int, i: int) -> float:
+        mine, theirs = student.flat["hidden", 1][b, i], teacher.flat["hidden", 3][b, i]
+        return 1 - float(mine @ theirs) / float(mine.norm() * theirs.norm())
+
+    expected = {"soft": soft / count, "label": label / count, "cosine": pair.mean_over_tokens(cosine)}
+    assert pair.means(method) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names", "needs_teacher"),
+    [
+        (DistilbertConfig(), ["soft", "label", "cosine"], True),
+        (DistilbertConfig(cosine=0.0), ["soft", "label"], True),
+        (DistilbertConfig(soft=0.0, label=0.0), ["cosine"], True),
+        (DistilbertConfig(soft=0.0, cosine=0.0), ["label"], False),
+    ],
+)
+def test_terms_without_weight_do_not_exist(
+    models, settings: DistilbertConfig, names: list, needs_teacher: bool
+) -> None:
+    pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
+    method = Distilbert(settings, pair.teacher_config, pair.student_config)
+    assert list(pair.means(method)) == names
+    assert method.needs_teacher is needs_teacher
+    assert method.student_taps == ({"hidden": {1}} if "cosine" in names else {})
+    assert method.teacher_taps == ({"hidden": {3}} if "cosine" in names else {})
+    assert not method.projections
+
+
+def test_student_that_equals_its_teacher_stays(models) -> None:
+    config = models.bert(2, 16, 4, 4)
+    pair = models.Pair(config, config, seeds=(0, 0))
+    means = pair.means(Distilbert(DistilbertConfig(label=0.0), config, config))
+    assert means == pytest.approx({"soft": 0, "cosine": 0}, abs=1e-6)
+
+
+def test_padding_does_not_matter(models) -> None:
+    pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
+    method = Distilbert(DistilbertConfig(), pair.teacher_config, pair.student_config)
+    assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
+
+
+def test_only_the_cosine_needs_the_same_width(models) -> None:
+    teacher, student = models.bert(4, 32, 4, 4), models.bert(2, 16, 4, 4)
+    with pytest.raises(UserError, match=r"32 wide in the teacher and 16 in the student: set distilbert\.cosine to 0"):
+        METHODS["distilbert"](DistilbertConfig(), teacher, student)
+    METHODS["distilbert"](DistilbertConfig(cosine=0.0), teacher, student)
+    with pytest.raises(UserError, match="distilbert compares models of one kind"):
+        METHODS["distilbert"](DistilbertConfig(), models.gpt2(4, 16, 4, 4), student)
+
+
+def test_the_softened_output_is_compared_at_the_masked_words_alone(models) -> None:
+    pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
+    method = Distilbert(DistilbertConfig(cosine=0.0), pair.teacher_config, pair.student_config)
+    run = pair.run(method)
+    terms = method(run.student, run.teacher, pair.batch)
+    chosen = pair.batch.labels >= 0
+    student, teacher = (outputs.logits[chosen] / 2 for outputs in (run.student, run.teacher))
+    expected = 4 * functional.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum")
+    torch.testing.assert_close(terms["soft"].sum, expected)

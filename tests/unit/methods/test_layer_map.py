@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from llmdistill.batch import LossSum
+from llmdistill.errors import UserError
+from llmdistill.methods.layer_map import named_layer, sum_over_layers, uniform_map
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "expected"),
+    [
+        (6, 12, [1, 3, 5, 7, 9, 11]),
+        (4, 12, [2, 5, 8, 11]),
+        (3, 12, [3, 7, 11]),
+        (12, 24, [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23]),
+        (12, 12, list(range(12))),
+        (1, 7, [6]),
+        (2, 5, [2, 4]),  # 2.5 -> 3
+        (5, 12, [1, 4, 6, 9, 11]),  # 2.4 4.8 7.2 9.6 12
+        (4, 2, [0, 0, 1, 1]),  # 0.5 1 1.5 2
+        (5, 2, [0, 0, 0, 1, 1]),  # 0.4 is no layer: the first
+    ],
+)
+def test_uniform_map(student: int, teacher: int, expected: list[int]) -> None:
+    assert uniform_map(student, teacher) == expected
+
+
+def test_uniform_map_ends_with_the_last_and_never_goes_back() -> None:
+    for student in range(1, 26):
+        for teacher in range(1, 26):
+            layers = uniform_map(student, teacher)
+            assert len(layers) == student
+            assert layers[-1] == teacher - 1
+            assert layers == sorted(layers)
+            assert layers[0] >= 0
+            assert student > teacher or len(set(layers)) == student
+
+
+def test_named_layers_count_from_one() -> None:
+    config = LlamaConfig(num_hidden_layers=4)
+    assert [named_layer(spec, config, key="x") for spec in ("last", 4, 1)] == [3, 3, 0]
+    for spec in (0, 5, -1):
+        with pytest.raises(UserError, match=rf"x is {spec}: the teacher has 4 layers; give one from 1 to 4"):
+            named_layer(spec, config, key="x")
+
+
+def test_layers_are_summed_and_counted_once() -> None:
+    total = sum_over_layers([LossSum(torch.tensor(float(n)), torch.tensor(5)) for n in (1, 2, 4)])
+    assert total == (7, 5)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmdistill.config import MinilmConfig
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.methods.minilm import Minilm
+
+LAYERS = {
+    "last": (MinilmConfig(), [(1, 4)]),
+    "another": (MinilmConfig(teacher_layer=2, value_mse=0.5), [(1, 1)]),
+    "uniform": (MinilmConfig(layers="uniform", attention=2.0, value_mse=0.5), [(0, 2), (1, 4)]),
+}
+
+
+def naive(pair, models, names, layers: list[tuple[int, int]], projector=None) -> dict[str, float]:
+    """MiniLM §3.1 and §3.2, and the values' MSE, token by token and head by head."""
+    student, teacher = pair.seen()
+
+    def attention(b: int, i: int) -> float:
+        keys = student.keys_of(pair.batch, b, i)
+        rows = [(teacher.attentions[t][b, :, i, keys], student.attentions[s][b, :, i, keys]) for s, t in layers]
+        return sum(models.kl(p[h], q[h]) / 4 for p, q in rows for h in range(4))
+
+    def value_relation(b: int, i: int) -> float:
+        keys, result = student.keys_of(pair.batch, b, i), 0.0
+        for s, t in layers:
+            for h in range(4):
+                p, q = (
+                    torch.stack([head[b, i, h] @ head[b, j, h] / seen.width**0.5 for j in keys]).softmax(0)
+                    for seen, head in (
+                        (teacher, teacher.per_head("value", t, 4)),
+                        (student, student.per_head("value", s, 4)),
+                    )
+                )
+                result += models.kl(p, q) / 4
+        return result
+
+    def value_mse(b: int, i: int) -> float:
+        result = 0.0
+        for s, t in layers:
+            mine = student.flat["value", s][b, i]
+            mine = mine if projector is None else projector @ mine
+            result += ((mine - teacher.flat["value", t][b, i]) ** 2).mean()
+        return result
+
+    losses = {"attention": attention, "value_relation": value_relation, "value_mse": value_mse}
+    return {name: pair.mean_over_tokens(losses[name]) for name in names}
+
+
+@pytest.mark.parametrize(("settings", "layers"), LAYERS.values(), ids=LAYERS)
+def test_terms_equal_the_naive_loop(pair, models, settings: MinilmConfig, layers: list[tuple[int, int]]) -> None:
+    method = Minilm(settings, pair.teacher_config, pair.student_config)
+    projector = None
+    if method.projections:
+        projector = pair.run(method).projectors["value"].weight.detach().double()
+    names = ("attention", "value_relation", "value_mse")
+    assert method.weights == {name: getattr(settings, name) for name in names if getattr(settings, name)}
+    assert set(method.positions.values()) == {"tokens"}
+    assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, layers, projector), rel=1e-4)
+
+
+def test_values_of_the_same_width_need_no_matrix(models) -> None:
+    pair = models.Pair(models.llama(3, 32, 4, 2), models.llama(2, 16, 4, 4))  # 2 value heads of 8, 4 of 4
+    method = Minilm(MinilmConfig(value_mse=1.0), pair.teacher_config, pair.student_config)
+    assert not method.projections
+    assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, [(1, 2)]), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "aspects"),
+    [
+        (MinilmConfig(), {"query", "key", "value"}),
+        (MinilmConfig(value_relation=0.0), {"query", "key"}),
+        (MinilmConfig(attention=0.0), {"value"}),
+        (MinilmConfig(attention=0.0, value_relation=0.0, value_mse=1.0), {"value"}),
+    ],
+)
+def test_it_asks_only_for_what_it_needs(models, settings: MinilmConfig, aspects: set[str]) -> None:
+    method = Minilm(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
+    assert method.needs_teacher
+    assert method.student_taps == {aspect: {1} for aspect in aspects}
+    assert method.teacher_taps == {aspect: {4} for aspect in aspects}
+    assert method.projections == ({"value": (16, 32)} if settings.value_mse else {})
+
+
+def test_student_that_equals_its_teacher_stays(models) -> None:
+    config = models.llama(2, 16, 4, 2)
+    pair = models.Pair(config, config, seeds=(0, 0))
+    method = Minilm(MinilmConfig(layers="uniform", value_mse=1.0), config, config)
+    run = pair.run(method)
+    terms = method(run.student, run.teacher, pair.batch)
+    torch.stack([term.sum for term in terms.values()]).sum().backward()
+    assert all(term.sum.abs() < 1e-6 for term in terms.values())
+    assert all(p.grad is None or p.grad.abs().max() < 1e-5 for p in pair.student.parameters())
+
+
+def test_padding_does_not_matter(pair) -> None:
+    method = Minilm(MinilmConfig(layers="uniform", value_mse=1.0), pair.teacher_config, pair.student_config)
+    assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "student", "message"),
+    [
+        ({}, ("bert", 2, 24, 6), "the teacher has 4 attention heads and the student 6: .*minilmv2"),
+        ({"teacher_layer": 6}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 6: the teacher has 5 layers"),
+        ({"teacher_layer": 0}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 0"),
+        ({}, ("gpt2", 2, 16, 4), r"the teacher \(bert\) is an encoder and the student \(gpt2\) a decoder"),
+    ],
+)
+def test_models_that_cannot_be_compared(models, settings: dict, student: tuple, message: str) -> None:
+    name, *sizes = student
+    with pytest.raises(UserError, match=message):
+        METHODS["minilm"](MinilmConfig(**settings), models.bert(5, 32, 4, 4), models.families[name](*sizes, 4))
+
+
+def test_other_windows_cannot_be_compared(models) -> None:
+    with pytest.raises(UserError, match="window is None in the student's layer 2 and 3 in the teacher's layer 5"):
+        Minilm(MinilmConfig(), models.mistral(5, 32, 4, 2), models.llama(2, 16, 4, 2))

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmdistill.config import TinybertConfig
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.methods.tinybert import Tinybert
+
+LAYERS = [(0, 2), (1, 4)]
+"""Of 2 against 5 layers: 2.5 is rounded to the third."""
+
+
+def naive(pair, projectors: dict[str, torch.Tensor], layers=LAYERS, temperature: float = 1.0) -> dict[str, float]:
+    """TinyBERT eq. 7-10, token by token."""
+    student, teacher = pair.seen()
+    maps = {name: projectors.get(name, torch.eye(8).double()) for name in ("hidden", "embedding")}
+
+    def attention(b: int, i: int) -> float:
+        keys, result = student.keys_of(pair.batch, b, i), 0.0
+        for s, t in layers:
+            for h in range(4):
+                mine, theirs = (
+                    [
+                        seen.per_head("query", layer, 4)[b, i, h]
+                        @ seen.per_head("key", layer, 4)[b, j, h]
+                        / seen.width**0.5
+                        for j in keys
+                    ]
+                    for seen, layer in ((student, s), (teacher, t))
+                )
+                result += sum((x - y) ** 2 for x, y in zip(mine, theirs, strict=True)) / (4 * len(keys))
+        return result
+
+    def hidden(b: int, i: int) -> float:
+        errors = [maps["hidden"] @ student.flat["hidden", s][b, i] - teacher.flat["hidden", t][b, i] for s, t in layers]
+        return sum(error.square().mean() for error in errors)
+
+    def embedding(b: int, i: int) -> float:
+        return (maps["embedding"] @ student.embedding[b, i] - teacher.embedding[b, i]).square().mean()
+
+    soft = count = 0.0
+    for b, i in (pair.batch.labels >= 0).nonzero().tolist():
+        at = i - 1 if pair.causal else i
+        p = (teacher.logits[b, at] / temperature).softmax(-1)
+        soft -= float((p * (student.logits[b, at] / temperature).log_softmax(-1)).sum())
+        count += 1
+    inner = {f.__name__: pair.mean_over_tokens(f) for f in (attention, hidden, embedding)}
+    return {**inner, "soft": soft / count}
+
+
+@pytest.mark.parametrize("settings", [TinybertConfig(), TinybertConfig(hidden=0.5, soft=2.0, temperature=3.0)])
+def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig) -> None:
+    method = Tinybert(settings, pair.teacher_config, pair.student_config)
+    run = pair.run(method)
+    projectors = {name: module.weight.detach().double() for name, module in run.projectors.items()}
+    assert method.projections == {"hidden": (16, 32), "embedding": (16, 32)}
+    expected = naive(pair, projectors, temperature=settings.temperature)
+    weights = {name: getattr(settings, name) for name in expected if getattr(settings, name)}
+    assert method.weights == weights
+    assert method.positions == {name: "labels" if name == "soft" else "tokens" for name in weights}
+    assert pair.means(method) == pytest.approx({name: expected[name] for name in weights}, rel=1e-4)
+
+
+def test_models_of_the_same_width_need_no_matrix(models) -> None:
+    pair = models.Pair(models.bert(4, 8, 4, 4), models.bert(2, 8, 4, 4))
+    method = Tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
+    assert not method.projections
+    expected = naive(pair, {}, layers=[(0, 1), (1, 3)])
+    assert pair.means(method) == pytest.approx({name: expected[name] for name in method.weights}, rel=1e-4)
+
+
+def test_the_matrices_learn(models) -> None:
+    pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 8, 4, 4))
+    method = Tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
+    run = pair.run(method)
+    terms = method(run.student, run.teacher, pair.batch)
+    torch.stack([term.sum for term in terms.values()]).sum().backward()
+    for projector in run.projectors.values():
+        assert projector.weight.grad is not None
+        assert projector.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "taps"),
+    [
+        (TinybertConfig(), {"query": {0, 1}, "key": {0, 1}, "hidden": {0, 1}, "embedding": {0}}),
+        (TinybertConfig(attention=0.0, embedding=0.0), {"hidden": {0, 1}}),
+        (TinybertConfig(hidden=0.0, embedding=0.0), {"query": {0, 1}, "key": {0, 1}}),
+        (TinybertConfig(attention=0.0, hidden=0.0), {"embedding": {0}}),
+        (TinybertConfig(attention=0.0, hidden=0.0, embedding=0.0, soft=1.0), {}),
+    ],
+)
+def test_it_asks_only_for_what_it_needs(models, settings: TinybertConfig, taps: dict[str, set[int]]) -> None:
+    method = Tinybert(settings, models.bert(4, 32, 4, 4), models.bert(2, 16, 4, 4))
+    assert method.needs_teacher
+    assert method.student_taps == taps
+    of_teacher = {name: {0} if name == "embedding" else {1, 3} for name in taps}
+    assert method.teacher_taps == of_teacher
+    assert method.projections == {name: (16, 32) for name in ("hidden", "embedding") if name in taps}
+
+
+def test_student_that_equals_its_teacher_stays(models) -> None:
+    config = models.gpt2(2, 16, 4, 4)
+    pair = models.Pair(config, config, seeds=(0, 0))
+    assert pair.means(Tinybert(TinybertConfig(), config, config)) == {"attention": 0, "hidden": 0, "embedding": 0}
+
+
+def test_padding_does_not_matter(pair) -> None:
+    method = Tinybert(TinybertConfig(soft=1.0), pair.teacher_config, pair.student_config)
+    assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
+
+
+def test_models_that_cannot_be_compared(models) -> None:
+    other = models.bert(2, 16, 2, 2)
+    with pytest.raises(UserError, match=r"tinybert\.attention .* 4 attention heads and the student 2"):
+        METHODS["tinybert"](TinybertConfig(), models.bert(4, 32, 4, 4), other)
+    METHODS["tinybert"](TinybertConfig(attention=0.0), models.bert(4, 32, 4, 4), other)  # hidden states have no heads
+    with pytest.raises(UserError, match=r"tinybert compares models of one kind"):
+        METHODS["tinybert"](TinybertConfig(), models.llama(4, 32, 4, 4), other)
+    with pytest.raises(UserError, match=r"window is None in the student's layer 1 and 3 in the teacher's layer 2"):
+        METHODS["tinybert"](TinybertConfig(), models.mistral(4, 32, 4, 2), models.llama(2, 16, 4, 2))
