@@ -1,0 +1,143 @@
+"""Sentences, and pairs of them, as batches with a target for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.data.glue import PairExample
+from llmdistill.data.sampler import global_batch_indices, rank_micro_batches
+from llmdistill.errors import UserError
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """The tokens of one example."""
+
+    input_ids: list[int]
+    token_type_ids: list[int] | None
+    """0 in the first and 1 in the second sentence; None for models without segments."""
+    target: int | float | None
+
+
+def encode_pairs(
+    examples: Sequence[PairExample], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[EncodedPair]:
+    """Each example as tokens, with the tokenizer's own marks around and between; the longer sentence is cut first.
+
+    A tokenizer without such marks (GPT-2's) puts the two sentences side by side with nothing between them.
+
+    Raises:
+        UserError: max_length leaves no room beside those marks.
+    """
+    if not examples:
+        return []
+    is_pair = examples[0].sentence2 is not None
+    marks = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if max_length < marks + 1 + is_pair:
+        raise UserError(f"max_length is {max_length}: the tokenizer's own marks take {marks}; give more, 128 is usual")
+    encoded = tokenizer(
+        [example.sentence1 for example in examples],
+        [example.sentence2 or "" for example in examples] if is_pair else None,
+        truncation="longest_first",
+        max_length=max_length,
+        verbose=False,
+    )
+    types = encoded.get("token_type_ids") or [None] * len(examples)
+    rows = zip(encoded["input_ids"], types, examples, strict=True)
+    return [EncodedPair(ids, type_ids, example.target) for ids, type_ids, example in rows]
+
+
+def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
+    """Right-padded (B, T), with a target for each sequence and no labels; see Batch.targets.
+
+    Targets are fp32 where any is a score (NaN where unknown), else int64 (IGNORE_INDEX where unknown).
+    """
+    width = max(len(item.input_ids) for item in items)
+    input_ids = torch.full((len(items), width), pad_token_id, dtype=torch.long)
+    attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+    for row, item in enumerate(items):
+        length = len(item.input_ids)
+        input_ids[row, :length] = torch.tensor(item.input_ids)
+        attention_mask[row, :length] = 1
+        if item.token_type_ids is not None:
+            token_type_ids[row, :length] = torch.tensor(item.token_type_ids)
+    return Batch(
+        input_ids,
+        attention_mask,
+        labels=torch.full_like(input_ids, IGNORE_INDEX),
+        token_type_ids=None if items[0].token_type_ids is None else token_type_ids,
+        targets=_targets([item.target for item in items]),
+    )
+
+
+def _targets(targets: Sequence[int | float | None]) -> Tensor:
+    if any(isinstance(target, float) for target in targets):
+        return torch.tensor([float("nan") if target is None else target for target in targets], dtype=torch.float32)
+    return torch.tensor([IGNORE_INDEX if target is None else target for target in targets], dtype=torch.long)
+
+
+class PairLoader:
+    """The training batches of one rank, by step, as TrainLoader's; it has no state."""
+
+    def __init__(
+        self,
+        items: Sequence[EncodedPair],
+        *,
+        pad_token_id: int,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.items = items
+        self.pad_token_id = pad_token_id
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size."""
+        indices = global_batch_indices(
+            seed=self.seed, step=step, dataset_size=len(self.items), global_batch_size=self.global_batch_size
+        )
+        parts = rank_micro_batches(
+            indices, rank=self.rank, world_size=self.world_size, micro_batch_size=self.micro_batch_size
+        )
+        return [collate_pairs([self.items[index] for index in part], self.pad_token_id) for part in parts]
+
+
+def steps_per_epoch(num_items: int, global_batch_size: int) -> int:
+    """Steps after which each example has been learnt once; the last batch takes the next epoch's first ones in."""
+    return -(-num_items // global_batch_size)
+
+
+def pair_batches(
+    items: Sequence[EncodedPair], *, pad_token_id: int, batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[tuple[list[int], Batch]]:
+    """One rank's batches for scoring, the shortest first, each with its items' indices; the same number on each rank.
+
+    A rank that would have one batch less repeats the first, without indices and targets (a sharded model needs all
+    ranks in every forward pass).
+    """
+    order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    share = [(part, collate_pairs([items[index] for index in part], pad_token_id)) for part in parts[rank::world_size]]
+    if len(share) < -(-len(parts) // world_size):
+        first = collate_pairs([items[index] for index in parts[0]], pad_token_id)
+        share.append(([], replace(first, targets=_unknown_like(first.targets))))
+    return share
+
+
+def _unknown_like(targets: Tensor | None) -> Tensor | None:
+    if targets is None:
+        return None
+    return torch.full_like(targets, float("nan") if targets.is_floating_point() else IGNORE_INDEX)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.glue import PairExample
+from llmdistill.data.pairs import (
+    EncodedPair,
+    PairLoader,
+    collate_pairs,
+    encode_pairs,
+    pair_batches,
+    steps_per_epoch,
+)
+from llmdistill.data.sampler import global_batch_indices
+from llmdistill.errors import UserError
+
+CLS, SEP = 0, 1
+A, B, C, D = 3, 4, 5, 6
+
+
+def tokenizer(*, segments: bool = True) -> PreTrainedTokenizerFast:
+    """One token a letter; [CLS] is 0, [SEP] 1 and [PAD] 2."""
+    words = ["[CLS]", "[SEP]", "[PAD]", "a", "b", "c", "d"]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[PAD]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
+    )
+    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * segments
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", model_input_names=names)
+
+
+def examples(*sentences: tuple[str, str | None], target: int | float | None = 1) -> list[PairExample]:
+    return [PairExample(first, second, target, number) for number, (first, second) in enumerate(sentences)]
+
+
+def test_pairs_as_tokens() -> None:
+    found = encode_pairs(examples(("ab", "c"), ("a", "")), tokenizer(), 10)
+    assert found == [
+        EncodedPair([CLS, A, B, SEP, C, SEP], [0, 0, 0, 0, 1, 1], 1),
+        EncodedPair([CLS, A, SEP, SEP], [0, 0, 0, 1], 1),
+    ]
+    assert encode_pairs(examples(("ab", None)), tokenizer(), 10) == [EncodedPair([CLS, A, B, SEP], [0] * 4, 1)]
+    without = encode_pairs(examples(("ab", "c"), target=None), tokenizer(segments=False), 10)
+    assert without == [EncodedPair([CLS, A, B, SEP, C, SEP], None, None)]
+    assert encode_pairs([], tokenizer(), 10) == []
+
+
+def test_the_longer_sentence_is_cut() -> None:
+    long_first, long_second = encode_pairs(examples(("abcdabcd", "bc"), ("ab", "cdcdcd")), tokenizer(), 8)
+    assert long_first.input_ids == [CLS, A, B, C, SEP, B, C, SEP]
+    assert long_second.input_ids == [CLS, A, B, SEP, C, D, C, SEP]
+    [single] = encode_pairs(examples(("abcdabcd", None)), tokenizer(), 5)
+    assert single.input_ids == [CLS, A, B, C, SEP]
+    for sentences, limit in ((("a", "b"), 5), (("a", None), 3)):
+        assert len(encode_pairs(examples(sentences), tokenizer(), limit)[0].input_ids) == limit
+        with pytest.raises(UserError, match=f"max_length is {limit - 1}: the tokenizer's own marks take"):
+            encode_pairs(examples(sentences), tokenizer(), limit - 1)
+
+
+def test_batches_of_classes_and_of_scores() -> None:
+    items = [EncodedPair([5, 6, 7], [0, 0, 1], 2), EncodedPair([8], [1], None)]
+    batch = collate_pairs(items, pad_token_id=9)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch.token_type_ids is not None
+    assert batch.token_type_ids.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert batch.labels.tolist() == [[IGNORE_INDEX] * 3] * 2
+    assert batch.targets is not None
+    assert (batch.targets.dtype, batch.targets.tolist()) == (torch.int64, [2, IGNORE_INDEX])
+    assert batch.has_target().tolist() == [True, False]
+
+    scores = collate_pairs([EncodedPair([5], None, None), EncodedPair([5], None, 2.5)], pad_token_id=9)
+    assert scores.token_type_ids is None
+    assert scores.targets is not None
+    assert scores.targets.dtype == torch.float32
+    assert scores.targets[0].isnan()
+    assert scores.targets[1] == 2.5
+    assert scores.has_target().tolist() == [False, True]
+    assert not collate_pairs([EncodedPair([5], None, None)], 9).has_target().any()
+
+
+ITEMS = [EncodedPair([7] * (1 + n % 4), None, n) for n in range(10)]
+
+
+def test_loader_takes_this_ranks_share_of_the_global_batch() -> None:
+    def targets(step: int, rank: int, world_size: int, micro: int) -> list[list[int]]:
+        loader = PairLoader(
+            ITEMS,
+            pad_token_id=0,
+            seed=3,
+            global_batch_size=4,
+            micro_batch_size=micro,
+            rank=rank,
+            world_size=world_size,
+        )
+        return [batch.targets.tolist() for batch in loader.micro_batches(step) if batch.targets is not None]
+
+    for step in (5, 0, 7):
+        whole = global_batch_indices(seed=3, step=step, dataset_size=10, global_batch_size=4)
+        assert targets(step, 0, 1, 4) == [whole]
+        assert targets(step, 0, 2, 1) == [[whole[0]], [whole[2]]]
+        assert targets(step, 1, 2, 1) == [[whole[1]], [whole[3]]]
+    epoch = [target for step in range(5) for batch in targets(step, 0, 1, 4) for target in batch]
+    assert sorted(epoch[:10]) == sorted(epoch[10:]) == list(range(10))
+
+
+@pytest.mark.parametrize(("size", "batch", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])
+def test_steps_per_epoch(size: int, batch: int, steps: int) -> None:
+    assert steps_per_epoch(size, batch) == steps
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_every_item_is_scored_once_whatever_the_ranks(world_size: int) -> None:
+    shares = [
+        pair_batches(ITEMS, pad_token_id=0, batch_size=3, rank=r, world_size=world_size) for r in range(world_size)
+    ]
+    assert len({len(share) for share in shares}) == 1, "every rank makes the same number of forward passes"
+    seen: list[int] = []
+    for share in shares:
+        widths = [batch.input_ids.shape[1] for indices, batch in share if indices]
+        assert widths == sorted(widths)
+        for indices, batch in share:
+            seen += indices
+            assert batch.targets is not None
+            if indices:
+                assert batch.targets.tolist() == indices, "an item's target is its place here"
+                assert batch.attention_mask.sum(1).tolist() == [1 + index % 4 for index in indices]
+            else:
+                assert not batch.has_target().any()
+                assert batch.input_ids.shape == (3, 1)
+    assert sorted(seen) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("targets", "dtype"), [((0.5, 1.5), torch.float32), ((0, 1), torch.int64), ((None, None), torch.int64)]
+)
+def test_a_filler_has_targets_of_the_same_kind(targets: Sequence[int | float | None], dtype: torch.dtype) -> None:
+    items = [EncodedPair([7], None, target) for target in targets]
+    [(indices, filler)] = pair_batches(items, pad_token_id=0, batch_size=2, rank=1, world_size=2)
+    assert indices == []
+    assert filler.targets is not None
+    assert filler.targets.dtype == dtype
+    assert filler.counts()["sequences"] == 0
+
+
+def test_nothing_to_score() -> None:
+    assert pair_batches([], pad_token_id=0, batch_size=2, rank=1, world_size=2) == []
