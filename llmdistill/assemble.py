@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.batch import Batch
+from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.data.instruct import Encoded, Example, InstructData, encode
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader, check_stream
+from llmdistill.data.text import TextLoader
+from llmdistill.data.text import validation_batches as text_validation_batches
 from llmdistill.data.validation import validation_batches
 from llmdistill.embedded import locate
 from llmdistill.factorize import compress
 from llmdistill.factorize.checkpoint import merge_adapter
+from llmdistill.factorize.shape import make_student
 from llmdistill.generation.provenance import check_teacher
 from llmdistill.generation.rollout import OnPolicyLoader
+from llmdistill.methods.sft import Sft
 from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model, load_tokenizer
+from llmdistill.models.shapes import parse_shape
 from llmdistill.models.taps import Recorder
 from llmdistill.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.runtime.engine import TORCH_DTYPES, build_engine
+from llmdistill.runtime.engine import TORCH_DTYPES, add_projectors, build_engine
 from llmdistill.scoring.book import VALID, ScoreBook
 from llmdistill.scoring.instruct import check_sets
 from llmdistill.teacher.live import LiveTeacher, load_teacher
@@ -47,6 +56,10 @@ class RunData:
     tests: dict[str, list[Example]]
     report: str
     """One sentence on the training set."""
+    text: Corpus | None = None
+    """The training set of a run on text, once it is tokenised."""
+    valid_text: Corpus | None = None
+    """Its validation set."""
 
 
 def read_data(plan: Plan) -> RunData:
@@ -59,6 +72,8 @@ def read_data(plan: Plan) -> RunData:
     teacher_tokenizer = load_tokenizer(plan.teacher_path)
     shared = plan.tokenizer_path == plan.teacher_path
     tokenizer = teacher_tokenizer if shared else load_tokenizer(plan.tokenizer_path)
+    if data.kind == "text":
+        return RunData(tokenizer, teacher_tokenizer, None, [], [], {}, "")
     limits = _limits(plan)
     valid = [] if data.valid is None else read_examples(locate(data.valid))
     valid_items = encode(valid, tokenizer, **limits).items if valid else []
@@ -73,6 +88,44 @@ def read_data(plan: Plan) -> RunData:
         return RunData(tokenizer, teacher_tokenizer, None, valid, valid_items, tests, report)
     train = encode(read_examples(locate(data.train)), tokenizer, **limits)
     return RunData(tokenizer, teacher_tokenizer, train, valid, valid_items, tests, train.report())
+
+
+def tokenise_texts(plan: Plan, data: RunData, world: World) -> RunData:
+    """The texts of a run as tokens: made by one rank where the cache lacks them, then read by all.
+
+    Raises:
+        UserError: a text that cannot be read or is too short.
+    """
+    settings = plan.config.data
+    if settings.kind != "text":
+        return data
+
+    def tokenised(reference: str) -> Corpus:
+        make = partial(
+            tokenise,
+            locate(reference),
+            data.tokenizer,
+            field=settings.text.field,
+            cache_dir=settings.text.cache_dir,
+        )
+        on_main(lambda: make().report(), world)
+        return make()
+
+    text = tokenised(settings.train)
+    valid = None if settings.valid is None else tokenised(settings.valid)
+    return replace(data, text=text, valid_text=valid, report=text.report())
+
+
+def _reading(plan: Plan) -> dict[str, Any]:
+    """How text becomes batches."""
+    text = plan.config.data.text
+    return {
+        "objective": "next" if plan.causal else "masked",
+        "max_length": plan.config.data.max_length,
+        "mask_share": text.mask_share,
+        "whole_words": text.whole_words,
+        "next_sentence": plan.objective.sequences is not None,
+    }
 
 
 def _limits(plan: Plan) -> dict[str, Any]:
@@ -101,9 +154,27 @@ def prepare_student(plan: Plan, world: World) -> Path:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     if not (folder / "config.json").is_file():
-        settings = plan.config.student.factorize
-        on_main(lambda: compress(plan.teacher_path, folder, settings, device=world.device), world)
+        on_main(lambda: _make_student(plan, folder, world.device), world)
     return folder
+
+
+def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
+    settings = plan.config.student
+    if settings.shape is None:
+        # An encoder's folder may hold other heads than the run needs; a decoder comes as its folder says.
+        head = None if plan.causal else plan.student_head
+        compress(plan.teacher_path, folder, settings.factorize, device=device, head=head)
+        return
+    make_student(
+        plan.teacher_path,
+        folder,
+        parse_shape(settings.shape),
+        init=settings.init,
+        layers=settings.layers,
+        embedding_rank=settings.factorize.embedding_rank,
+        seed=plan.config.seed,
+        head=plan.student_head,
+    )
 
 
 def make_teacher(plan: Plan, world: World) -> LiveTeacher:
@@ -117,20 +188,22 @@ def make_teacher(plan: Plan, world: World) -> LiveTeacher:
         if not (merged / "config.json").is_file():
             on_main(lambda: merge_adapter(path, merged), world)
         path = merged
-    return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world)
+    return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world, head=plan.teacher_head)
 
 
-def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader | StreamLoader:
+def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader | StreamLoader | TextLoader:
     """The training batches of this rank."""
     config = plan.config
     arguments: dict[str, Any] = {
-        "pad_token_id": data.tokenizer.pad_token_id,
         "seed": config.seed,
         "global_batch_size": config.train.global_batch_size,
         "micro_batch_size": plan.split.micro_batch_size,
         "rank": world.rank,
         "world_size": world.size,
     }
+    if data.text is not None:
+        return TextLoader(data.text, data.tokenizer, **_reading(plan), **arguments)
+    arguments["pad_token_id"] = data.tokenizer.pad_token_id
     if data.train is not None:
         return TrainLoader(data.train.items, **arguments)
     return StreamLoader(
@@ -147,17 +220,21 @@ def make_trainer(
     student_folder: Path,
     teacher: Callable[[], LiveTeacher],
     data: RunData,
-    train_loader: TrainLoader | StreamLoader,
+    train_loader: TrainLoader | StreamLoader | TextLoader,
     world: World,
 ) -> Trainer:
     """Student engine, taps, loader and method, put together; `teacher` is called only where the method needs one."""
     config, method = plan.config, plan.method
-    student = load_model(str(student_folder), dtype=plan.dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # of a head that the student's folder lacks, the same on every rank
+        student = load_model(str(student_folder), dtype=plan.dtype, head=plan.student_head, new_head=True)
     if config.student.lora.rank is not None:
         add_lora(student, config.student.lora, config.seed)
+    projectors = add_projectors(student, method.projections, config.seed)
     engine = build_engine(student, plan.ds_config, config.train)
     loader: Loader = train_loader
     if config.data.on_policy > 0:
+        assert not isinstance(train_loader, TextLoader)
         loader = OnPolicyLoader(
             train_loader,
             engine.module,
@@ -178,7 +255,9 @@ def make_trainer(
         tapped_teacher = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary)
     return Trainer(
         engine=engine,
-        student=TappedModel(engine, Recorder(engine.module, method.student_taps), vocabulary=plan.vocabulary),
+        student=TappedModel(
+            engine, Recorder(engine.module, method.student_taps, projectors), vocabulary=plan.vocabulary
+        ),
         teacher=tapped_teacher,
         method=method,
         loader=loader,
@@ -186,13 +265,29 @@ def make_trainer(
         seed=config.seed,
         folder=plan.folder,
         world=world,
-        validation=validation_batches(
-            data.valid_items,
-            pad_token_id=data.tokenizer.pad_token_id,
-            batch_size=plan.split.micro_batch_size,
+        validation=_validation(plan, data, world),
+        judge=Sft() if config.data.kind == "instructions" else None,
+    )
+
+
+def _validation(plan: Plan, data: RunData, world: World) -> list[Batch]:
+    batch_size = plan.split.micro_batch_size
+    if data.valid_text is not None:
+        return text_validation_batches(
+            data.valid_text,
+            data.tokenizer,
+            **_reading(plan),
+            limit=plan.config.data.text.valid_sequences,
+            batch_size=batch_size,
             rank=world.rank,
             world_size=world.size,
-        ),
+        )
+    return validation_batches(
+        data.valid_items,
+        pad_token_id=data.tokenizer.pad_token_id,
+        batch_size=batch_size,
+        rank=world.rank,
+        world_size=world.size,
     )
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from llmdistill import parsing
+from llmdistill.batch import Positions
 from llmdistill.config import RunConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize import build_reference, count_parameters, summarise
-from llmdistill.methods import METHODS, Method
-from llmdistill.models.families import family_of
-from llmdistill.models.load import brings_tokenizer, compare_vocabularies, load_config
+from llmdistill.factorize.modules import install
+from llmdistill.methods import Method, build_method
+from llmdistill.methods.objective import Objective
+from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.load import Head, brings_tokenizer, compare_vocabularies, load_config
+from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import TORCH_DTYPES, BatchSplit, split_batch, student_ds_config
 from llmdistill.scoring.book import VALID
+
+_LABEL_TERMS = ("label", "sequence_label")
+"""Terms that compare the student with the data, not with its teacher."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,14 @@ class Plan:
     method: Method
     sizes: dict[str, Any]
     """`teacher_params`, `student_params`, `ranks` and what else the factorisation says of itself."""
+    teacher_config: PreTrainedConfig
+    student_config: PreTrainedConfig
+    objective: Objective
+    """What the batches of the run have to be learnt."""
+    tokenizer_path: Path
+    """Where the student's tokenizer is: in its own folder, else in the teacher's."""
+    before: Plan | None = None
+    """The run whose student is this run's teacher, where the same command does both."""
     vocabulary: int | None = None
     """Logits that teacher and student have in common; None where they are not compared."""
     notes: list[str] = field(default_factory=list)
@@ -55,9 +71,34 @@ class Plan:
         return TORCH_DTYPES["bf16" if self.ds_config["bf16"]["enabled"] else "fp32"]
 
     @property
-    def tokenizer_path(self) -> Path:
-        """Where the student's tokenizer is: in its own folder, else in the teacher's."""
-        return tokenizer_path(self.config)
+    def causal(self) -> bool:
+        """Whether the run's models are decoders."""
+        return family_of(self.student_config).causal
+
+    @property
+    def student_head(self) -> Head:
+        """What the student needs on top: the heads whose outputs are terms of the loss, and a decoder's own always."""
+        if self.config.method == "none" and not self.causal:
+            return _saved_head(self.teacher_config if self.config.student.model is None else self.student_config)
+        return self._head(set(self.method.positions.values()))
+
+    @property
+    def teacher_head(self) -> Head:
+        """What the teacher needs on top: the heads whose outputs the student is compared with."""
+        positions = self.method.positions.items()
+        return self._head({place for name, place in positions if name.split(".")[-1] not in _LABEL_TERMS})
+
+    def _head(self, places: set[Positions]) -> Head:
+        if self.causal:
+            return "words"
+        if "sequences" in places:
+            return "pretraining"
+        return "words" if "labels" in places else "none"
+
+    @property
+    def scored(self) -> list[str]:
+        """The models whose answers are scored; a run on text has none."""
+        return list(self.config.scoring.models) if self.config.data.kind == "instructions" else []
 
     def record(self) -> dict[str, Any]:
         """What the run's folder keeps to know its run again."""
@@ -75,7 +116,7 @@ class Plan:
             f"Run folder  {self.folder}\n"
             f"Teacher     {self.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
             f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
-            f"Method      {self.config.method}: {', '.join(self.method.weights)}\n"
+            f"Method      {' + '.join(self.config.methods())}: {', '.join(self.method.weights)}\n"
             f"Data        {self.config.data.train}, {data_report.rstrip('.')}{own}\n"
             f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {self.world_size} rank(s) x "
             f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
@@ -115,8 +156,12 @@ class Plan:
         }
 
 
-def make_plan(config: RunConfig) -> Plan:
+def make_plan(config: RunConfig, before: Plan | None = None) -> Plan:
     """Resolve and check a run before anything expensive.
+
+    Args:
+        config: the run.
+        before: the plan of the run whose student is this run's teacher, which need not exist yet.
 
     Raises:
         UserError: settings that cannot work.
@@ -129,36 +174,117 @@ def make_plan(config: RunConfig) -> Plan:
         raise UserError(
             f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
         )
-    teacher_config = _decoder_config("teacher.model", config.teacher.model)
-    if config.student.model is None:
-        student_config = teacher_config  # a factorised student has its teacher's shape
-        sizes = summarise(teacher_config, config.student.factorize)
+    if before is None:
+        teacher_config = _model_config(config, "teacher.model", config.teacher.model)
     else:
-        student_config = _decoder_config("student.model", config.student.model)
-        params = [count_parameters(build_reference(each)) for each in (teacher_config, student_config)]
-        sizes = {
-            "method": "given",
-            "teacher_params": params[0],
-            "student_params": params[1],
-            "ratio": params[1] / params[0],
-        }
-    settings = {"makd": config.makd, "kd": config.kd}.get(config.method)
-    method = METHODS[config.method](settings, teacher_config, student_config)
+        teacher_config = before.student_config
+    student_config, sizes = _student(config, teacher_config)
+    objective = _objective(config, teacher_config)
+    settings = {name: getattr(config, name, None) for name in config.methods()}
+    if config.minilmv2.teacher_layer == "auto":
+        settings["minilmv2"] = replace(
+            config.minilmv2, teacher_layer="last"
+        )  # any stands for what the search will find
+    method = build_method(config.methods(), settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
     if method.needs_teacher and config.student.model is not None:
         vocabulary, note = compare_vocabularies(locate(config.teacher.model), locate(config.student.model))
-    notes = [] if note is None else [note]
-    return Plan(config, resolved, split, world_size, method, sizes, vocabulary, notes)
+    return Plan(
+        config=config,
+        ds_config=resolved,
+        split=split,
+        world_size=world_size,
+        method=method,
+        sizes=sizes,
+        teacher_config=teacher_config,
+        student_config=student_config,
+        objective=objective,
+        tokenizer_path=tokenizer_path(config) if before is None else before.tokenizer_path,
+        before=before,
+        vocabulary=vocabulary,
+        notes=[] if note is None else [note],
+    )
 
 
-def _decoder_config(key: str, reference: str) -> Any:
-    config = load_config(locate(reference))
-    if not family_of(config).causal:
+def make_plans(config: RunConfig) -> list[Plan]:
+    """The runs that a configuration stands for, in order: one for each assistant (MiniLM §3.3), then its own.
+
+    Raises:
+        UserError: settings that cannot work in one of them.
+    """
+    plans: list[Plan] = []
+    for number, shape in enumerate(config.student.assistants, start=1):
+        student = replace(config.student, shape=shape, assistants=[])
+        folder = f"{config.output_dir}/assistant-{number}"
+        plans.append(_after(plans, replace(config, student=student, output_dir=folder, resume="auto")))
+    plans.append(_after(plans, config))
+    return plans
+
+
+def _after(plans: list[Plan], config: RunConfig) -> Plan:
+    if not plans:
+        return make_plan(config)
+    teacher = replace(config.teacher, model=str(plans[-1].folder / "student"))
+    return make_plan(replace(config, teacher=teacher), plans[-1])
+
+
+def _model_config(config: RunConfig, key: str, reference: str) -> PreTrainedConfig:
+    loaded = load_config(locate(reference))
+    if config.data.kind == "instructions" and not family_of(loaded).causal:
         raise UserError(
-            f"{key} {reference} is an encoder ({config.model_type}), and instruction data "
-            "train decoders only: take a decoder; `llmdistill compress` and `export` do work on encoders"
+            f"{key} {reference} is an encoder ({loaded.model_type}), and instruction data "
+            "train decoders only: take a decoder, or learn from text (data.kind=text)"
         )
-    return config
+    return loaded
+
+
+def _student(config: RunConfig, teacher: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The student's config, and what is said of the sizes."""
+    settings = config.student
+    if settings.model is None and settings.shape is None:
+        return teacher, summarise(teacher, settings.factorize)  # a factorised student has its teacher's shape
+    if settings.model is not None:
+        student, how = _model_config(config, "student.model", settings.model), "given"
+    else:
+        assert settings.shape is not None
+        shape = parse_shape(settings.shape)
+        student, how = shaped_config(teacher, shape), f"{settings.shape} ({settings.init})"
+        if settings.init != "random":
+            teacher_layers(settings.layers, shape.depth, shape_of(teacher).num_layers, key="student.layers")
+    reference = build_reference(student)
+    if settings.model is None and settings.factorize.embedding_rank is not None:
+        install(reference, {}, settings.factorize.embedding_rank)
+        how += f", embedding of rank {settings.factorize.embedding_rank}"
+    params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
+    sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
+    return student, sizes
+
+
+def _objective(config: RunConfig, teacher: PreTrainedConfig) -> Objective:
+    """Words, and pairs of segments where they are asked for, or where a BERT's next-sentence head is there to learn.
+
+    Raises:
+        UserError: pairs for an architecture that has no next-sentence head.
+    """
+    if config.data.kind != "text":
+        return Objective()
+    wanted = config.data.text.next_sentence
+    uses_output = bool({"makd", "kd", "distilbert", "sft"} & set(config.methods()))
+    if wanted is None:
+        wanted = uses_output and (teacher.architectures or [""])[0] == "BertForPreTraining"
+    if wanted and teacher.model_type != "bert":
+        raise UserError(
+            f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: only bert has one"
+        )
+    return Objective(words=True, sequences="classes" if wanted else None)
+
+
+def _saved_head(config: PreTrainedConfig) -> Head:
+    """The head that a folder's weights come with, by the class that its config names."""
+    name = (config.architectures or [""])[0]
+    if name.endswith("ForPreTraining"):
+        return "pretraining"
+    return "words" if name.endswith("ForMaskedLM") else "none"
 
 
 def tokenizer_path(config: RunConfig) -> Path:

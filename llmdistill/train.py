@@ -18,16 +18,18 @@ if not __package__:
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 from llmdistill import assemble, parsing
 from llmdistill.data.stream import StreamLoader
-from llmdistill.plan import Plan, make_plan
-from llmdistill.report.table import chance_warnings, finish_report, run_record
+from llmdistill.plan import Plan, make_plans
+from llmdistill.report.table import chance_warnings, finish_report, plot_training, run_record, text_scores
 from llmdistill.runtime.checkpoint import claim_folder, load_checkpoint
 from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
 from llmdistill.runtime.engine import save_student
 from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.log import RunLog, print_main, quiet_libraries, warn_main
+from llmdistill.search import search_layer
 from llmdistill.teacher.live import LiveTeacher
 
 
@@ -39,26 +41,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Resolve and check, then distil, unless a dry run is all that is wanted."""
     config, flags = parsing.parse_run(arguments)
-    plan = make_plan(config)
+    plans = make_plans(config)
     if flags.dry_run:
-        print(json.dumps(plan.describe(), indent=None if flags.json else 2))
+        print(json.dumps(describe(plans), indent=None if flags.json else 2))
         return
-    data = assemble.read_data(plan)
+    data = assemble.read_data(plans[0])
     world = init_distributed()
     try:
         quiet_libraries()
-        distil(plan, data, world)
+        data = assemble.tokenise_texts(plans[0], data, world)
+        claim_folder(plans[-1].folder, plans[-1].record(), resume=config.resume, world=world)
+        for plan in plans[:-1]:
+            print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
+            part_of_run(plan, data, world)
+        distil(plans[-1], data, world)
     finally:
         shut_down()
 
 
+def describe(plans: Sequence[Plan]) -> dict[str, Any]:
+    """What a dry run prints: the run, and the assistants before it."""
+    assistants = [plan.describe() for plan in plans[:-1]]
+    return {**plans[-1].describe(), **({"assistants": assistants} if assistants else {})}
+
+
+def part_of_run(plan: Plan, data: assemble.RunData, world: World) -> None:
+    """A run that another one needs, in a folder of its own; one that is finished is not done again."""
+    claim_folder(plan.folder, plan.record(), resume="auto", world=world)
+    if not on_main((plan.folder / "metrics.json").is_file, world):
+        distil(plan, data, world)
+
+
 def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
     """The run itself: score the teacher, make the student, train it, score again, report."""
-    claim_folder(plan.folder, plan.record(), resume=plan.config.resume, world=world)
+    if "minilmv2" in plan.config.methods() and plan.config.minilmv2.teacher_layer == "auto":
+        plan = search_layer(plan, lambda part: part_of_run(part, data, world), world)
     print_main(plan.headline(data.report), world)
     warnings = on_main(lambda: assemble.check_responses(plan), world)
     book = assemble.make_score_book(plan, data, world)
-    scored, params, metrics = plan.config.scoring.models, plan.sizes["student_params"], {}
+    scored, params, metrics = plan.scored, plan.sizes["student_params"], {}
     # Loaded when it is first needed: a run that is scored and finished needs it no more.
     teacher = cache(lambda: assemble.make_teacher(plan, world))
     if "teacher" in scored:
@@ -90,6 +111,9 @@ def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
             plan.config.scoring.decoding, world.size, plan.folder / "metrics.jsonl", plan.sizes["teacher_params"]
         )
         asked = parsing.scores_asked(plan.config)
+        if plan.config.data.kind == "text":
+            metrics = text_scores(plan.folder / "metrics.jsonl", plan.sizes)
+            plot_training(plan.folder / "metrics.jsonl")
         finish_report(plan.folder, {**metrics, "asked": asked, "warnings": warnings, "run": record})
 
 
@@ -106,11 +130,20 @@ def train(
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
     start = load_checkpoint(trainer.engine, plan.folder)
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)
+    if start == 0 and plan.config.data.kind == "text" and trainer.validation:
+        log.start(trainer.validation_loss())
     trainer.run(start, log)
     log.close()
     if isinstance(loader, StreamLoader):  # what it left out is known only now
         print_main(f"Data        {loader.report()}", world)
-    save_student(trainer.engine, world, template=untrained, output=trained, lora=plan.config.student.lora)
+    save_student(
+        trainer.engine,
+        world,
+        template=untrained,
+        output=trained,
+        lora=plan.config.student.lora,
+        head=plan.student_head,
+    )
 
 
 if __name__ == "__main__":

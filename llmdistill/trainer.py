@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, Outputs
+from llmdistill.batch import POSITIONS, Batch, Outputs
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import Method
-from llmdistill.methods.label import label_term
 from llmdistill.runtime.checkpoint import save_checkpoint
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import set_learning_rate
@@ -50,6 +49,8 @@ class Trainer:
     world: World
     validation: Sequence[Batch] = ()
     """This rank's share of the validation set: the same number of batches on every rank, empty without a set."""
+    judge: Method | None = None
+    """Whose weighted loss on the validation set is logged; None for the method's own."""
 
     def run(self, start: int, log: RunLog) -> None:
         """Train from step `start` to the end, saving on the way.
@@ -82,11 +83,11 @@ class Trainer:
     def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:
         """One optimizer step.
 
-        Returns this rank's terms, already divided by the global counts, and the global counts (tokens, labels).
+        Returns this rank's terms, already divided by the global counts, and the global counts, as POSITIONS.
         """
         micro_batches = [batch.to(self.world.device) for batch in micro_batches]
         counts = global_counts(micro_batches)
-        divisors = {"tokens": counts[0].clamp(min=1), "labels": counts[1].clamp(min=1)}
+        divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = self.world.size * len(micro_batches)
         totals = torch.zeros(len(self.method.weights), device=self.world.device)
@@ -101,24 +102,28 @@ class Trainer:
             total = torch.stack([self.method.weights[name] * term for name, term in terms.items()]).sum()
             if "labels" not in self.method.positions.values():
                 # ZeRO-3 gathers parameters on the way back from the model's output, so the loss must hang on it.
-                total = total + 0.0 * student.logits.sum()
+                total = total + 0.0 * torch.stack([end.sum() for end in student.ends]).sum()
             self.engine.backward(total * undo_average)
             self.engine.step()
             totals += torch.stack([terms[name].detach() for name in self.method.weights])
         return totals, counts
 
     def validation_loss(self) -> float:
-        """Cross-entropy of the validation set's answers, the mean over their tokens; every rank must call it."""
+        """The judge's loss on the validation set, each term the mean over its positions; every rank must call it."""
+        judge = self.method if self.judge is None else self.judge
         self.engine.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros(2, len(judge.weights), dtype=torch.float64, device=self.world.device)
         with torch.no_grad():
             for batch in self.validation:
                 moved = batch.to(self.world.device)
-                loss = label_term(self.student(moved), moved, causal=True)
-                total += torch.stack([loss.sum.double(), loss.count.double()])
+                teacher = self.teacher(moved) if judge.needs_teacher and self.teacher is not None else None
+                losses = judge(self.student(moved), teacher, moved)
+                pairs = [(losses[name].sum.double(), losses[name].count.double()) for name in judge.weights]
+                sums += torch.stack([torch.stack(pair) for pair in pairs], dim=1)
         self.engine.train()
-        all_reduce_sum(total)
-        return float(total[0] / total[1])
+        all_reduce_sum(sums)
+        means = (sums[0] / sums[1]).tolist()
+        return sum(weight * mean for weight, mean in zip(judge.weights.values(), means, strict=True))
 
     def _is_due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.settings.steps
@@ -154,10 +159,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def global_counts(micro_batches: list[Batch]) -> Tensor:
-    """Real tokens and labelled tokens of the whole global batch, as (2,); every rank must call it."""
-    tokens = sum(batch.attention_mask.sum() for batch in micro_batches)
-    labels = sum(batch.num_labels() for batch in micro_batches)
-    return all_reduce_sum(torch.stack([torch.as_tensor(tokens), torch.as_tensor(labels)]))
+    """How many of each of POSITIONS the whole global batch has; every rank must call it."""
+    counts = [batch.counts() for batch in micro_batches]
+    return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
 
 
 class _Since:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.modules import base_name, install, matrix, tied_heads, token_embedding
 from llmdistill.factorize.svd import place_sigma, truncated_svd
 from llmdistill.files import new_folder
-from llmdistill.models.load import load_config
+from llmdistill.models.load import Head, load_config, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,18 +70,27 @@ def factorize(
 
 
 def compress(
-    model_dir: Path | str, output_dir: Path | str, settings: FactorizeConfig, *, device: torch.device | None = None
+    model_dir: Path | str,
+    output_dir: Path | str,
+    settings: FactorizeConfig,
+    *,
+    device: torch.device | None = None,
+    head: Head | None = None,
 ) -> dict[str, Any]:
     """Factorise the model of a folder into a new folder that from_pretrained loads, and return what `summarise` says.
 
-    The model keeps its class and so its heads, its dtype, its tokenizer and its generation settings. UserError for
-    bad settings, unreadable folders and a folder to write to that is not empty, before the weights are read.
+    The model keeps its class and so its heads, unless `head` wants another (one that the folder lacks starts from
+    random numbers), its dtype, its tokenizer and its generation settings. UserError for bad settings, unreadable
+    folders and a folder to write to that is not empty, before the weights are read.
     """
     config = load_config(model_dir)
     summary = summarise(config, settings)
     with new_folder(output_dir) as folder:
         source = local_folder(model_dir)
-        model = load(source, config)
+        if head is None:
+            model = load(source, config)
+        else:
+            model = load_model(source, dtype=cast("torch.dtype", "auto"), head=head, new_head=True)
         factorize(
             model,
             summary["ranks"],

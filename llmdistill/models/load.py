@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +17,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -36,6 +39,10 @@ _REMEDY = (
 )
 
 Loaded = TypeVar("Loaded")
+
+Head = Literal["words", "pretraining", "sequence", "none"]
+"""What stands on a model: words, the language-model head (causal for decoders, masked for encoders); pretraining, that
+and BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without any."""
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
@@ -61,13 +68,35 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     return cast(PreTrainedConfig, config)
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str | None = None) -> PreTrainedModel:
-    """A model with its pretraining head, in evaluation mode: causal LM for decoders, masked LM for encoders.
+def auto_class(config: PreTrainedConfig, head: Head) -> Any:
+    """The class of transformers that loads a model with a head; a decoder's is its language-model head or a
+    classifier."""
+    if head == "sequence":
+        return AutoModelForSequenceClassification
+    if family_of(config).causal:
+        return AutoModelForCausalLM
+    return {"words": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining, "none": AutoModel}[head]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    head: Head = "words",
+    new_head: bool = False,
+    num_classes: int | None = None,
+) -> PreTrainedModel:
+    """A model in evaluation mode, by default with its language-model head.
 
     Args:
         path: a folder, or a name on the hub; a peft adapter comes merged into its base, in fp32 before it is cast.
         dtype: of the weights.
         device: where to put it; None leaves it where it was loaded.
+        head: what stands on it.
+        new_head: whether a head that the weights lack starts from random numbers (drawn from torch's generator)
+            instead of being an error.
+        num_classes: of a new classifier, 1 for one that predicts a score; None takes what the config says.
 
     Raises:
         UserError: as `load_config`, or no safetensors, weights that are missing or do not fit the config, or an
@@ -75,18 +104,24 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
     """
     _, adapter = _local_folder(path), adapter_folder(path)
     if adapter is None:
-        model = _load_weights(path, dtype)
+        model = _load_weights(path, dtype, head, new_head, num_classes)
     else:
-        model = apply_adapter(_of_base(adapter, lambda base: _load_weights(base, torch.float32)), adapter)
+        whole = partial(_load_weights, dtype=torch.float32, head=head, new_head=new_head, num_classes=num_classes)
+        model = apply_adapter(_of_base(adapter, whole), adapter)
         cast_parameters(model, dtype)
     return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
 
 
-def _load_weights(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(
+    path: str | Path, dtype: torch.dtype, head: Head, new_head: bool, num_classes: int | None
+) -> PreTrainedModel:
     config = load_config(path)
-    auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
+    if num_classes is not None:
+        config.num_labels = num_classes
+    if head == "sequence" and config.pad_token_id is None:  # a decoder classifies by its last token that is no padding
+        config.pad_token_id = load_tokenizer(path).pad_token_id
     try:
-        loaded: Any = auto.from_pretrained(
+        loaded: Any = auto_class(config, head).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -100,12 +135,30 @@ def _load_weights(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             raise
         raise _not_loaded(path, "weights (safetensors)", error) from error
     model, info = loaded
-    if info["missing_keys"]:  # transformers would go on with random numbers in their place
+    missing = {name for name in info["missing_keys"] if not _may_be_new(model, name, new_head)}
+    if missing:  # transformers would go on with random numbers in their place
         raise UserError(
-            f"{path}: {len(info['missing_keys'])} weights are missing, such as {min(info['missing_keys'])}: "
-            "the folder is not a whole checkpoint of this architecture with its language-model head"
+            f"{path}: {len(missing)} weights are missing, such as {min(missing)}: the folder is not a whole checkpoint "
+            f"of this architecture{_WITH_HEAD[head]}"
         )
     return cast(PreTrainedModel, model)
+
+
+_WITH_HEAD: dict[Head, str] = {
+    "words": " with its language-model head (terms on hidden states, matrices and relations need none: set the weights "
+    "of those on the output to 0)",
+    "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
+    "sequence": " with a classifier",
+    "none": "",
+}
+
+
+def _may_be_new(model: PreTrainedModel, name: str, new_head: bool) -> bool:
+    """Whether a weight may start anew: the pooler where no head reads it, and a head's where that is wanted."""
+    in_base = name.startswith(f"{model.base_model_prefix}.") or model.base_model is model
+    if ".pooler." in f".{name}":
+        return new_head or model.base_model is model
+    return new_head and not in_base
 
 
 def build_meta(config: PreTrainedConfig) -> PreTrainedModel:

@@ -18,6 +18,10 @@ from rich.table import Table
 
 import llmdistill
 from llmdistill.files import write_json, write_text
+from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
+from llmdistill.runtime.log import FIGURES
+
+_TEXT_TITLE = "The method's loss on the validation text"
 
 MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json, and what a reader sees."""
@@ -67,6 +71,7 @@ def training_cost(metrics_file: Path) -> dict[str, float] | None:
     rows = []
     if metrics_file.is_file():
         rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["step"] > 0]
     if not rows:
         return None
     return {
@@ -88,12 +93,50 @@ def chance_warnings(teacher: dict[str, Any]) -> list[str]:
     ]
 
 
+def text_scores(metrics_file: Path, sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of a run on text, what stands in place of scores: the validation loss before and after, None without a set."""
+    rows = []
+    if metrics_file.is_file():
+        rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    losses = [row["valid_loss"] for row in rows if "valid_loss" in row]
+    params = sizes["student_params"]
+    scores: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
+    started = bool(rows) and rows[0]["step"] == 0
+    scores["untrained"] = {"params": params, "valid_loss": losses[0] if started else None}
+    if rows:
+        scores["student"] = {"params": params, "valid_loss": losses[-1] if losses else None}
+    return scores
+
+
+def plot_training(metrics_file: Path) -> None:
+    """Draw the loss and each of its terms over the steps beside the log: curves.png and curves.svg."""
+    if not metrics_file.is_file():
+        return
+    rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    names = [name for name in rows[-1] if name not in FIGURES]
+    keys = ["loss", *(["valid_loss"] if "valid_loss" in rows[-1] else []), *(names if len(names) > 1 else [])]
+    curves = {key: curve for key in keys if (curve := mean_curve([rows], key)) is not None}
+    save_plot(plot_terms(curves, method_styles(["run"])["run"]), metrics_file.parent, "curves")
+
+
 def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the models that were scored, as text."""
     scored = {label: metrics[key] for key, label in MODELS.items() if key in metrics}
+    training = metrics["run"]["training"]
+    if _is_text(metrics):
+        trained_at = "" if training is None else f"{training['tokens_per_second']:,.0f}"
+        return ["model", "params", "size", "validation loss", "train tok/s"], [
+            [
+                label,
+                f"{model['params']:,}",
+                f"{model['params'] / metrics['run']['teacher_params']:.0%}",
+                "" if model["valid_loss"] is None else f"{model['valid_loss']:.4f}",
+                trained_at if label == MODELS["student"] else "",
+            ]
+            for label, model in scored.items()
+        ]
     sets = list(next(iter(scored.values()))["rougeL"])
     header = ["model", "params", "size", *sets, "train tok/s", "gen tok/s"]
-    training = metrics["run"]["training"]
     rows = []
     for label, model in scored.items():
         speed = training["tokens_per_second"] if training is not None and label == MODELS["student"] else None
@@ -108,6 +151,10 @@ def _cells(metrics: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return header, rows
+
+
+def _is_text(metrics: dict[str, Any]) -> bool:
+    return any("valid_loss" in metrics.get(key, {}) for key in MODELS)
 
 
 def finish_report(folder: Path, metrics: dict[str, Any]) -> None:
@@ -126,7 +173,7 @@ def print_table(metrics: dict[str, Any], console: Console | None = None) -> None
     """Print the table on the terminal."""
     header, rows = _cells(metrics)
     table = Table(
-        title="ROUGE-L (0-100) on each set",
+        title=_TEXT_TITLE if _is_text(metrics) else "ROUGE-L (0-100) on each set",
         title_justify="left",
         box=box.HORIZONTALS,
         pad_edge=False,
@@ -175,16 +222,27 @@ def write_report(folder: Path, metrics: dict[str, Any]) -> None:
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
         *(f"**Warning: {warning}**\n" for warning in metrics["warnings"]),
-        f"ROUGE-L on {', '.join(header[3:-2]) or 'no test set'}: F1 with stemming, best of the "
-        f"references, x 100; decoding: {run['decoding']}. Speeds are tokens per second of training and generation.",
+        _legend(metrics, header),
         "",
         f"- Command: `{run['command']}`",
         f"- Hardware: {run['hardware']}",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in run['versions'].items())}",
         f"- Finished: {run['finished']}",
         "",
-        "The settings are in `run.json`, the course of the training in `metrics.jsonl` and `tensorboard/`, "
-        "every answer in `predictions/`.",
+        "The settings are in `run.json`, the course of the training in `metrics.jsonl` and `tensorboard/`"
+        + ("." if _is_text(metrics) else ", every answer in `predictions/`."),
         "",
     ]
     write_text(folder / "report.md", "\n".join(lines))
+
+
+def _legend(metrics: dict[str, Any], header: list[str]) -> str:
+    if _is_text(metrics):
+        return (
+            "The validation loss is the method's own, so it says how far the student came and nothing between methods."
+            "\n\n![Loss over the steps](curves.png)"
+        )
+    return (
+        f"ROUGE-L on {', '.join(header[3:-2]) or 'no test set'}: F1 with stemming, best of the references, x 100; "
+        f"decoding: {metrics['run']['decoding']}. Speeds are tokens per second of training and generation."
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llmdistill.batch import Aspect
 from llmdistill.config import LoraConfig, TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
-from llmdistill.models.load import load_model
+from llmdistill.models.load import Head, load_model
 from llmdistill.runtime.distributed import World, barrier
 from llmdistill.runtime.ds_config import resolve_ds_config
 
@@ -101,6 +102,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+PROJECTORS = "distillation_projectors"
+"""Name under which a student carries its projectors while it trains; a saved student has none."""
+
+
+def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, int]], seed: int) -> nn.ModuleDict:
+    """Give a student the learnt matrices that map its widths to its teacher's, as part of itself.
+
+    So they are trained, sharded and kept in checkpoints as its own parameters are. `save_student` leaves them out.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        matrices = {aspect: nn.Linear(n, m, bias=False, dtype=model.dtype) for aspect, (n, m) in widths.items()}
+    projectors = nn.ModuleDict({str(aspect): matrix for aspect, matrix in matrices.items()})
+    if matrices:
+        model.add_module(PROJECTORS, projectors)
+    return projectors
+
+
 def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> Any:
     """The student as a DeepSpeed engine; only parameters that are not frozen are trained."""
     import deepspeed
@@ -155,9 +174,15 @@ def _gather(engine: Any, world: World, named: Iterable[tuple[str, Tensor]]) -> d
 
 
 def save_student(
-    engine: Any, world: World, *, template: Path | str, output: Path, lora: LoraConfig | None = None
+    engine: Any,
+    world: World,
+    *,
+    template: Path | str,
+    output: Path,
+    lora: LoraConfig | None = None,
+    head: Head = "words",
 ) -> None:
-    """Write the student as a Hugging Face model, its adapters merged.
+    """Write the student as a Hugging Face model, its adapters merged, its projectors left out.
 
     Args:
         engine: the trained student.
@@ -165,11 +190,13 @@ def save_student(
         template: the folder or hub name that the student was loaded from; its structure is what is written.
         output: where to.
         lora: the adapters it was trained with; without a rank it has none.
+        head: what stands on it.
     """
     has_adapters = lora is not None and lora.rank is not None
     state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
     if state is not None:
-        model = load_model(template, dtype=next(iter(state.values())).dtype)
+        state = {name: value for name, value in state.items() if not name.startswith(f"{PROJECTORS}.")}
+        model = load_model(template, dtype=next(iter(state.values())).dtype, head=head, new_head=True)
         if lora is not None and has_adapters:
             add_lora(model, lora, seed=0)  # whatever the seed: the trained ones take their place
             load_adapters(model, state)

@@ -124,7 +124,7 @@ class RunLog:
     def _drop_rows_after(self, step: int) -> None:
         if self._file.is_file():
             rows = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= step]
+            kept = [row for row in rows if step > 0 and row.endswith("\n") and json.loads(row)["step"] <= step]
             self._file.write_text("".join(kept), encoding="utf-8")
 
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
@@ -149,6 +149,13 @@ class RunLog:
         self.say("".join(f"{cell:>{_width(name)}}" for name, cell in cells.items()))
         if "valid_loss" in values:
             self.say(f"validation loss {values['valid_loss']:.4f} at step {step}")
+
+    def start(self, valid_loss: float) -> None:
+        """Log the validation loss of the student as it starts, as step 0."""
+        if self._active:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": 0, "valid_loss": valid_loss}) + "\n")
+            self.say(f"validation loss {valid_loss:.4f} before the first step")
 
     def advance(self, steps: int = 1) -> None:
         """Move the bar."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from llmdistill.models.load import load_model
+from llmdistill.models.load import Head, load_model
 from llmdistill.runtime.distributed import World
 
 
@@ -23,20 +23,25 @@ class LiveTeacher:
 
 
 def load_teacher(
-    path: str, *, dtype: torch.dtype, sharding: Literal["replicated", "zero3"], world: World
+    path: str,
+    *,
+    dtype: torch.dtype,
+    sharding: Literal["replicated", "zero3"],
+    world: World,
+    head: Head = "words",
 ) -> LiveTeacher:
-    """Load a teacher; every rank must call it.
+    """Load a teacher with a head; every rank must call it.
 
     With zero3 no rank ever holds the whole of it, whatever the student's ZeRO stage is.
     """
     if sharding == "replicated":
-        model = load_model(path, dtype=dtype, device=world.device)
+        model = load_model(path, dtype=dtype, device=world.device, head=head)
         model.eval().requires_grad_(False)
         return LiveTeacher(model, model)
-    return _load_sharded(path, dtype, world)
+    return _load_sharded(path, dtype, world, head)
 
 
-def _load_sharded(path: str, dtype: torch.dtype, world: World) -> LiveTeacher:
+def _load_sharded(path: str, dtype: torch.dtype, world: World, head: Head) -> LiveTeacher:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -50,7 +55,7 @@ def _load_sharded(path: str, dtype: torch.dtype, world: World) -> LiveTeacher:
     # the student's ZeRO stage is its own.
     alive = HfDeepSpeedConfig(ds_config)
     try:
-        model = load_model(path, dtype=dtype)
+        model = load_model(path, dtype=dtype, head=head)
     finally:
         del alive
         _forget_hf_config()

@@ -123,7 +123,16 @@ def test_mistake_reaches_the_user_through_the_launcher(trained, launch, settings
 
 def test_teacher_at_chance_is_warned_of(launch, settings, tmp_path):
     folder = tmp_path / "run"
-    words = ["--method", "none", "--data.valid", "embedded:valid", "--scoring.limit", "30", "--scoring.decoding", "greedy"]
+    words = [
+        "--method",
+        "none",
+        "--data.valid",
+        "embedded:valid",
+        "--scoring.limit",
+        "30",
+        "--scoring.decoding",
+        "greedy",
+    ]
     lengths = ["--data.max_prompt_length", "96", "--data.max_length", "104"]
     done = launch(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *words, *lengths)
     assert "WARNING" in done.stderr

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
 LOWEST = {"batch", "config", "errors", "files", "parsing"}
 PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "scoring", "embedded"}
-ABOVE_PARTS = {"methods", "plan", "trainer", "assemble", "train", "compare", "cli", "report"}
+ABOVE_PARTS = {"methods", "plan", "trainer", "assemble", "search", "train", "compare", "glue", "cli", "report"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "parsing": PARTS | ABOVE_PARTS,
@@ -23,7 +23,9 @@ FORBIDDEN = {
     "report": ABOVE_PARTS - {"report"},
     "plan": ABOVE_PARTS - {"plan", "methods"} | {"data", "generation", "teacher"},
     "assemble": {"train", "compare", "cli"},
-    "train": {"compare", "cli"},
+    "search": {"trainer", "assemble", "train", "compare", "glue", "cli"},  # who does a run is handed to it
+    "glue": {"assemble", "search", "train", "compare", "cli", "plan"},
+    "train": {"compare", "glue", "cli"},
     "compare": {"trainer", "assemble", "methods", "train", "cli"},  # it starts runs as processes of their own
 }
 """Room -> the rooms it must not import."""

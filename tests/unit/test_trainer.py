@@ -14,6 +14,7 @@ from llmdistill.data.instruct import Encoded
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.data.validation import validation_batches
 from llmdistill.errors import UserError
+from llmdistill.methods.sft import Sft
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.log import RunLog, Stopwatch
 from llmdistill.trainer import Trainer, global_counts
@@ -128,7 +129,7 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
         ids = item.prompt_ids + item.response_ids
         for place in range(len(item.prompt_ids), len(ids)):
             expected.append(-float(table[ids[place - 1]].log_softmax(-1)[ids[place]]))
-    trainer.validation = shares[0]
+    trainer.validation, trainer.judge = shares[0], Sft()
     assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
     assert trainer.engine.modes == ["eval", "train"]
     # A rank that has nothing left goes through the motions, and counts nothing.
@@ -188,4 +189,18 @@ def test_stopwatch_starts_anew_when_read():
 
 def test_first_token_is_no_label():
     ids = torch.tensor([[5, 6, 7]])
-    assert int(Batch(ids, torch.ones_like(ids), ids).num_labels()) == 2
+    assert int(Batch(ids, torch.ones_like(ids), ids).counts()["labels"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [(None, 0), (torch.tensor([1, -100, 0]), 2), (torch.tensor([0.5, float("nan"), float("nan")]), 1)],
+)
+def test_sequences_count_where_they_have_a_target(targets, expected):
+    ids = torch.ones(3, 4, dtype=torch.long)
+    batch = Batch(ids, ids, torch.full_like(ids, -100), targets=targets)
+    assert {name: int(count) for name, count in batch.counts().items()} == {
+        "tokens": 12,
+        "labels": 0,
+        "sequences": expected,
+    }

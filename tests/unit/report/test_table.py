@@ -85,10 +85,10 @@ def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak(tmp_p
     assert training_cost(file) is None
     rows = [
         {"step": n, "tokens": 10 * n, "tokens_per_second": speed, "peak_memory_bytes": speed}
-        for n, speed in enumerate([1, 100, 7])
+        for n, speed in enumerate([1, 100, 7], start=1)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert training_cost(file) == {"tokens": 30, "tokens_per_second": 7, "peak_memory_bytes": 100}
+    assert training_cost(file) == {"tokens": 60, "tokens_per_second": 7, "peak_memory_bytes": 100}
 
 
 def test_a_teacher_at_chance_is_warned_of():

@@ -1,0 +1,78 @@
+"""A student of another shape than its teacher's, as a folder that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.factorize.budget import plan
+from llmdistill.factorize.checkpoint import copy_companions
+from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.export import merge
+from llmdistill.factorize.modules import is_factorised
+from llmdistill.files import new_folder
+from llmdistill.models.load import Head, auto_class, load_config, load_model
+from llmdistill.models.shapes import StudentShape, initialise, shaped_config, teacher_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Init = Literal["random", "layers", "slice"]
+
+
+def make_student(
+    teacher_path: str | Path,
+    output: str | Path,
+    shape: StudentShape,
+    *,
+    init: Init,
+    layers: str,
+    embedding_rank: int | None,
+    seed: int,
+    head: Head,
+) -> None:
+    """Write a student of that shape and its teacher's architecture as a new folder, in fp32, with the tokenizer.
+
+    Args:
+        teacher_path: folder or hub name; its weights are read only where init takes some.
+        output: the folder to write.
+        shape: depth, width, heads, and perhaps feed-forward width.
+        init: random, as the architecture's own training would start; layers or slice, as `initialise` says.
+        layers: the teacher's layers for the latter two, as `teacher_layers` reads them.
+        embedding_rank: rank that the token embedding is factorised to, None leaves it dense.
+        seed: of the random weights; torch's own generator is left as it was.
+        head: what stands on the student.
+
+    Raises:
+        UserError: a shape or layers that do not fit the teacher, a teacher that cannot be read, an output that is not
+            empty.
+    """
+    config = load_config(teacher_path)
+    shaped = shaped_config(config, shape)
+    chosen = []
+    if init != "random":
+        chosen = teacher_layers(layers, shape.depth, config.num_hidden_layers, key="student.layers")
+    with new_folder(output) as folder:
+        student = _random_student(shaped, head, seed)
+        # Before the teacher is read, as a rank that does not fit should not wait for that.
+        ranks = {} if embedding_rank is None else plan(student, FactorizeConfig(embedding_rank=embedding_rank))
+        if init != "random":
+            teacher = load_model(teacher_path, dtype=torch.float32, head=head)
+            if is_factorised(teacher):
+                merge(teacher)
+            initialise(student, teacher, init=init, layers=chosen)
+        if embedding_rank is not None:
+            factorize(student, ranks, embedding_rank=embedding_rank)
+        student.save_pretrained(folder)
+        copy_companions(teacher_path, folder)
+
+
+def _random_student(config: PreTrainedConfig, head: Head, seed: int) -> PreTrainedModel:
+    """The model of a config with transformers' own initial weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = auto_class(config, head).from_config(config, dtype=torch.float32, trust_remote_code=False)
+    return cast("PreTrainedModel", model)

@@ -1,0 +1,299 @@
+"""Students of other sizes than their teacher: what a shape means, its config, and weights taken from the teacher."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llmdistill.errors import UserError
+from llmdistill.models.families import Family, Shape, family_of, shape_of
+
+Axis = Literal["whole", "hidden", "ffn", "query", "key", "value", "context", "fused", "head"]
+"""What an axis of a parameter counts: things that a shape does not change (words, positions, classes), the width, the
+feed-forward width, all heads' features of queries, keys or values, of what attention gives (context), of queries, keys
+and values in a row (fused), or one head's features (head)."""
+
+_LAYER_AXES: dict[str, tuple[Axis, ...]] = {
+    "attention.self.query": ("query", "hidden"),
+    "attention.self.key": ("key", "hidden"),
+    "attention.self.value": ("value", "hidden"),
+    "attention.output.dense": ("hidden", "context"),
+    "self_attn.q_proj": ("query", "hidden"),
+    "self_attn.k_proj": ("key", "hidden"),
+    "self_attn.v_proj": ("value", "hidden"),
+    "self_attn.o_proj": ("hidden", "context"),
+    "self_attn.q_norm": ("head",),
+    "self_attn.k_norm": ("head",),
+    "attn.c_attn": ("fused", "hidden"),
+    "attn.c_proj": ("hidden", "context"),
+}
+"""Axes (outputs, inputs) of the modules of a layer; those of the feed-forward part are the family's, norms are known by
+their one axis."""
+
+_OUTER_AXES: dict[str, tuple[Axis, ...]] = {
+    "pooler.dense": ("hidden", "hidden"),
+    "cls.predictions.transform.dense": ("hidden", "hidden"),
+    "cls.predictions.decoder": ("whole", "hidden"),
+    "cls.predictions": ("whole",),
+    "cls.seq_relationship": ("whole", "hidden"),
+    "lm_head": ("whole", "hidden"),
+    "lm_head.dense": ("hidden", "hidden"),
+    "lm_head.decoder": ("whole", "hidden"),
+    "classifier": ("whole", "hidden"),
+    "classifier.dense": ("hidden", "hidden"),
+    "classifier.out_proj": ("whole", "hidden"),
+    "score": ("whole", "hidden"),
+}
+"""The same for what stands around the layers; embeddings are known by their type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentShape:
+    """The sizes of a student that is built like its teacher."""
+
+    depth: int
+    """Layers."""
+    width: int
+    """Features of a token."""
+    heads: int
+    """Attention heads."""
+    intermediate: int | None = None
+    """Feed-forward width; None keeps the teacher's proportion to the width."""
+
+
+def parse_shape(text: str, *, key: str = "student.shape") -> StudentShape:
+    """The shape that "6x384x12" or "6x384x12x1536" means: depth, width, heads, feed-forward width.
+
+    Raises:
+        UserError: another form, a 0, or heads that do not divide the width.
+    """
+    match = re.fullmatch(r"\s*(\d{1,6})[x×](\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?\s*", text)
+    numbers = [int(number) for number in match.groups() if number is not None] if match is not None else [0]
+    if 0 in numbers:
+        raise UserError(
+            f"{key} {text!r} is no shape: write DEPTHxWIDTHxHEADS such as 6x384x12, or with the feed-forward width as "
+            "a fourth number, 6x384x12x1536"
+        )
+    depth, width, heads, *rest = numbers
+    if width % heads:
+        divisors = ", ".join(str(number) for number in range(1, width + 1) if width % number == 0)
+        raise UserError(f"{key} {text}: {heads} heads do not divide the width {width}; take one of {divisors} heads")
+    return StudentShape(depth=depth, width=width, heads=heads, intermediate=rest[0] if rest else None)
+
+
+def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedConfig:
+    """The config of a dense student of that shape, in all else the teacher's.
+
+    Kept from the teacher: the proportions of feed-forward to width (rounded), of key-value heads to heads, and of all
+    heads' features to width, and how kinds of layers follow each other. Depth and width are free.
+
+    Raises:
+        UserError: a proportion that does not come out even, or an odd head for rotary positions.
+    """
+    sizes = shape_of(teacher)
+    values = teacher.to_dict()
+    values.pop("quantization_config", None)
+
+    def put(name: str, value: int) -> None:
+        values[teacher.attribute_map.get(name, name)] = value
+
+    put("num_hidden_layers", shape.depth)
+    put("hidden_size", shape.width)
+    put("num_attention_heads", shape.heads)
+    proportional = round(shape.width * sizes.intermediate_size / sizes.hidden_size)
+    intermediate = proportional if shape.intermediate is None else shape.intermediate
+    values["intermediate_size" if hasattr(teacher, "intermediate_size") else "n_inner"] = intermediate
+    if hasattr(teacher, "num_key_value_heads"):
+        values["num_key_value_heads"] = _kv_heads(shape, sizes)
+    if hasattr(teacher, "rope_parameters"):
+        head_dim = _head_dim(shape, sizes)
+        if hasattr(teacher, "head_dim"):
+            values["head_dim"] = head_dim
+    kinds = getattr(teacher, "layer_types", None)
+    if kinds is not None:
+        values["layer_types"] = [kinds[i * sizes.num_layers // shape.depth] for i in range(shape.depth)]
+    if hasattr(teacher, "max_window_layers"):  # the first layer with a window, after the same spreading
+        values["max_window_layers"] = -(-teacher.max_window_layers * shape.depth // sizes.num_layers)
+    return cast(PreTrainedConfig, type(teacher).from_dict(values))
+
+
+def teacher_layers(spec: str, student_depth: int, teacher_depth: int, *, key: str) -> list[int]:
+    """The teacher's layers, from 0, that a student's layers start from.
+
+    Args:
+        spec: spread (i · teacher / student: 0, 2, 4 for 3 of 6), first, last, or as many numbers from 1 as the student
+            has layers, such as 1,3,5.
+        student_depth: layers of the student.
+        teacher_depth: layers of the teacher.
+        key: the setting that gave spec, for the errors.
+
+    Raises:
+        UserError: another word, numbers that do not fit, or a student deeper than its teacher.
+    """
+    if student_depth > teacher_depth:
+        raise UserError(
+            f"{key} {spec}: a student of {student_depth} layers cannot be made of a teacher's {teacher_depth}; "
+            "take fewer, or student.init random"
+        )
+    if spec == "spread":
+        return [layer * teacher_depth // student_depth for layer in range(student_depth)]
+    if spec == "first":
+        return list(range(student_depth))
+    if spec == "last":
+        return list(range(teacher_depth - student_depth, teacher_depth))
+    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", spec) is None:
+        raise UserError(f"{key} {spec!r} names no layers: give spread, first, last, or numbers from 1 such as 1,3,5")
+    layers = [int(number) - 1 for number in spec.split(",")]
+    if len(layers) != student_depth or not all(0 <= layer < teacher_depth for layer in layers):
+        raise UserError(
+            f"{key} {spec} does not fit: give {student_depth} numbers, one for each layer of the student, from 1 to "
+            f"the teacher's {teacher_depth}"
+        )
+    return layers
+
+
+@torch.no_grad()
+def initialise(
+    student: PreTrainedModel, teacher: PreTrainedModel, *, init: Literal["layers", "slice"], layers: list[int]
+) -> None:
+    """Give a student the weights of its teacher, in place.
+
+    Args:
+        student: of a config that `shaped_config` gave.
+        teacher: dense, of the same architecture. Heads that only one of them has are left as they are.
+        init: layers takes whole layers and needs equal sizes. slice takes of every matrix the first rows and columns,
+            of the heads the first ones, and of each head the first features. Where positions are rotary, which turn
+            feature i with feature i + D/2 of a head, queries and keys take the first D'/2 of each half, so that pairs
+            stay pairs; their frequencies are nevertheless those of the new head width D', not the teacher's.
+        layers: the teacher's layer, from 0, for each of the student's.
+
+    Raises:
+        UserError: sizes that the way does not allow.
+    """
+    sizes, teacher_sizes = shape_of(student.config), shape_of(teacher.config)
+    _check_sizes(init, sizes, teacher_sizes)
+    assert len(layers) == sizes.num_layers, layers
+    family = family_of(student.config)
+    taken = _taken(sizes, teacher_sizes, rotary=hasattr(student.config, "rope_parameters"))
+    sources = {_bare(teacher, name): weight for name, weight in teacher.named_parameters(remove_duplicate=False)}
+    for name, target in student.named_parameters():
+        owner, _, leaf = _bare(student, name).rpartition(".")
+        layer, owner_in_layer = _split(owner, family)
+        source_owner = owner if layer is None else f"{family.layers}.{layers[layer]}.{owner_in_layer}"
+        source: Tensor | None = sources.get(f"{source_owner}.{leaf}")
+        if source is None:
+            assert _is_head(student, name), f"the teacher has no {name}"
+            continue
+        axes = _axes_of(student.get_submodule(name.rpartition(".")[0]), owner_in_layer, leaf, family, layer is not None)
+        assert len(axes) == source.ndim, f"no rule for the axes of {name}"
+        for dim, axis in enumerate(axes):
+            if axis != "whole":
+                source = source.index_select(dim, taken[axis].to(source.device))
+        assert source.shape == target.shape, (name, source.shape, target.shape)
+        target.copy_(source)
+
+
+def _kv_heads(shape: StudentShape, teacher: Shape) -> int:
+    count, rest = divmod(shape.heads * teacher.num_kv_heads, teacher.num_heads)
+    if rest:
+        group = teacher.num_heads // teacher.num_kv_heads
+        raise UserError(
+            f"student.shape: {shape.heads} heads cannot share keys and values {group} at a time, as the teacher's "
+            f"{teacher.num_heads} do; take a multiple of {group}"
+        )
+    return count
+
+
+def _head_dim(shape: StudentShape, teacher: Shape) -> int:
+    # Some models have heads wider than width / heads.
+    features, rest = divmod(shape.width * teacher.head_dim * teacher.num_heads, teacher.hidden_size * shape.heads)
+    if rest or features % 2:
+        raise UserError(
+            f"student.shape: {shape.heads} heads of the width {shape.width} have no even number of features each, as "
+            "rotary positions need; take other heads or another width"
+        )
+    return features
+
+
+def _check_sizes(init: str, student: Shape, teacher: Shape) -> None:
+    """Refuse sizes from which the way cannot fill the student."""
+    assert student.num_heads * teacher.num_kv_heads == teacher.num_heads * student.num_kv_heads, (student, teacher)
+    for what, own, theirs in (
+        ("width", student.hidden_size, teacher.hidden_size),
+        ("number of heads", student.num_heads, teacher.num_heads),
+        ("head width", student.head_dim, teacher.head_dim),
+        ("feed-forward width", student.intermediate_size, teacher.intermediate_size),
+    ):
+        if init == "layers" and own != theirs:
+            raise UserError(
+                f"student.init layers takes layers as they are, but the student's {what} is {own} and the teacher's "
+                f"{theirs}: take init slice, or random"
+            )
+        if own > theirs:
+            raise UserError(
+                f"student.init slice takes a part, but the student's {what} of {own} is more than the teacher's "
+                f"{theirs}: take a smaller shape, or init random"
+            )
+
+
+def _taken(student: Shape, teacher: Shape, *, rotary: bool) -> dict[Axis, Tensor]:
+    """The teacher's indices on each kind of axis, in the student's order."""
+    features, half = torch.arange(student.head_dim), student.head_dim // 2
+    turned = features if not rotary else torch.cat([features[:half], teacher.head_dim // 2 + features[:half]])
+
+    def of_heads(count: int, of_each: Tensor) -> Tensor:
+        return (torch.arange(count)[:, None] * teacher.head_dim + of_each).flatten()
+
+    query, key = of_heads(student.num_heads, turned), of_heads(student.num_kv_heads, turned)
+    value = of_heads(student.num_kv_heads, features)
+    block = teacher.num_heads * teacher.head_dim
+    return {
+        "hidden": torch.arange(student.hidden_size),
+        "ffn": torch.arange(student.intermediate_size),
+        "query": query,
+        "key": key,
+        "value": value,
+        "context": of_heads(student.num_heads, features),
+        "fused": torch.cat([query, block + key, 2 * block + value]),
+        "head": turned,
+    }
+
+
+def _bare(model: PreTrainedModel, name: str) -> str:
+    """A name as the base model has it, and those of heads as they are."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def _is_head(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter belongs to a head; the pooler counts as one, as some models go without."""
+    in_base = model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
+    return not in_base or ".pooler." in f".{name}"
+
+
+def _split(owner: str, family: Family) -> tuple[int | None, str]:
+    """The layer that a module stands in and its name there; None and the whole name outside of the layers."""
+    match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", owner)
+    return (None, owner) if match is None else (int(match[1]), match[2])
+
+
+def _axes_of(module: nn.Module, owner: str, leaf: str, family: Family, in_layer: bool) -> tuple[Axis, ...]:
+    """The axes of a module's parameter, as it is stored; none where there is no rule."""
+    rules = _OUTER_AXES
+    if in_layer:
+        rules = {**_LAYER_AXES, family.ffn_up: ("ffn", "hidden"), family.ffn_down: ("hidden", "ffn")}
+        if family.ffn_gate is not None:
+            rules[family.ffn_gate] = ("ffn", "hidden")
+    axes = rules.get(owner, ())
+    if isinstance(module, nn.Embedding):
+        axes = ("whole", "hidden")
+    elif not axes and getattr(getattr(module, "weight", None), "ndim", 0) == 1:
+        axes = ("hidden",)
+    if leaf == "bias":
+        return axes[:1]
+    return axes[::-1] if type(module) is Conv1D else axes

@@ -1,0 +1,57 @@
+"""The curve over the teacher's layers that a search for the best one ends with (MiniLMv2 Figure 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llmdistill.report.plots import Curve, method_styles, plot_curves, save_plot
+
+NAME = "layer_search"
+
+
+class LayerScore(NamedTuple):
+    """What a student that learnt from one layer came to."""
+
+    layer: int
+    """From 1."""
+    loss: float
+    """On the validation text, after the steps on the words; lower is better."""
+
+
+def plot_layers(scores: Sequence[LayerScore], folder: Path) -> None:
+    """Write layer_search.png and layer_search.svg."""
+    losses = [score.loss for score in scores]
+    curve = Curve([float(score.layer) for score in scores], losses, losses, losses)
+    style = method_styles(["student"])["student"]
+    figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
+    axes = figure.axes[0]
+    axes.set_xlabel("layer of the teacher, from 1")
+    axes.get_legend().remove()  # type: ignore[union-attr]
+    best = min(scores, key=lambda score: score.loss)
+    axes.plot(best.layer, best.loss, marker="o", markersize=11, fillstyle="none", color=style.color)
+    save_plot(figure, folder, NAME)
+
+
+def print_layers(scores: Sequence[LayerScore], folder: Path, console: Console | None = None) -> None:
+    """Print the curve as a table, a bar a layer, the best one marked."""
+    losses = [score.loss for score in scores]
+    best, worst = min(losses), max(losses)
+    table = Table(
+        title="Which layer of the teacher to learn from", title_justify="left", box=box.HORIZONTALS, pad_edge=False
+    )
+    table.add_column("layer", justify="right")
+    table.add_column("validation loss", justify="right")
+    table.add_column("better than the worst by")
+    for score in scores:
+        bar = "█" * round(30 * (worst - score.loss) / (worst - best)) if worst > best else ""
+        chosen = " chosen" if score.loss == best else ""
+        table.add_row(str(score.layer), f"{score.loss:.4f}", f"{bar} {worst - score.loss:.4f}{chosen}".strip())
+    out = console or Console()
+    out.print(table)
+    out.print(f"The curve is in {folder / NAME}.png", soft_wrap=True)

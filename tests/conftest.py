@@ -1,0 +1,21 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_process_group():
+    """Commands that run in the tests' own process end with its process group in place.
+
+    DeepSpeed keeps what it was first given: after a real end no second command could run in the same process.
+    """
+    import torch.distributed as dist
+
+    end = dist.destroy_process_group
+    dist.destroy_process_group = lambda *_: None
+    yield
+    dist.destroy_process_group = end
+    if dist.is_initialized():
+        end()

@@ -1,0 +1,230 @@
+"""Encoders on text: the same numbers however the run is cut, projectors that stay behind, chains and searches."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForPreTraining,
+    BertTokenizerFast,
+    LlamaForCausalLM,
+)
+
+from llmdistill.train import main
+
+from support import largest_difference, weights
+
+pytestmark = pytest.mark.dist
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def sentences(number: int) -> list[str]:
+    who, what, where = ("the cat", "a dog", "one bird", "my fish"), ("sleeps", "eats", "sings"), ("here", "there")
+    return [
+        f"{who[n % 4]} {what[(n // 3) % 3]} {where[(n // 5) % 2]} and {who[(n + 1) % 4]} {what[n % 3]}."
+        for n in range(number)
+    ]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Forty documents of eight lines."""
+    lines = sentences(320)
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    documents = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines), 8)]
+    file.write_text("\n\n".join(documents), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def bert(text, tmp_path_factory) -> Path:
+    """A random BERT with both its heads and a WordPiece tokenizer of its own."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train([str(text)], trainers.WordPieceTrainer(vocab_size=80, special_tokens=SPECIAL))
+    folder = tmp_path_factory.mktemp("bert")
+    (folder / "vocab.txt").write_text("\n".join(sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)))
+    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer.get_vocab()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    BertForPreTraining(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(text, tmp_path_factory):
+    """Arguments of a short run on the text."""
+
+    def arguments(teacher: Path, *more: str) -> list[str]:
+        recipe = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+        recipe.write_text(
+            f"teacher: {{model: {teacher}}}\n"
+            f"data: {{kind: text, train: {text}, valid: {text}, max_length: 32,"
+            f" text: {{valid_sequences: 24, cache_dir: {tmp_path_factory.getbasetemp() / 'cache'}}}}}\n"
+            "train: {steps: 4, global_batch_size: 8, learning_rate: 2.0e-3, save_every: 2, log_every: 1}\n",
+            encoding="utf-8",
+        )
+        return ["--recipe", str(recipe), *more]
+
+    return arguments
+
+
+def here(folder: Path, *arguments: str) -> Path:
+    """A run of one rank in this process."""
+    assert main([*arguments, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder)]) == 0
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_dropout(teacher: Path, folder: Path) -> Path:
+    """Dropout draws other numbers on each rank, so only without it can two ranks equal one."""
+    shutil.copytree(teacher, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+METHODS = {
+    "makd": ("--method", "makd", "--student.factorize.rank", "6", "--data.text.next_sentence", "true"),
+    "relations": (
+        *("--method", "minilmv2", "--minilmv2.relation_heads", "8", "--student.shape", "2x16x2"),
+        *("--minilmv2.relations", '["qq", "kk", "vv", "qk"]'),
+    ),
+    "projectors": ("--method", "tinybert", "--also", '["distilbert"]', "--distilbert.cosine", "0"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ds_config"), [("makd", "zero2"), ("relations", "zero2"), ("projectors", "zero3"), ("relations", "zero3")]
+)
+def test_two_ranks_equal_one(bert, settings, launch, tmp_path, name, ds_config):
+    teacher = without_dropout(bert, tmp_path / "teacher")
+    more = (*METHODS[name], "--student.shape", "2x16x4") if name == "projectors" else METHODS[name]
+    arguments = settings(teacher, *more)
+    one = here(tmp_path / "one", *arguments)
+    launch(*arguments, "--ds_config", f"ds_configs/{ds_config}.json", "--output_dir", str(tmp_path / "two"), ranks=2)
+    first, second = weights(one), weights(tmp_path / "two")
+    # The softmax over keys does not see what is added to all of them: where only attention is compared, the gradient of
+    # the keys' bias is rounding alone, and Adam makes whole steps of it.
+    seen = [name for name in first if ".key." not in name or not name.endswith("bias")]
+    assert max(float((first[name] - second[name]).abs().max()) for name in seen) < 1e-6
+    first, second = rows(one), rows(tmp_path / "two")
+    assert [row["valid_loss"] for row in (first[0], first[-1])] == pytest.approx(
+        [row["valid_loss"] for row in (second[0], second[-1])], rel=1e-5
+    )
+    assert first[-1]["valid_loss"] < first[0]["valid_loss"]
+
+
+def test_makd_learns_words_and_sentences_with_both_heads(bert, settings, tmp_path):
+    folder = here(tmp_path / "run", *settings(bert, *METHODS["makd"]))
+    assert {"query", "ffn_up", "attention", "hidden", "logits", "sequence_logits"} <= rows(folder)[1].keys()
+    student = weights(folder)
+    assert "cls.seq_relationship.weight" in student
+    assert "bert.encoder.layer.0.attention.self.query.A.weight" in student
+    assert (folder / "curves.png").is_file()
+    assert "validation loss" in (folder / "report.md").read_text()
+
+
+def test_a_student_of_relations_is_a_stock_model_without_head(bert, settings, tmp_path):
+    folder = here(tmp_path / "run", *settings(bert, *METHODS["relations"]))
+    model, info = AutoModel.from_pretrained(folder / "student", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    config = model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 16, 2)
+    assert (folder / "student" / "tokenizer.json").is_file()
+
+
+def test_projectors_are_trained_kept_for_a_resumed_run_and_not_shipped(bert, settings, tmp_path):
+    arguments = settings(bert, *METHODS["projectors"], "--student.shape", "2x16x4")
+    whole = here(tmp_path / "whole", *arguments)
+    assert not any("projector" in name for name in weights(whole))
+    AutoModelForMaskedLM.from_pretrained(whole / "student")
+    states = list((whole / "checkpoints").glob("step-*/mp_rank_00_model_states.pt"))
+    kept = {step.parent.name: torch.load(step, weights_only=False)["module"] for step in states}
+    names = [name for name in kept["step-4"] if "projector" in name]
+    assert len(names) == 2
+    assert all(not torch.equal(kept["step-2"][name], kept["step-4"][name]) for name in names)
+    # As a kill after step 2 leaves it.
+    shutil.copytree(whole, tmp_path / "killed")
+    for gone in ("student", "checkpoints/step-4"):
+        shutil.rmtree(tmp_path / "killed" / gone)
+    (tmp_path / "killed" / "checkpoints" / "latest").write_text("step-2")
+    assert largest_difference(whole, here(tmp_path / "killed", *arguments)) == 0
+
+
+def test_chain_trains_the_assistant_first_and_resumes_where_it_was(bert, settings, tmp_path, capsys):
+    arguments = settings(
+        bert, "--method", "minilm", "--student.shape", "2x16x4", "--student.assistants", '["4x16x4"]', "--seed", "1"
+    )
+    folder = here(tmp_path / "run", *arguments)
+    assistant = AutoModel.from_pretrained(folder / "assistant-1" / "student")
+    assert (assistant.config.num_hidden_layers, assistant.config.hidden_size) == (4, 16)
+    record = json.loads((folder / "assistant-1" / "run.json").read_text())
+    assert record["config"]["teacher"]["model"] == str(bert)
+    before = weights(folder)
+    shutil.rmtree(folder / "student")
+    shutil.rmtree(folder / "checkpoints")
+    times = {file: os.stat(file).st_mtime_ns for file in (folder / "assistant-1").rglob("*.safetensors")}
+    capsys.readouterr()
+    assert largest_difference(folder, here(folder, *arguments)) == 0
+    assert all(torch.equal(before[name], value) for name, value in weights(folder).items())
+    assert times == {file: os.stat(file).st_mtime_ns for file in (folder / "assistant-1").rglob("*.safetensors")}
+
+
+def test_search_scores_each_layer_and_trains_with_the_best(bert, settings, tmp_path, capsys):
+    arguments = settings(
+        bert,
+        *("--method", "minilmv2", "--minilmv2.relation_heads", "8", "--student.shape", "1x16x4"),
+        *("--minilmv2.teacher_layer", "auto", "--minilmv2.search.layers", "2,4"),
+        *("--minilmv2.search.steps", "2", "--minilmv2.search.probe_steps", "2"),
+    )
+    folder = here(tmp_path / "run", *arguments)
+    found = json.loads((folder / "layer_search.json").read_text())
+    assert [each["layer"] for each in found["layers"]] == [2, 4]
+    assert found["chosen"] == min(found["layers"], key=lambda each: each["valid_loss"])["layer"]
+    for each in found["layers"]:
+        probe = folder / "layer-search" / f"layer-{each['layer']}" / "probe"
+        assert rows(probe)[-1]["valid_loss"] == each["valid_loss"]
+    assert (folder / "layer_search.png").is_file()
+    assert "chosen" in capsys.readouterr().out
+    named = here(tmp_path / "named", *arguments, "--minilmv2.teacher_layer", str(found["chosen"]))
+    assert largest_difference(folder, named) == 0
+
+
+def test_decoder_learns_relations_beside_makd_on_text(tiny_teacher, settings, tmp_path):
+    folder = here(
+        tmp_path / "run",
+        *settings(tiny_teacher, "--student.factorize.rank", "6", "--also", '["minilm", "minilmv2"]'),
+        *("--minilmv2.relation_heads", "4", "--minilmv2.relations", '["qk", "vv"]'),
+    )
+    names = rows(folder)[1].keys()
+    assert {"makd.attention", "minilm.attention", "value_relation", "relation_qk", "relation_vv", "query"} <= names
+    assert rows(folder)[-1]["valid_loss"] < rows(folder)[0]["valid_loss"]
+    LlamaForCausalLM.from_pretrained(folder / "student")
+    before = load_file(folder / "untrained" / "model.safetensors")
+    assert any(not torch.equal(before[name], value) for name, value in weights(folder).items())

@@ -1,0 +1,123 @@
+"""Folders of students of another shape than their teacher's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    BertConfig,
+    BertForPreTraining,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import factorize, plan
+from llmdistill.factorize.modules import LowRankEmbedding
+from llmdistill.factorize.shape import make_student
+from llmdistill.models.shapes import parse_shape
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 40,
+}
+DEFAULTS: dict[str, Any] = {"init": "random", "layers": "spread", "embedding_rank": None, "seed": 0, "head": "words"}
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A teacher's folder with both pretraining heads, in bf16."""
+    torch.manual_seed(0)
+    BertForPreTraining(BertConfig(**SIZES)).bfloat16().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "teacher/tokenizer.json").write_text("{}")
+    return tmp_path / "teacher"
+
+
+def make(teacher: Path, output: Path, shape: str = "2x16x2", **settings: Any) -> Any:
+    make_student(teacher, output, parse_shape(shape), **{**DEFAULTS, **settings})
+    return AutoModelForPreTraining.from_pretrained(output) if settings.get("head") == "pretraining" else output
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForMaskedLM.from_pretrained(folder).state_dict()
+
+
+def test_random_students_follow_the_seed_and_nothing_else(bert: Path, tmp_path: Path) -> None:
+    (bert / "model.safetensors").unlink()  # not needed for random weights
+    state = torch.get_rng_state()
+    make(bert, tmp_path / "a", seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    make(bert, tmp_path / "b", seed=3)
+    make(bert, tmp_path / "c", seed=4)
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    name = "bert.encoder.layer.1.output.dense.weight"
+    assert a[name].shape == (16, 32)
+    assert a[name].dtype == torch.float32
+    assert a[name].std() == pytest.approx(0.02, rel=0.2)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not torch.equal(a[name], c[name])
+    assert (tmp_path / "a/tokenizer.json").read_text() == "{}"
+
+
+def test_weights_of_the_teacher_and_its_heads(bert: Path, tmp_path: Path) -> None:
+    teacher: Any = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
+    first = make(bert, tmp_path / "first", "2x32x4", init="layers", layers="first", head="pretraining")
+    spread = make(bert, tmp_path / "spread", "2x16x2", init="slice", head="pretraining")
+    source = teacher.bert.encoder.layer
+    assert torch.equal(first.bert.encoder.layer[1].output.dense.weight, source[1].output.dense.weight)
+    assert torch.equal(spread.bert.encoder.layer[1].output.dense.weight, source[2].output.dense.weight[:16, :32])
+    assert torch.equal(first.cls.seq_relationship.weight, teacher.cls.seq_relationship.weight)
+    assert first.cls.predictions.decoder.weight is first.bert.embeddings.word_embeddings.weight
+    assert first.dtype == torch.float32
+
+
+def test_low_rank_embedding(bert: Path, tmp_path: Path) -> None:
+    student = make(bert, tmp_path / "student", embedding_rank=8, head="pretraining")
+    embedding = student.get_input_embeddings()
+    assert isinstance(embedding, LowRankEmbedding)
+    assert embedding.A.weight.shape == (40, 8)
+    assert student(input_ids=torch.arange(3, 9).view(1, 6))[0].shape == (1, 6, 40)
+    with pytest.raises(UserError, match="embedding_rank 17 does not fit the token embedding, a 40×16 matrix"):
+        make(bert, tmp_path / "other", embedding_rank=17)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_factorised_teacher_is_multiplied_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    teacher = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
+    factorize(teacher, plan(teacher, FactorizeConfig(rank=8)))
+    teacher.save_pretrained(tmp_path / "teacher")
+    make(tmp_path / "teacher", tmp_path / "student", "2x32x4", init="layers")
+    student: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    low_rank: Any = teacher.model.layers[2].mlp.up_proj
+    torch.testing.assert_close(student.model.layers[1].mlp.up_proj.weight, low_rank.weight)
+    assert not hasattr(student.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"init": "layers", "layers": "middle"}, "student.layers 'middle' names no layers"),
+        ({"init": "layers"}, "student.init layers .* width is 16 and the teacher's 32"),
+    ],
+)
+def test_mistakes_leave_no_folder(bert: Path, tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        make(bert, tmp_path / "student", **settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher"]
+
+
+def test_a_folder_in_use_is_left_alone(bert: Path) -> None:
+    with pytest.raises(UserError, match="exists and is not empty"):
+        make(bert, bert)
