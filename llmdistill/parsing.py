@@ -23,11 +23,18 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 _Config = TypeVar("_Config")
 
+_EXTENDS = (
+    "Only in a recipe: the one it builds on, a shipped one's name or a path seen from its file; its own settings win."
+)
+
+RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
+"""Folder of the shipped recipes. Files there whose name begins with _ are no recipes, only something to extend."""
+
 
 def recipe_names() -> list[str]:
-    """The recipes that ship with the package."""
-    folder = resources.files("llmdistill") / "recipes"
-    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+    """The recipes that ship with the package, those in a subfolder as FOLDER/NAME."""
+    files = [path.relative_to(RECIPES) for path in RECIPES.rglob("*.yaml") if not path.name.startswith("_")]
+    return sorted(file.as_posix().removesuffix(".yaml") for file in files)
 
 
 def recipe_path(name_or_path: str) -> Path:
@@ -37,7 +44,7 @@ def recipe_path(name_or_path: str) -> Path:
         UserError: there is no such recipe.
     """
     if name_or_path in recipe_names():
-        return Path(str(resources.files("llmdistill") / "recipes" / f"{name_or_path}.yaml"))
+        return RECIPES / f"{name_or_path}.yaml"
     path = Path(name_or_path)
     if not path.is_file():
         raise UserError(
@@ -57,6 +64,7 @@ def run_parser() -> ArgumentParser:
     )
     text = f"A shipped recipe's name or a YAML file; default: {DEFAULT_RECIPE}."
     parser.add_argument("--recipe", action="config", help=text)
+    parser.add_argument("--extends", type=str | None, help=_EXTENDS)
     parser.add_argument("--dry_run", action="store_true", help="Resolve everything without weights or data, and stop.")
     parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object.")
     parser.add_argument(
@@ -77,14 +85,18 @@ def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
     arguments = list(arguments)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", default=DEFAULT_RECIPE)
+    first.add_argument("--extends")
     # The recipe first, wherever it stands, so that the command line always wins over it.
     flags, rest = first.parse_known_args(arguments)
+    if flags.extends is not None:
+        raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
     path = recipe_path(flags.recipe)
     parser = run_parser()
-    check_recipe(parser, path)
-    parsed = parse(parser, ["--recipe", str(path), *rest])
+    recipes = [argument for file in extended(parser, path) for argument in ("--recipe", str(file))]
+    parsed = parse(parser, [*recipes, *rest])
     if parsed.output_dir is None:
-        parsed.output_dir = f"runs/{path.stem}-{Path(parsed.ds_config).stem}"
+        name = flags.recipe if flags.recipe in recipe_names() else path.stem
+        parsed.output_dir = f"runs/{name}-{Path(parsed.ds_config).stem}"
     recipe = argparse.Namespace(recipe=flags.recipe, dry_run=parsed.dry_run, json=parsed.json)
     return build(parsed, RunConfig), recipe
 
@@ -125,8 +137,27 @@ def _part(field: Field[Any], value: Any) -> Any:
     return build(value, field.default_factory) if is_part else value  # type: ignore[arg-type]
 
 
-def check_recipe(parser: ArgumentParser, path: Path) -> None:
-    """Refuse a recipe that is not YAML or has a key that no setting has.
+def extended(parser: ArgumentParser, path: Path) -> list[Path]:
+    """A recipe and all that it extends, the last of them first: each one's settings win over those before it.
+
+    A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
+
+    Raises:
+        UserError: a recipe that is not there or not right, or that extends itself by way of others.
+    """
+    files = [path]
+    while (base := check_recipe(parser, files[0]).get("extends")) is not None:
+        file = recipe_path(base) if base in recipe_names() else files[0].parent / str(base)
+        if not file.is_file():
+            raise UserError(f"{files[0]}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
+        if any(file.samefile(other) for other in files):
+            raise UserError(f"{files[0]}: extends {base}, which itself builds on this one: take one extends out")
+        files.insert(0, file)
+    return files
+
+
+def check_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
+    """The settings of a recipe's own file, if it is YAML and has no key that no setting has.
 
     Raises:
         UserError: with the file, the key and the nearest known one.
@@ -143,6 +174,7 @@ def check_recipe(parser: ArgumentParser, path: Path) -> None:
     for key in _flatten(values):
         if not _is_known(key, known):
             raise UserError(f"{path}: {key}: there is no such setting{_nearest(key, known, '')}")
+    return values
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.compare.variants import Suite, load_methods, load_suite, method_names, suite_names
 from llmdistill.config import RunConfig
-from llmdistill.parsing import build, parse, parse_run
+from llmdistill.errors import UserError
+from llmdistill.parsing import build, parse, parse_run, recipe_names
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
@@ -81,6 +82,11 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     if not any(word.split("=")[0] == "--ds_config" for word in rest):
         rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
     recipe, flags = parse_run(rest)
+    if recipe.data.kind == "text":
+        raise UserError(
+            f"--recipe {flags.recipe} learns from text, and a comparison scores answers to instructions: train its "
+            "students one by one and compare them with `llmdistill evaluate --suite glue`"
+        )
     suite = choose_suite(settings)
     # Imported here: --help and mistyped arguments must not wait for torch.
     from llmdistill.compare.collect import collect, typed
@@ -149,7 +155,8 @@ def choose_suite(settings: CompareConfig) -> Suite:
 
 def default_folder(recipe: str, suite: str | None) -> str:
     """Where a comparison goes unless said."""
-    return "-".join(["runs/compare", Path(recipe).stem, *([] if suite is None else [suite])])
+    name = recipe.replace("/", "-") if recipe in recipe_names() else Path(recipe).stem
+    return "-".join([f"runs/compare/{name}", *([] if suite is None else [suite])])
 
 
 def learning_rates(settings: CompareConfig, recipe: RunConfig) -> list[float]:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from llmdistill import parsing
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.parsing import parse_run, recipe_names, run_parser, to_dict
@@ -68,6 +69,92 @@ def test_missing_ds_config_is_said():
 def test_mistakes_in_a_recipe_name_it(tmp_path, text, expected):
     with pytest.raises(UserError, match=expected):
         parse_run([*DS, "--recipe", write_recipe(tmp_path, text)])
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_recipe_extends_another(tmp_path):
+    write(tmp_path / "base/lowest.yaml", "seed: 3\ntrain: {steps: 5, learning_rate: 0.1, betas: [0.9, 0.98]}\n")
+    write(tmp_path / "base/middle.yaml", "extends: lowest.yaml\ntrain: {steps: 6}\ndata: {max_length: 700}\n")
+    mine = write(tmp_path / "mine.yaml", "train: {warmup_steps: 2, learning_rate: 0.2}\nextends: base/middle.yaml\n")
+    config, flags = parse_run([*DS, "--recipe", mine, "--train.warmup_steps", "1"])
+    assert config.seed == 3
+    assert (config.train.steps, config.train.learning_rate, config.train.warmup_steps) == (6, 0.2, 1)
+    assert config.train.betas == (0.9, 0.98)
+    assert config.data.max_length == 700
+    assert config.output_dir == "runs/mine-zero2"
+    assert flags.recipe == mine
+    assert not hasattr(config, "extends")
+
+
+def test_a_shipped_recipe_can_be_extended(tmp_path):
+    shipped, _ = parse_run([*DS, "--recipe", "quickstart"])
+    config, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\nseed: 7\n")])
+    assert config == dataclasses.replace(shipped, seed=7, output_dir="runs/mine-zero2")
+    empty, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\n")])
+    assert empty == dataclasses.replace(shipped, output_dir="runs/mine-zero2")
+
+
+def test_free_mappings_and_lists_of_the_extended_recipe_are_replaced(tmp_path):
+    write(
+        tmp_path / "base.yaml",
+        "data: {tests: {a: a.jsonl, b: b.jsonl}}\nminilmv2: {relations: [qq, kk]}\n"
+        "student: {factorize: {ranks: {'*q*': 3}}}\n",
+    )
+    text = (
+        "extends: base.yaml\ndata: {tests: {c: c.jsonl}}\nminilmv2: {relations: [vv]}\n"
+        "student: {factorize: {ranks: {'*k*': 4}}}\n"
+    )
+    config, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", text)])
+    assert config.data.tests == {"c": "c.jsonl"}
+    assert config.minilmv2.relations == ["vv"]
+    assert config.student.factorize.ranks == {"*k*": 4}
+
+
+@pytest.mark.parametrize(
+    ("base", "mine", "expected"),
+    [
+        (
+            "seed: 1\n",
+            "extends: nowhere.yaml\n",
+            r"mine.yaml: extends nowhere.yaml: neither a shipped recipe nor a file",
+        ),
+        ("seed: 1\n", "extends: [base.yaml]\n", r"mine.yaml: extends \['base.yaml'\]: neither"),
+        ("seed: 1\n", "extends: .\n", r"mine.yaml: extends \.: neither"),
+        ("seed: 1\n", "extends: mine.yaml\n", r"mine.yaml: extends mine.yaml, which itself builds on this one"),
+        ("extends: ./mine.yaml\n", "extends: base.yaml\n", r"base.yaml: extends ./mine.yaml, which itself builds"),
+        ("train: {stepz: 3}\n", "extends: base.yaml\n", r"base.yaml: train.stepz: .* did you mean train.steps\?"),
+        ("seed: 1\n", "extends: base.yaml\nsed: 1\n", r"mine.yaml: sed: .* did you mean seed\?"),
+        ("a: [\n", "extends: base.yaml\n", r"base.yaml:\d+: not valid YAML"),
+        ("seed: 1\n", "extend: base.yaml\n", r"mine.yaml: extend: .* did you mean extends\?"),
+        ("train: {steps: x}\n", "extends: base.yaml\n", r"train.steps: 'x' does not fit"),
+    ],
+)
+def test_mistakes_in_extending_name_the_file(tmp_path, base, mine, expected):
+    write(tmp_path / "base.yaml", base)
+    with pytest.raises(UserError, match=expected) as caught:
+        parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", mine)])
+    assert "\n" not in str(caught.value)
+
+
+def test_extends_is_no_flag():
+    with pytest.raises(UserError, match="--extends quickstart: that is for recipes; give --recipe quickstart"):
+        parse_run([*DS, "--extends", "quickstart"])
+
+
+def test_recipes_in_subfolders_have_names_and_folders_of_their_own(tmp_path, monkeypatch):
+    for name in ("one", "paper/two", "paper/_base"):
+        write(tmp_path / f"{name}.yaml", "seed: 5\n")
+    monkeypatch.setattr(parsing, "RECIPES", tmp_path)
+    assert recipe_names() == ["one", "paper/two"]
+    config, flags = parse_run([*DS, "--recipe", "paper/two"])
+    assert (config.seed, config.output_dir, flags.recipe) == (5, "runs/paper/two-zero2", "paper/two")
+    with pytest.raises(UserError, match=r"shipped are one, paper/two$"):
+        parse_run([*DS, "--recipe", "paper/_base"])
 
 
 def test_free_keys_below_a_mapping_are_allowed():

@@ -47,7 +47,7 @@ def dry_run(tmp_path, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", [name for name in recipe_names() if "/" not in name])
 def test_every_shipped_recipe_resolves(dry_run, recipe):
     plan = dry_run(recipe)
     assert 0 < plan["student_params"] <= plan["teacher_params"]
