@@ -189,7 +189,7 @@ def make_plan(config: RunConfig, before: Plan | None = None) -> Plan:
     vocabulary, note = None, None
     if method.needs_teacher and config.student.model is not None:
         vocabulary, note = compare_vocabularies(locate(config.teacher.model), locate(config.student.model))
-    return Plan(
+    planned = Plan(
         config=config,
         ds_config=resolved,
         split=split,
@@ -204,6 +204,8 @@ def make_plan(config: RunConfig, before: Plan | None = None) -> Plan:
         vocabulary=vocabulary,
         notes=[] if note is None else [note],
     )
+    _check_teacher_head(planned)
+    return planned
 
 
 def make_plans(config: RunConfig) -> list[Plan]:
@@ -277,6 +279,24 @@ def _objective(config: RunConfig, teacher: PreTrainedConfig) -> Objective:
             f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: only bert has one"
         )
     return Objective(words=True, sequences="classes" if wanted else None)
+
+
+def _check_teacher_head(plan: Plan) -> None:
+    """Before any weights are read, as far as a config tells: one of a bare encoder does.
+
+    Raises:
+        UserError: terms on the output of a teacher that has no head.
+    """
+    name = (plan.teacher_config.architectures or [""])[0]
+    needs_none = plan.causal or plan.before is not None or not plan.method.needs_teacher
+    if needs_none or plan.teacher_head == "none" or not name.endswith("Model"):
+        return
+    positions = plan.method.positions.items()
+    terms = [term for term, place in positions if place != "tokens" and term.split(".")[-1] not in _LABEL_TERMS]
+    raise UserError(
+        f"teacher.model {plan.config.teacher.model} is a {name} without language-model head, but {', '.join(terms)} "
+        "compare its output: give them the weight 0, or take a teacher with its head"
+    )
 
 
 def _saved_head(config: PreTrainedConfig) -> Head:

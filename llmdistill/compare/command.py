@@ -156,7 +156,7 @@ def choose_suite(settings: CompareConfig) -> Suite:
 def default_folder(recipe: str, suite: str | None) -> str:
     """Where a comparison goes unless said."""
     name = recipe.replace("/", "-") if recipe in recipe_names() else Path(recipe).stem
-    return "-".join([f"runs/compare/{name}", *([] if suite is None else [suite])])
+    return "-".join(["runs/compare", name, *([] if suite is None else [suite])])
 
 
 def learning_rates(settings: CompareConfig, recipe: RunConfig) -> list[float]:

@@ -55,6 +55,7 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--data.valid", "null"], "data.valid is missing"),
         (["--sizes", "9999"], "9999"),
         (["--ds_config", "nowhere.json"], "there is no such file"),
+        (["--data.kind", "text", "--data.train", "a.txt", "--data.tests", "{}"], "compare them with `llmdistill"),
     ],
 )
 def test_mistakes_are_one_sentence_before_any_run(capsys, arguments, said) -> None:
