@@ -1,7 +1,17 @@
 from __future__ import annotations
 
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from llmdistill.batch import Batch
 from llmdistill.models.forward import TappedModel
@@ -16,5 +26,45 @@ def test_logits_of_padding_rows_are_left_out() -> None:
     batch = Batch(ids, torch.ones_like(ids), ids)
     recorder = Recorder(model, {})
     whole = TappedModel(model, recorder)(batch).logits
+    assert whole is not None
     assert whole.shape == (2, 3, 10)
-    assert torch.equal(TappedModel(model, recorder, vocabulary=7)(batch).logits, whole[..., :7])
+    cut = TappedModel(model, recorder, vocabulary=7)(batch).logits
+    assert cut is not None
+    assert torch.equal(cut, whole[..., :7])
+
+
+def bert(kind: type[PreTrainedModel], **changes: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return kind(BertConfig(vocab_size=10, max_position_embeddings=8, **sizes, **changes)).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "sequences"),
+    [
+        (BertModel, None, None),
+        (BertForMaskedLM, "logits", None),
+        (BertForPreTraining, "prediction_logits", "seq_relationship_logits"),
+        (BertForSequenceClassification, None, "logits"),
+    ],
+)
+def test_each_head_gives_what_it_has(kind: type[PreTrainedModel], words: str | None, sequences: str | None) -> None:
+    model = bert(kind)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    types = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    batch = Batch(ids, torch.ones_like(ids), ids, token_type_ids=types)
+    outputs = TappedModel(model, Recorder(model, {}))(batch)
+    expected = model(input_ids=ids, token_type_ids=types)
+    for given, name in ((outputs.logits, words), (outputs.sequence_logits, sequences)):
+        assert (given is None) == (name is None)
+        if given is not None:
+            assert torch.equal(given, expected[name])
+    assert not torch.equal(expected[0], model(input_ids=ids)[0]), "the segments are not looked at"
+
+
+def test_a_loss_on_all_ends_reaches_every_parameter() -> None:
+    model = bert(BertForPreTraining)
+    ids = torch.tensor([[1, 2, 3]])
+    outputs = TappedModel(model, Recorder(model, {}))(Batch(ids, torch.ones_like(ids), ids))
+    torch.stack([end.sum() for end in outputs.ends]).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -13,15 +13,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import family_of
-from llmdistill.models.load import build_meta, compare_vocabularies, load_config, load_model, load_tokenizer
+from llmdistill.models.load import Head, build_meta, compare_vocabularies, load_config, load_model, load_tokenizer
 
 LLAMA = LlamaConfig(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2
@@ -55,6 +60,71 @@ def test_a_model_comes_back(tmp_path: Path, config: PreTrainedConfig) -> None:
         if name in saved:
             assert torch.equal(tensor, saved[name].bfloat16())
     assert load_config(str(folder)).to_dict() == load_config(folder).to_dict()
+
+
+class TestHeads:
+    def save(self, folder: Path, kind: type[PreTrainedModel]) -> Path:
+        torch.manual_seed(0)
+        kind(BERT).save_pretrained(folder)
+        return folder
+
+    @pytest.mark.parametrize(
+        ("saved", "head", "loaded"),
+        [
+            (BertForPreTraining, "pretraining", "BertForPreTraining"),
+            (BertForPreTraining, "words", "BertForMaskedLM"),
+            (BertForPreTraining, "none", "BertModel"),
+            (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
+            (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
+        ],
+    )
+    def test_a_head_that_is_there_is_loaded(
+        self, tmp_path: Path, saved: type[PreTrainedModel], head: Head, loaded: str
+    ) -> None:
+        model = load_model(self.save(tmp_path, saved), dtype=torch.float32, head=head)
+        assert type(model).__name__ == loaded
+        weights = load_file(tmp_path / "model.safetensors")
+        same = [name for name, value in model.state_dict().items() if name in weights and value.ndim > 1]
+        assert all(torch.equal(model.state_dict()[name], weights[name]) for name in same)
+
+    @pytest.mark.parametrize(
+        ("saved", "head", "remedy"),
+        [
+            (BertModel, "words", "set the weights of those on the output to 0"),
+            (BertForMaskedLM, "pretraining", "data.text.next_sentence=false"),
+            (BertForMaskedLM, "sequence", "with a classifier"),
+        ],
+    )
+    def test_a_head_that_is_missing_is_an_error_or_new(
+        self, tmp_path: Path, saved: type[PreTrainedModel], head: Head, remedy: str
+    ) -> None:
+        folder = self.save(tmp_path, saved)
+        with pytest.raises(UserError, match=f"weights are missing, such as .*{remedy}"):
+            load_model(folder, dtype=torch.float32, head=head)
+        models = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            models.append(load_model(folder, dtype=torch.float32, head=head, new_head=True))
+        first, second = (model.state_dict() for model in models)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        kept = load_file(folder / "model.safetensors")
+        assert torch.equal(
+            models[0].base_model.get_input_embeddings().weight,
+            next(value for name, value in kept.items() if name.endswith("word_embeddings.weight")),
+        )
+
+    def test_a_new_head_excuses_no_other_weight(self, tmp_path: Path) -> None:
+        folder = self.save(tmp_path, BertForMaskedLM)
+        weights = load_file(folder / "model.safetensors")
+        gone = "bert.encoder.layer.1.output.dense.weight"
+        save_file({name: value for name, value in weights.items() if name != gone}, folder / "model.safetensors")
+        with pytest.raises(UserError, match=f"1 weights are missing, such as {gone}"):
+            load_model(folder, dtype=torch.float32, head="words", new_head=True)
+
+    def test_a_new_classifier_has_the_classes_asked_for(self, tmp_path: Path) -> None:
+        folder = self.save(tmp_path, BertModel)
+        model = load_model(folder, dtype=torch.float32, head="sequence", new_head=True, num_classes=3)
+        assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 3)
 
 
 def test_on_the_meta_device_nothing_is_allocated() -> None:

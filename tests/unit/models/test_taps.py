@@ -123,6 +123,37 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     assert torch.equal(down(inner), taps.ffn_down[1])
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_embedding_is_what_goes_into_the_first_layer(name: str) -> None:
+    model, inputs = make(name), make_inputs()
+    _, taps = record(model, {"embedding": frozenset({0})}, inputs)
+    assert torch.equal(taps.embedding[0], model(**inputs, output_hidden_states=True).hidden_states[0])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
+    model, inputs = make(name), make_inputs()
+    request: TapRequest = {"value": frozenset({1}), "hidden": EVERY, "query": frozenset({0})}
+    _, plain = record(model, request, inputs)
+    values = plain.value[1].transpose(1, 2).flatten(2)
+    projectors = nn.ModuleDict(
+        {"value": nn.Linear(values.shape[-1], 5, bias=False), "hidden": nn.Linear(16, 6, bias=False)}
+    )
+    model = make(name)
+    recorder = Recorder(model, request, projectors)
+    with recorder.recording():
+        model(**inputs)
+    taps = recorder.take()
+    assert taps.projected.keys() == {"value", "hidden"}
+    assert torch.equal(taps.projected["value"][1], projectors["value"](values))
+    for layer in EVERY:
+        assert torch.equal(taps.projected["hidden"][layer], projectors["hidden"](plain.hidden[layer]))
+        assert torch.equal(taps.hidden[layer], plain.hidden[layer])
+    sum(taps.projected["hidden"][layer].sum() for layer in EVERY).backward()
+    assert projectors["hidden"].weight.grad is not None
+    assert model.base_model.get_input_embeddings().weight.grad is not None
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen3"])
 def test_queries_and_keys_give_the_models_attention(name: str) -> None:
     model = make(name)
