@@ -18,6 +18,10 @@ from transformers import (
     BertForPreTraining,
     BertTokenizerFast,
     LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
 )
 
 from llmdistill.train import main
@@ -147,6 +151,24 @@ def test_makd_learns_words_and_sentences_with_both_heads(bert, settings, tmp_pat
     assert "bert.encoder.layer.0.attention.self.query.A.weight" in student
     assert (folder / "curves.png").is_file()
     assert "validation loss" in (folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "model"), [(RobertaConfig, RobertaForMaskedLM), (XLMRobertaConfig, XLMRobertaForMaskedLM)]
+)
+def test_makd_learns_masked_words_where_there_are_no_sentence_pairs(bert, settings, tmp_path, config, model):
+    teacher = tmp_path / "teacher"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    vocabulary = len((bert / "vocab.txt").read_text().splitlines())
+    model(config(vocab_size=vocabulary, max_position_embeddings=40, pad_token_id=0, **sizes)).save_pretrained(teacher)
+    for file in bert.glob("*token*"):
+        shutil.copy(file, teacher)
+    folder = here(tmp_path / "run", *settings(teacher, "--student.factorize.rank", "6", "--makd.label", "1"))
+    assert {"query", "attention", "hidden", "logits", "label"} <= rows(folder)[1].keys()
+    assert not {"sequence_logits", "sequence_label"} & rows(folder)[1].keys()
+    assert rows(folder)[-1]["valid_loss"] < rows(folder)[0]["valid_loss"]
+    assert type(AutoModelForMaskedLM.from_pretrained(folder / "student")) is model
 
 
 def test_a_student_of_relations_is_a_stock_model_without_head(bert, settings, tmp_path):
