@@ -119,13 +119,32 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model's answers by ROUGE-L, on several ranks where the launcher's flags ask for them."""
+    """Score a model's answers by ROUGE-L, or fine-tune it on GLUE, on several ranks where the launcher's flags ask."""
     from llmdistill.scoring.command import evaluate as evaluate_command
 
     launcher, words = split_launcher_flags(arguments)
+    rest = without_glue(words)
+    if rest is not None:
+        from llmdistill.glue.command import evaluate as evaluate_glue
+
+        if launcher:
+            launch(launcher, "glue/command.py", rest)
+        return evaluate_glue(rest, prog="llmdistill evaluate --suite glue")
     if launcher:
         launch(launcher, "scoring/command.py", words)
     evaluate_command(words, prog="llmdistill evaluate")
+
+
+def without_glue(arguments: Sequence[str]) -> list[str] | None:
+    """The arguments without `--suite glue`; None where that is not asked for."""
+    words = list(arguments)
+    if "--suite=glue" in words:
+        words.remove("--suite=glue")
+        return words
+    for index in range(len(words) - 1):
+        if words[index : index + 2] == ["--suite", "glue"]:
+            return [*words[:index], *words[index + 2 :]]
+    return None
 
 
 def generate(arguments: Sequence[str]) -> None:

@@ -44,9 +44,9 @@ class GlueConfig:
     also: list[TeacherMethod] = field(default_factory=list)
     """Methods whose terms are added to those of `method`, each as set under its name."""
     protocol: ProtocolName = "makd"
-    """Learning rates, epochs, seeds and the rest. makd: MaKD's four learning rates x 5 seeds (its epochs are not said: 3
-    here); minilmv2: MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; custom: 2e-5, 3 epochs, 1
-    seed. Batches of 32, 128 tokens, a tenth of the steps warm-up, weight decay 0.01. Settings below take precedence."""
+    """What is tried. makd: MaKD's four learning rates x 5 seeds (the paper does not say its epochs: 3 here); minilmv2:
+    MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; custom: 2e-5, 3 epochs, 1 seed. All of
+    them: batches of 32, 128 tokens, a tenth of the steps warm-up, weight decay 0.01. The settings below win over it."""
     learning_rates: list[float] | None = None
     """Peak learning rates to try, separated by commas; the best on dev is taken."""
     epochs: list[int] | None = None

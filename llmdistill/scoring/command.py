@@ -49,7 +49,11 @@ def build_parser(prog: str) -> ArgumentParser:
         help="Sets of instruction, input, output: JSONL, JSON, Parquet or CSV files, hub names, or embedded:NAME.",
     )
     parser.add_argument(
-        "--suite", type=str, metavar="A,B", help=f"Sets by name, such as dolly,self_inst,vicuna; of {', '.join(SETS)}."
+        "--suite",
+        type=str,
+        metavar="A,B",
+        help=f"Sets by name, such as dolly,self_inst,vicuna; of {', '.join(SETS)}. Of llmdistill evaluate also glue, "
+        "which fine-tunes and has settings of its own: llmdistill evaluate --suite glue --help.",
     )
     parser.add_argument(
         "--data_dir", type=Path, metavar="DIR", help="Where the suite's NAME.jsonl are; without it on the hub."

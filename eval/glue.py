@@ -1,0 +1,21 @@
+"""GLUE: fine-tune a model on each task, choose on dev, report mean and standard deviation over seeds.
+
+python eval/glue.py --model DIR --data_dir glue --tasks rte,cola,sst2 [--protocol minilmv2] [--json]
+python eval/glue.py --model DIR --teacher runs/glue/TEACHER --method kd --tasks rte
+deepspeed --num_gpus 2 eval/glue.py --model DIR --data_dir glue
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script: the checkout itself is not on the path
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in llmdistill/train.py
+
+from llmdistill.glue.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(prog="eval/glue.py"))

@@ -1,0 +1,208 @@
+"""One run: a model with a fresh classifier, trained by the main job's engine and scored on dev."""
+
+from __future__ import annotations
+
+import gc
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import Batch, Outputs
+from llmdistill.config import TrainConfig
+from llmdistill.data.glue import GlueTask, Split
+from llmdistill.data.pairs import EncodedPair, PairLoader, steps_per_epoch
+from llmdistill.errors import UserError
+from llmdistill.factorize.checkpoint import copy_companions
+from llmdistill.files import new_folder
+from llmdistill.glue.grid import Cell, Grid
+from llmdistill.glue.predict import main_score, predict, score, write_answers
+from llmdistill.glue.tasks import TaskData
+from llmdistill.methods import Method
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import load_model
+from llmdistill.models.taps import Recorder
+from llmdistill.runtime.distributed import World, barrier, on_main
+from llmdistill.runtime.engine import (
+    PROJECTORS,
+    TORCH_DTYPES,
+    add_projectors,
+    build_engine,
+    full_state_dict,
+    split_batch,
+    student_ds_config,
+)
+from llmdistill.runtime.log import RunLog
+from llmdistill.trainer import Trainer
+
+_LOG_LINES = 4
+"""How often a run says where it stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all runs of a task share."""
+
+    model: str
+    """Folder or hub name."""
+    data: TaskData
+    tokenizer: PreTrainedTokenizerBase
+    train: list[EncodedPair]
+    dev: dict[Split, list[EncodedPair]]
+    grid: Grid
+    method: Method
+    teacher: Callable[[], Callable[[Batch], Outputs]]
+    """Loads the teacher when it is first called; it is not where the method needs none."""
+    ds_config: dict[str, Any]
+    ds_path: str
+    dtype: Literal["fp32", "bf16"]
+    micro_batch_size: int | None
+    world: World
+
+    @property
+    def scoring_batch_size(self) -> int:
+        """Sequences per rank and forward pass on dev and test."""
+        return self.grid.batch_size if self.micro_batch_size is None else self.micro_batch_size
+
+
+def train_settings(job: Job, cell: Cell) -> TrainConfig:
+    """The optimisation of a run. Within it nothing is saved but its end: a kill loses this run alone."""
+    steps = cell.epochs * steps_per_epoch(len(job.train), job.grid.batch_size)
+    return TrainConfig(
+        steps=steps,
+        global_batch_size=job.grid.batch_size,
+        micro_batch_size=job.micro_batch_size,
+        learning_rate=cell.learning_rate,
+        schedule="linear",
+        warmup_steps=math.ceil(job.grid.warmup_ratio * steps),
+        weight_decay=job.grid.weight_decay,
+        dtype=job.dtype,
+        log_every=math.ceil(steps / _LOG_LINES),
+        save_every=steps,
+        keep_checkpoints=1,
+    )
+
+
+def load_classifier(job: Job, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with a classifier for the task; one that its folder lacks is drawn from torch's generator."""
+    task = job.data.task
+    model = load_model(job.model, dtype=dtype, head="sequence", new_head=True, num_classes=num_classes(task))
+    if task.classes:
+        model.config.id2label = dict(enumerate(task.classes))
+        model.config.label2id = {label: index for index, label in enumerate(task.classes)}
+    model.config.problem_type = "single_label_classification" if task.classes else "regression"
+    return model
+
+
+def num_classes(task: GlueTask) -> int:
+    """Outputs of a task's classifier: its classes, or one score."""
+    return len(task.classes) or 1
+
+
+def finetune(job: Job, cell: Cell, folder: Path) -> dict[str, Any]:
+    """Train and score a run; every rank must call it.
+
+    Leaves metrics.jsonl, the answers on dev and model/ in the folder. Returns the dev scores, steps and seconds.
+
+    Raises:
+        UserError: the batch does not divide by the ranks, or the loss is no longer finite.
+    """
+    began = time.perf_counter()
+    on_main(lambda: _empty(folder), job.world)
+    settings = train_settings(job, cell)
+    trainer = _make_trainer(job, cell, settings, folder)
+    log = RunLog(folder, start=0, steps=settings.steps, world=job.world, monitor=None)
+    trainer.run(0, log)
+    log.close()
+    on_main(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True), job.world)
+    trainer.engine.eval()
+    answers = {split: predict_items(job, trainer.student, items) for split, items in job.dev.items()}
+    if job.world.is_main:
+        for split, examples in job.data.dev.items():
+            write_answers(folder / f"{split}.tsv", examples, answers[split])
+    _save(job, trainer.engine, folder / "model")
+    trainer.engine.destroy()
+    del trainer
+    gc.collect()  # the engine and its hooks refer to one another
+    scores = score(job.data.name, job.data.dev, answers)
+    seconds = round(time.perf_counter() - began, 2)
+    return {"score": main_score(job.data.name, scores), "dev": scores, "steps": settings.steps, "seconds": seconds}
+
+
+def _empty(folder: Path) -> None:
+    """Nothing of a run that was interrupted is of use."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _make_trainer(job: Job, cell: Cell, settings: TrainConfig, folder: Path) -> Trainer:
+    world = job.world
+    try:
+        split = split_batch(settings.global_batch_size, settings.micro_batch_size, world.size)
+    except UserError as error:  # there, these settings are the part `train` of a run
+        named = str(error).replace("train.global_batch_size", "--batch_size")
+        raise UserError(named.replace("train.micro_batch_size", "--micro_batch_size")) from error
+    ds_config = student_ds_config(job.ds_config, job.ds_path, settings, split, output_dir=str(folder))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cell.seed)  # of the classifier, the same on every rank
+        model = load_classifier(job, TORCH_DTYPES[job.dtype])
+    projectors = add_projectors(model, job.method.projections, cell.seed)
+    engine = build_engine(model, ds_config, settings)
+    return Trainer(
+        engine=engine,
+        student=TappedModel(engine, Recorder(engine.module, job.method.student_taps, projectors)),
+        teacher=job.teacher() if job.method.needs_teacher else None,
+        method=job.method,
+        loader=PairLoader(
+            job.train,
+            pad_token_id=cast(int, job.tokenizer.pad_token_id),
+            seed=cell.seed,
+            global_batch_size=settings.global_batch_size,
+            micro_batch_size=split.micro_batch_size,
+            rank=world.rank,
+            world_size=world.size,
+        ),
+        settings=settings,
+        seed=cell.seed,
+        folder=folder,
+        world=world,
+    )
+
+
+def _save(job: Job, engine: Any, output: Path) -> None:
+    """Write the classifier as a Hugging Face model, without projectors; every rank must call it."""
+    state = full_state_dict(engine, job.world)
+    if state is not None:
+        state = {name: value for name, value in state.items() if not name.startswith(f"{PROJECTORS}.")}
+        with torch.random.fork_rng(devices=[]):
+            model = load_classifier(job, next(iter(state.values())).dtype)
+        model.load_state_dict(state)
+        with new_folder(output) as partial:
+            model.save_pretrained(partial)
+            copy_companions(job.model, partial)
+    barrier()
+
+
+def answers_of(job: Job, folder: Path, items: list[EncodedPair]) -> np.ndarray:
+    """The answers of a classifier that is saved: (items,); every rank must call it."""
+    model = load_model(folder, dtype=TORCH_DTYPES[job.dtype], device=job.world.device, head="sequence")
+    return predict_items(job, TappedModel(model, Recorder(model, {})), items)
+
+
+def predict_items(job: Job, forward: Callable[[Batch], Outputs], items: list[EncodedPair]) -> np.ndarray:
+    """A model's answers to items of the task: (items,); every rank must call it."""
+    return predict(
+        forward,
+        items,
+        job.data.name,
+        pad_token_id=cast(int, job.tokenizer.pad_token_id),
+        batch_size=job.scoring_batch_size,
+        world=job.world,
+    )

@@ -1,0 +1,169 @@
+"""From the settings to the report: everything is checked first, then the tasks take their turns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import llmdistill
+from llmdistill.config.glue import GlueConfig
+from llmdistill.files import write_json
+from llmdistill.glue.grid import grid_of
+from llmdistill.glue.measure import measure
+from llmdistill.glue.results import averages, print_results, write_report
+from llmdistill.glue.study import TaskStudy, task_method
+from llmdistill.glue.tasks import check_data_dir, find_tasks, read_task
+from llmdistill.glue.teachers import check_teacher, fingerprint, teacher_of
+from llmdistill.models.load import load_config
+from llmdistill.report.table import describe_hardware
+from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.engine import TORCH_DTYPES, resolve_dtype
+from llmdistill.runtime.log import print_main, quiet_libraries, quiet_transformers
+
+DS_CONFIG = Path(llmdistill.__file__).parents[1] / "ds_configs" / "zero1.json"
+"""In the repository; an installed package does not have it."""
+
+
+def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
+    """Fine-tune, choose, measure, report; every rank that the launcher started must call it.
+
+    Raises:
+        UserError: bad input, or a run of other settings in the folder.
+    """
+    quiet_transformers()
+    tasks = find_tasks(config.tasks)
+    check_data_dir(config.data_dir, tasks)
+    ds_path = str(DS_CONFIG) if config.ds_config is None else config.ds_config
+    ds_config = read_ds_config(ds_path)
+    # With --json nothing but the result may stand on stdout.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        world = init_distributed()
+        try:
+            quiet_libraries()
+            studies = prepare(config, tasks, ds_config, ds_path, world)
+            results = conduct(config, studies, world, command=command)
+        finally:
+            shut_down()
+    if not world.is_main:
+        return
+    if as_json:
+        print(json.dumps(results))
+        return
+    print_results(results)
+    root = output_dir(config)
+    print(f"The report is {root / 'report.md'}, all figures are in {root / 'results.json'}.")
+
+
+def output_dir(config: GlueConfig) -> Path:
+    """The folder of all that is written."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", config.model).strip("-.")
+    methods = config.methods()
+    return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
+
+
+def prepare(
+    config: GlueConfig, tasks: list[str], ds_config: dict[str, Any], ds_path: str, world: World
+) -> dict[str, TaskStudy]:
+    """The tasks with their examples, teachers and methods, all checked before the first one is run.
+
+    Raises:
+        UserError: models, teachers, data or settings that are missing, broken or do not fit each other.
+    """
+    load_config(config.model)
+    teachers = {task: None if config.teacher is None else teacher_of(config.teacher, task, tasks) for task in tasks}
+    for task, teacher in teachers.items():
+        if teacher is not None:
+            check_teacher(teacher, config.model, task)
+    methods = {task: task_method(config, task, teacher) for task, teacher in teachers.items()}
+    paths = {path for path in (config.model, config.baseline, *teachers.values()) if path is not None}
+    fingerprints = on_main(lambda: {path: fingerprint(path) for path in paths}, world)
+    return {
+        task: TaskStudy(
+            config=config,
+            data=read_task(task, config.data_dir, config.limit),
+            root=output_dir(config),
+            method=methods[task],
+            teacher=teachers[task],
+            fingerprints=fingerprints,
+            ds_config=ds_config,
+            ds_path=ds_path,
+            dtype=cast(Any, resolve_dtype(config.dtype, ds_config)),
+            world=world,
+        )
+        for task in tasks
+    }
+
+
+def conduct(config: GlueConfig, studies: dict[str, TaskStudy], world: World, *, command: str) -> dict[str, Any]:
+    """Run all tasks and write results.json and report.md; every rank must call it."""
+    first = next(iter(studies.values()))
+    print_main(_headline(config, studies), world)
+    sizes = on_main(lambda: _measure(config, first), world)
+    names = list(studies)
+    # A task that is done gives its tokens and its teacher back.
+    tasks = {name: studies.pop(name).conduct() for name in names}
+    results = {
+        "model": config.model,
+        "teacher": config.teacher,
+        "baseline": config.baseline,
+        "methods": config.methods(),
+        "protocol": config.protocol,
+        "limit": config.limit,
+        "params": sizes["params"],
+        "speed": sizes.get("speed"),
+        "speed_asked": sizes["asked"] if "speed" in sizes else None,
+        "tasks": tasks,
+        "averages": averages(tasks),
+        "warnings": [warning for task in tasks.values() for warning in task["warnings"]],
+        "run": {
+            "command": command,
+            "hardware": describe_hardware(world.size),
+            "versions": {
+                "llmdistill": llmdistill.__version__,
+                **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+            },
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        },
+    }
+    if world.is_main:
+        write_json(first.root / "results.json", results)
+        write_report(first.root, results)
+    return results
+
+
+def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
+    runs = {name: len(study.grid.cells()) for name, study in studies.items()}
+    counted = ", ".join(f"{name} {count}" for name, count in runs.items())
+    teacher = "" if config.teacher is None else f" from {config.teacher}"
+    terms = ", ".join(next(iter(studies.values())).method.weights)
+    return (
+        f"Model       {config.model}\n"
+        f"Method      {' + '.join(config.methods())}{teacher} (terms: {terms})\n"
+        f"Runs        {sum(runs.values())} by the protocol {config.protocol}: {counted}\n"
+        f"Output      {output_dir(config)}"
+    )
+
+
+def _measure(config: GlueConfig, study: TaskStudy) -> dict[str, Any]:
+    models = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
+    grid = grid_of(config, study.data.name)
+    return measure(
+        {role: path for role, path in models.items() if path is not None},
+        study.fingerprints,
+        file=study.root / "sizes.json",
+        speed=config.speed,
+        batch_size=grid.batch_size,
+        length=grid.max_length,
+        dtype=TORCH_DTYPES[study.dtype],
+        device=study.world.device,
+    )

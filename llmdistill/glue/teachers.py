@@ -1,0 +1,80 @@
+"""The fine-tuned teachers of a run: where they are, and whether they fit the student and the task."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmdistill.data.glue import TASKS
+from llmdistill.errors import UserError
+from llmdistill.models.load import load_config, load_tokenizer
+
+BEST = "best"
+"""Folder of a task's best model, in the task's."""
+
+
+def teacher_of(teacher: str, task: str, tasks: Sequence[str]) -> str:
+    """The folder or hub name of a task's teacher.
+
+    Args:
+        teacher: an earlier run's folder, a path with {task} in it, or a model itself.
+        task: in TASKS.
+        tasks: all that are run: a model itself can teach only one.
+
+    Raises:
+        UserError: the folder has no model for the task, or one model stands for several tasks.
+    """
+    if "{task}" in teacher:
+        spellings = [task, task.lower(), TASKS[task].hub]
+        paths = [teacher.replace("{task}", spelling) for spelling in spellings]
+        return next((path for path in paths if Path(path).is_dir()), paths[-1])
+    folder = Path(teacher)
+    best = folder / task / BEST
+    if (best / "config.json").is_file():
+        return str(best)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"--teacher {teacher}: it holds no model for {task} (no {best / 'config.json'}); "
+            "fine-tune the teacher on it first, or name a path with {task} in it"
+        )
+    if len(tasks) > 1:
+        raise UserError(
+            f"--teacher {teacher}: one model, but {len(tasks)} tasks; a teacher is fine-tuned on one: give a path with "
+            "{task} in it or an earlier run's folder, or name one task"
+        )
+    return teacher
+
+
+def check_teacher(teacher: str, model: str, task: str) -> None:
+    """Whether a teacher answers the task, in the student's tokens.
+
+    Raises:
+        UserError: it cannot be read, has another number of classes, or another tokenizer.
+    """
+    found, wanted = load_config(teacher).num_labels, len(TASKS[task].classes) or 1
+    if found != wanted:
+        raise UserError(
+            f"--teacher {teacher}: it tells {found} classes apart, but {task} has {wanted}"
+            f"{'' if TASKS[task].classes else ' (a score)'}; give one that is fine-tuned on {task}"
+        )
+    if load_tokenizer(teacher).get_vocab() != load_tokenizer(model).get_vocab():
+        raise UserError(
+            f"--teacher {teacher}: its tokenizer is not that of {model}, and both see the same tokens; give a teacher "
+            "with the student's tokenizer"
+        )
+
+
+def fingerprint(path: str) -> str:
+    """Tells a model from another: a hash of the folder's weights and config, or the name on the hub."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    digest = hashlib.sha256()
+    for pattern in ("config.json", "adapter_config.json", "*.safetensors", "tokenizer.json", "vocab.txt"):
+        for file in sorted(folder.glob(pattern)):
+            digest.update(file.name.encode())
+            with file.open("rb") as content:
+                while block := content.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()[:16]

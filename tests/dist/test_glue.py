@@ -1,0 +1,96 @@
+"""GLUE under the launcher: two ranks learn and say what one does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+
+from support import ROOT, environment, launch_command
+
+pytestmark = pytest.mark.dist
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    """A random BERT without dropout: its masks differ between ranks."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        initializer_range=0.4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    marks = [("[CLS]", 1), ("[SEP]", 2)]
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=marks
+    )
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """STS-B, as its scores show the smallest difference; one word decides. The ranks' shares of dev differ in size."""
+    folder = tmp_path_factory.mktemp("glue")
+    (folder / "STS-B").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for split, size in (("train", 45), ("dev", 21), ("test", 5)):
+        lines = ["index\tsentence1\tsentence2\tscore\n"]
+        for number in range(size):
+            right = int(torch.randint(2, (), generator=generator))
+            noise = [f"w{int(n)}" for n in torch.randint(9, (4,), generator=generator)]
+            lines.append(
+                f"{number}\t{['no', 'yes'][right]} {' '.join(noise[: 1 + number % 3])}\t{noise[3]}\t{5.0 * right}\n"
+            )
+        (folder / f"STS-B/{split}.tsv").write_text("".join(lines))
+    return folder
+
+
+def evaluate(encoder: Path, data: Path, output: Path, *, ranks: int, script: str = "eval/glue.py") -> str:
+    launcher = launch_command(ranks=ranks)
+    assert launcher.pop() == "llmdistill/train.py"
+    settings = ["--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "12", "--batch_size", "8"]
+    settings += ["--tasks", "stsb", "--dtype", "fp32", "--speed", "false", "--data_dir", str(data)]
+    command = [*launcher, script, "--model", str(encoder), "--output_dir", str(output), *settings]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
+    evaluate(encoder, data, tmp_path / "one", ranks=1)
+    said = evaluate(encoder, data, tmp_path / "two", ranks=2, script="llmdistill/glue/command.py")
+    assert said.count("STS-B: run 1 of 1") == 1
+    run = "STS-B/lr-0.003-epochs-12-seed-1"
+    one, two = (
+        [line.split("\t") for line in (tmp_path / name / run / "dev.tsv").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert len(one) == len(two) == 22
+    for first, second in zip(one[1:], two[1:], strict=True):
+        assert first[::2] == second[::2]  # the example's number, and what is right
+        assert float(first[1]) == pytest.approx(float(second[1]), abs=1e-4)
+    metrics = [json.loads((tmp_path / name / "results.json").read_text())["tasks"]["STS-B"] for name in ("one", "two")]
+    for metric in ("pearson", "spearman"):
+        means = [each["dev"]["STS-B"][metric]["mean"] for each in metrics]
+        assert means[0] > 50
+        assert means[1] == pytest.approx(means[0], rel=1e-5)
+    assert (tmp_path / "one/predictions/STS-B.tsv").read_text() == (tmp_path / "two/predictions/STS-B.tsv").read_text()
