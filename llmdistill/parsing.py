@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
@@ -117,6 +117,22 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
         return parser.parse_args(list(arguments))
     except (ArgumentError, ValueError, TypeError) as error:
         raise UserError(_one_sentence(str(error))) from error
+
+
+def as_lists(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
+    """The arguments with `a,b` as `[a,b]` behind the flags whose settings are lists."""
+    words: list[str] = []
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if equals and flag in flags:
+            words.append(f"{flag}={_as_list(value)}")
+        else:
+            words.append(_as_list(word) if words and words[-1] in flags else word)
+    return words
+
+
+def _as_list(value: str) -> str:
+    return value if value.startswith("[") else f"[{value}]"
 
 
 def build(parsed: Any, kind: type[_Config]) -> _Config:

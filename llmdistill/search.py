@@ -1,4 +1,4 @@
-"""Which of the teacher's layers to learn from: a short run for each, and the curve of their scores (MiniLMv2 Figure 2)."""
+"""Which of the teacher's layers to learn from: a short run for each, and their curve (MiniLMv2 Figure 2)."""
 
 from __future__ import annotations
 

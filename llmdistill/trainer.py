@@ -76,7 +76,7 @@ class Trainer:
                     row["valid_loss"] = self.validation_loss()
                     since.restart_clock()
                 log.row(done, row, eta)
-            if self._is_due(done, self.settings.save_every):
+            if self.settings.save_every is not None and self._is_due(done, self.settings.save_every):
                 save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
             log.advance()
 

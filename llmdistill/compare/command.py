@@ -14,8 +14,9 @@ from jsonargparse import ArgumentParser
 from llmdistill.compare.variants import Suite, load_methods, load_suite, method_names, suite_names
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.parsing import build, parse, parse_run, recipe_names
+from llmdistill.parsing import as_lists, build, parse, parse_run, recipe_names
 
+_LISTS = ("--learning_rates", "--sizes")
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 GRID_FACTORS = (0.5, 1.0, 2.0)
@@ -129,20 +130,7 @@ def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--") or word == "-h":
             mine = word == "-h" or word.removeprefix("--").split("=")[0] in names
         (own if mine else rest).append(word)
-    return [_listed(word, own, index) for index, word in enumerate(own)], rest
-
-
-def _listed(word: str, words: Sequence[str], index: int) -> str:
-    """`a,b` as the list that the parser wants, for the settings that are lists."""
-    flag, equals, value = word.partition("=")
-    if equals and flag in ("--learning_rates", "--sizes"):
-        return f"{flag}={_as_list(value)}"
-    follows = index > 0 and words[index - 1] in ("--learning_rates", "--sizes")
-    return _as_list(word) if follows else word
-
-
-def _as_list(value: str) -> str:
-    return value if value.startswith("[") else f"[{value}]"
+    return as_lists(own, _LISTS), rest
 
 
 def choose_suite(settings: CompareConfig) -> Suite:

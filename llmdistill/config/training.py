@@ -40,8 +40,9 @@ class TrainConfig:
     """Steps between two lines of the log."""
     validate_every: int = 100
     """Steps between two looks at the loss on data.valid, where there is one; the last step always looks."""
-    save_every: int = 100
-    """Steps between two checkpoints; the last step is always saved."""
+    save_every: int | None = 100
+    """Steps between two checkpoints; the last step is always saved. null saves none, so that a run that is stopped
+    begins anew."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept."""
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.glue import GlueConfig
-from llmdistill.parsing import build, parse
+from llmdistill.parsing import as_lists, build, parse
 from llmdistill.runtime.exit import exit_code
 
 _LISTS = ("--tasks", "--learning_rates", "--epochs", "--seeds", "--also")
@@ -48,29 +48,13 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     Raises:
         UserError: bad arguments or input.
     """
-    parsed = parse(build_parser(prog), as_lists(arguments))
+    parsed = parse(build_parser(prog), as_lists(arguments, _LISTS))
     config = build(parsed, GlueConfig)
     # Imported here: --help and mistyped arguments must wait for neither transformers nor DeepSpeed.
     from llmdistill.glue.run import run
 
     command = " ".join([prog, *(word for word in arguments if not word.startswith("--local_rank"))])
     run(config, command=command, as_json=parsed.json)
-
-
-def as_lists(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `a,b` as `[a,b]` for the settings that are lists."""
-    words: list[str] = []
-    for word in arguments:
-        flag, equals, value = word.partition("=")
-        if equals and flag in _LISTS:
-            words.append(f"{flag}={_as_list(value)}")
-        else:
-            words.append(_as_list(word) if words and words[-1] in _LISTS else word)
-    return words
-
-
-def _as_list(value: str) -> str:
-    return value if value.startswith("[") else f"[{value}]"
 
 
 if __name__ == "__main__":

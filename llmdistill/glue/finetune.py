@@ -73,7 +73,7 @@ class Job:
 
 
 def train_settings(job: Job, cell: Cell) -> TrainConfig:
-    """The optimisation of a run. Within it nothing is saved but its end: a kill loses this run alone."""
+    """The optimisation of a run. Within it nothing is saved: a kill loses this run alone."""
     steps = cell.epochs * steps_per_epoch(len(job.train), job.grid.batch_size)
     return TrainConfig(
         steps=steps,
@@ -85,8 +85,7 @@ def train_settings(job: Job, cell: Cell) -> TrainConfig:
         weight_decay=job.grid.weight_decay,
         dtype=job.dtype,
         log_every=math.ceil(steps / _LOG_LINES),
-        save_every=steps,
-        keep_checkpoints=1,
+        save_every=None,
     )
 
 
@@ -121,7 +120,6 @@ def finetune(job: Job, cell: Cell, folder: Path) -> dict[str, Any]:
     log = RunLog(folder, start=0, steps=settings.steps, world=job.world, monitor=None)
     trainer.run(0, log)
     log.close()
-    on_main(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True), job.world)
     trainer.engine.eval()
     answers = {split: predict_items(job, trainer.student, items) for split, items in job.dev.items()}
     if job.world.is_main:

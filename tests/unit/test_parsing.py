@@ -9,7 +9,7 @@ import pytest
 from llmdistill import parsing
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.parsing import parse_run, recipe_names, run_parser, to_dict
+from llmdistill.parsing import as_lists, parse_run, recipe_names, run_parser, to_dict
 
 DS = ["--ds_config", "zero2.json"]
 
@@ -204,3 +204,10 @@ def test_target_may_be_a_bare_number_in_yaml(tmp_path):
         parse_run([*DS, "--recipe", recipe, "--student.factorize.target_params=62%"])[0].student.factorize.target_params
         == "62%"
     )
+
+
+def test_lists_may_be_written_with_commas():
+    given = ["--tasks", "rte,cola", "--seeds=1,2", "--epochs", "[3,5]", "--model", "a,b", "--learning_rates", "1e-5"]
+    assert as_lists(given, ("--tasks", "--seeds", "--epochs", "--learning_rates")) == [
+        *("--tasks", "[rte,cola]", "--seeds=[1,2]", "--epochs", "[3,5]", "--model", "a,b", "--learning_rates", "[1e-5]")
+    ]

@@ -187,6 +187,16 @@ def test_stopwatch_starts_anew_when_read():
     assert clock.take() == 0
 
 
+@pytest.mark.parametrize(("save_every", "expected"), [(None, []), (3, ["step-3", "step-4"]), (9, ["step-4"])])
+def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, save_every, expected):
+    _, trainer = make_trainer(tmp_path, 8)
+    trainer.settings = replace(trainer.settings, save_every=save_every)
+    saved = []
+    trainer.engine.save_checkpoint = lambda *_, tag, **__: saved.append(tag)
+    trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+    assert saved == expected
+
+
 def test_first_token_is_no_label():
     ids = torch.tensor([[5, 6, 7]])
     assert int(Batch(ids, torch.ones_like(ids), ids).counts()["labels"]) == 2

@@ -6,16 +6,9 @@ import sys
 import pytest
 
 from llmdistill import cli
-from llmdistill.glue.command import as_lists, main
+from llmdistill.glue.command import main
 
 CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--speed", "false", "--limit", "32"]
-
-
-def test_lists_may_be_written_with_commas() -> None:
-    given = ["--tasks", "rte,cola", "--seeds=1,2", "--epochs", "[3,5]", "--model", "a,b", "--learning_rates", "1e-5"]
-    assert as_lists(given) == [
-        *("--tasks", "[rte,cola]", "--seeds=[1,2]", "--epochs", "[3,5]", "--model", "a,b", "--learning_rates", "[1e-5]")
-    ]
 
 
 def test_only_the_result_stands_on_stdout(capsys, engine, encoder, data, tmp_path) -> None:
