@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
+from llmdistill.data.collate import collate
 from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.data.instruct import Encoded, Example, InstructData, encode
 from llmdistill.data.sampler import TrainLoader
@@ -191,7 +192,7 @@ def make_teacher(plan: Plan, world: World) -> LiveTeacher:
     return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world, head=plan.teacher_head)
 
 
-def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader | StreamLoader | TextLoader:
+def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader[Encoded] | StreamLoader | TextLoader:
     """The training batches of this rank."""
     config = plan.config
     arguments: dict[str, Any] = {
@@ -205,7 +206,7 @@ def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader | Stream
         return TextLoader(data.text, data.tokenizer, **_reading(plan), **arguments)
     arguments["pad_token_id"] = data.tokenizer.pad_token_id
     if data.train is not None:
-        return TrainLoader(data.train.items, **arguments)
+        return TrainLoader(data.train.items, collate=collate, **arguments)
     return StreamLoader(
         locate(config.data.train),
         data.tokenizer,
@@ -220,7 +221,7 @@ def make_trainer(
     student_folder: Path,
     teacher: Callable[[], LiveTeacher],
     data: RunData,
-    train_loader: TrainLoader | StreamLoader | TextLoader,
+    train_loader: TrainLoader[Encoded] | StreamLoader | TextLoader,
     world: World,
 ) -> Trainer:
     """Student engine, taps, loader and method, put together; `teacher` is called only where the method needs one."""

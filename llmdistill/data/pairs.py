@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.glue import PairExample
-from llmdistill.data.sampler import global_batch_indices, rank_micro_batches
 from llmdistill.errors import UserError
 
 
@@ -80,39 +79,6 @@ def _targets(targets: Sequence[int | float | None]) -> Tensor:
     if any(isinstance(target, float) for target in targets):
         return torch.tensor([float("nan") if target is None else target for target in targets], dtype=torch.float32)
     return torch.tensor([IGNORE_INDEX if target is None else target for target in targets], dtype=torch.long)
-
-
-class PairLoader:
-    """The training batches of one rank, by step, as TrainLoader's; it has no state."""
-
-    def __init__(
-        self,
-        items: Sequence[EncodedPair],
-        *,
-        pad_token_id: int,
-        seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.items = items
-        self.pad_token_id = pad_token_id
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.world_size = world_size
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size."""
-        indices = global_batch_indices(
-            seed=self.seed, step=step, dataset_size=len(self.items), global_batch_size=self.global_batch_size
-        )
-        parts = rank_micro_batches(
-            indices, rank=self.rank, world_size=self.world_size, micro_batch_size=self.micro_batch_size
-        )
-        return [collate_pairs([self.items[index] for index in part], self.pad_token_id) for part in parts]
 
 
 def steps_per_epoch(num_items: int, global_batch_size: int) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from llmdistill.batch import Batch
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded
+
+Item = TypeVar("Item")
 
 
 def global_batch_indices(*, seed: int, step: int, dataset_size: int, global_batch_size: int) -> list[int]:
@@ -37,12 +38,12 @@ def rank_micro_batches(indices: Sequence[int], *, rank: int, world_size: int, mi
     return [list(indices[start : start + micro_batch_size]) for start in starts]
 
 
-class TrainLoader:
+class TrainLoader(Generic[Item]):
     """The batches of one rank, by step; it has no state, so a resumed run needs only the step."""
 
     def __init__(
         self,
-        items: Sequence[Encoded],
+        items: Sequence[Item],
         *,
         pad_token_id: int,
         seed: int,
@@ -50,8 +51,11 @@ class TrainLoader:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
+        collate: Callable[[Sequence[Item], int], Batch],
     ) -> None:
+        """`collate` makes a batch of some items and the padding token."""
         self.items = items
+        self.collate = collate
         self.pad_token_id = pad_token_id
         self.seed = seed
         self.global_batch_size = global_batch_size
@@ -61,9 +65,9 @@ class TrainLoader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size."""
-        return [collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
+        return [self.collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
 
-    def micro_batch_items(self, step: int) -> list[list[Encoded]]:
+    def micro_batch_items(self, step: int) -> list[list[Item]]:
         """The examples of each of this rank's micro batches of a step, in order."""
         indices = global_batch_indices(
             seed=self.seed,

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.batch import Batch, Outputs
 from llmdistill.config import TrainConfig
 from llmdistill.data.glue import GlueTask, Split
-from llmdistill.data.pairs import EncodedPair, PairLoader, steps_per_epoch
+from llmdistill.data.pairs import EncodedPair, collate_pairs, steps_per_epoch
+from llmdistill.data.sampler import TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import new_folder
@@ -158,8 +159,9 @@ def _make_trainer(job: Job, cell: Cell, settings: TrainConfig, folder: Path) -> 
         student=TappedModel(engine, Recorder(engine.module, job.method.student_taps, projectors)),
         teacher=job.teacher() if job.method.needs_teacher else None,
         method=job.method,
-        loader=PairLoader(
+        loader=TrainLoader(
             job.train,
+            collate=collate_pairs,
             pad_token_id=cast(int, job.tokenizer.pad_token_id),
             seed=cell.seed,
             global_batch_size=settings.global_batch_size,

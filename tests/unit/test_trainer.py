@@ -10,6 +10,7 @@ import torch
 
 from llmdistill.batch import Batch, LossSum, Outputs, Taps
 from llmdistill.config import TrainConfig
+from llmdistill.data.collate import collate
 from llmdistill.data.instruct import Encoded
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.data.validation import validation_batches
@@ -72,7 +73,9 @@ class Squares:
 def make_trainer(folder, micro_batch_size, method=None, steps=4):
     weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     items = [Encoded(list(range(1, 2 + n % 5)), list(range(3, 5 + n % 3))) for n in range(12)]
-    loader = TrainLoader(items, pad_token_id=0, seed=3, global_batch_size=8, micro_batch_size=micro_batch_size)
+    loader = TrainLoader(
+        items, collate=collate, pad_token_id=0, seed=3, global_batch_size=8, micro_batch_size=micro_batch_size
+    )
     return weight, Trainer(
         engine=Engine(weight, 8 // micro_batch_size),
         student=lambda batch: Outputs(logits=weight * batch.input_ids[..., None].double(), taps=Taps()),

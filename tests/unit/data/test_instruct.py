@@ -194,7 +194,7 @@ def test_the_end_token_is_learnt_where_it_is_the_padding(word_tokenizer: Make, e
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     short = Example("", "", ("a",), raw_prompt="a")
     items = encode([example, short], tokenizer, max_prompt_length=200, max_length=300).items
-    loader = TrainLoader(items, pad_token_id=0, seed=0, global_batch_size=2, micro_batch_size=2)
+    loader = TrainLoader(items, collate=collate, pad_token_id=0, seed=0, global_batch_size=2, micro_batch_size=2)
     for batch in (collate(items, 0), *loader.micro_batches(0)):
         assert (batch.attention_mask == 0).any(), "one row is padded with the end token"
         for labels, mask in zip(batch.labels, batch.attention_mask, strict=True):

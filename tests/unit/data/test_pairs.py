@@ -11,13 +11,12 @@ from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.glue import PairExample
 from llmdistill.data.pairs import (
     EncodedPair,
-    PairLoader,
     collate_pairs,
     encode_pairs,
     pair_batches,
     steps_per_epoch,
 )
-from llmdistill.data.sampler import global_batch_indices
+from llmdistill.data.sampler import TrainLoader, global_batch_indices
 from llmdistill.errors import UserError
 
 CLS, SEP = 0, 1
@@ -93,8 +92,9 @@ ITEMS = [EncodedPair([7] * (1 + n % 4), None, n) for n in range(10)]
 
 def test_loader_takes_this_ranks_share_of_the_global_batch() -> None:
     def targets(step: int, rank: int, world_size: int, micro: int) -> list[list[int]]:
-        loader = PairLoader(
+        loader = TrainLoader(
             ITEMS,
+            collate=collate_pairs,
             pad_token_id=0,
             seed=3,
             global_batch_size=4,

@@ -64,9 +64,10 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
 def test_loader_collates_this_ranks_share() -> None:
     items = [Encoded([n] * (1 + n % 4), [n, 99]) for n in range(10)]
 
-    def loader(rank: int, world_size: int, micro: int) -> TrainLoader:
+    def loader(rank: int, world_size: int, micro: int) -> TrainLoader[Encoded]:
         return TrainLoader(
             items,
+            collate=collate,
             pad_token_id=0,
             seed=3,
             global_batch_size=4,

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.collate import collate
 from llmdistill.data.instruct import Encoded
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.generation.rollout import OnPolicyLoader, RowNoise
@@ -31,6 +32,7 @@ def model() -> LlamaForCausalLM:
 def make(model, *, share=1.0, micro_batch_size=8, rank=0, world_size=1, seed=3) -> OnPolicyLoader:
     loader = TrainLoader(
         ITEMS,
+        collate=collate,
         pad_token_id=PAD,
         seed=seed,
         global_batch_size=8,
