@@ -228,15 +228,20 @@ def _speed_lines(results: Mapping[str, Any]) -> list[str]:
     rows = [
         [
             role,
-            f"{1000 * speed['latency']['median']:.1f} ms",
-            f"{1000 * speed['batch']['median']:.1f} ms",
+            *(
+                f"{1000 * speed[kind]['median']:.1f} ms ({1000 * speed[kind]['iqr']:.1f})"
+                for kind in ("latency", "batch")
+            ),
             f"{speed['throughput']:,.1f}",
             f"{speed['speedup']:.2f}x",
         ]
         for role, speed in results["speed"].items()
     ]
     asked = results["speed_asked"]
-    said = f"Batches of {asked['batch_size']} x {asked['length']} tokens on {asked['hardware']}; medians."
+    said = (
+        f"Batches of {asked['batch_size']} x {asked['length']} tokens on {asked['hardware']}; "
+        "medians, and in brackets their interquartile ranges."
+    )
     return ["## Speed", "", *_markdown(header, rows), "", said, ""]
 
 
