@@ -125,10 +125,14 @@ class TestPlainText:
         path.write_text("a" * 50, encoding="utf-8")
         tokenizer = letters()
         tokenizer.model_max_length = 10
-        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        library = logging.getLogger("transformers")
+        monkeypatch.setattr(library, "propagate", True)
+        verbosity = library.level  # commands that ran in this process before may have lowered it
+        library.setLevel(logging.WARNING)
         assert len(tokenise(path, tokenizer).tokens) == 50
         assert caplog.text == ""
         tokenizer(["a" * 50])
+        library.setLevel(verbosity)
         assert "longer than the specified maximum" in caplog.text, "the warning would be seen"
 
 
