@@ -68,10 +68,7 @@ def _command(world_size: int) -> str:
 
 def training_cost(metrics_file: Path) -> dict[str, float] | None:
     """Tokens, tokens per second (median over the log's rows) and peak memory of a training; None without one."""
-    rows = []
-    if metrics_file.is_file():
-        rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row["step"] > 0]
+    rows = [row for row in _rows(metrics_file) if row["step"] > 0]
     if not rows:
         return None
     return {
@@ -79,6 +76,13 @@ def training_cost(metrics_file: Path) -> dict[str, float] | None:
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
     }
+
+
+def _rows(metrics_file: Path) -> list[dict[str, float]]:
+    """The rows of the log, none where nothing was trained."""
+    if not metrics_file.is_file():
+        return []
+    return [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
 
 
 def chance_warnings(teacher: dict[str, Any]) -> list[str]:
@@ -95,9 +99,7 @@ def chance_warnings(teacher: dict[str, Any]) -> list[str]:
 
 def text_scores(metrics_file: Path, sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of a run on text, what stands in place of scores: the validation loss before and after, None without a set."""
-    rows = []
-    if metrics_file.is_file():
-        rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+    rows = _rows(metrics_file)
     losses = [row["valid_loss"] for row in rows if "valid_loss" in row]
     params = sizes["student_params"]
     scores: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
@@ -110,9 +112,9 @@ def text_scores(metrics_file: Path, sizes: dict[str, Any]) -> dict[str, dict[str
 
 def plot_training(metrics_file: Path) -> None:
     """Draw the loss and each of its terms over the steps beside the log: curves.png and curves.svg."""
-    if not metrics_file.is_file():
+    rows = _rows(metrics_file)
+    if not rows:
         return
-    rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
     names = [name for name in rows[-1] if name not in FIGURES]
     keys = ["loss", *(["valid_loss"] if "valid_loss" in rows[-1] else []), *(names if len(names) > 1 else [])]
     curves = {key: curve for key in keys if (curve := mean_curve([rows], key)) is not None}

@@ -8,7 +8,15 @@ import json
 import pytest
 from rich.console import Console
 
-from llmdistill.report.table import chance_warnings, finish_report, print_table, training_cost
+from llmdistill.report.layers import LayerScore, plot_layers, print_layers
+from llmdistill.report.table import (
+    chance_warnings,
+    finish_report,
+    plot_training,
+    print_table,
+    text_scores,
+    training_cost,
+)
 
 
 @pytest.fixture
@@ -98,3 +106,54 @@ def test_a_teacher_at_chance_is_warned_of():
     (warning,) = chance_warnings(bad)
     assert "at chance" in warning
     assert "12.5" in warning
+
+
+def text_log(folder, *rows):
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def text_row(step, loss, **more):
+    return {
+        "step": step,
+        "loss": loss,
+        "tokens": 5,
+        "tokens_per_second": 9.0,
+        "peak_memory_bytes": 1,
+        "qq": loss,
+        **more,
+    }
+
+
+def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metrics, capsys):
+    rows = [{"step": 0, "valid_loss": 3.5}, text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
+    file = text_log(tmp_path, *rows)
+    scores = text_scores(file, {"teacher_params": 200, "student_params": 50})
+    assert [scores[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, 3.5, 1.25]
+    run = {**metrics["run"], "teacher_params": 200}
+    plot_training(file)
+    finish_report(tmp_path, {**scores, "warnings": [], "run": run})
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    report = (tmp_path / "report.md").read_text()
+    assert "| untrained | 50 | 25% | 3.5000 |  |" in report
+    assert "| trained | 50 | 25% | 1.2500 | 3,585 |" in report
+    assert "ROUGE-L" not in report + capsys.readouterr().out
+
+
+def test_without_a_validation_text_there_is_no_loss_to_show(tmp_path):
+    file = text_log(tmp_path, text_row(10, 2.0))
+    scores = text_scores(file, {"teacher_params": 200, "student_params": 50})
+    assert [scores[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, None, None]
+    assert "student" not in text_scores(tmp_path / "none.jsonl", {"teacher_params": 2, "student_params": 1})
+
+
+def test_the_layers_curve_marks_the_best(tmp_path):
+    out = io.StringIO()
+    scores = [LayerScore(2, 4.0), LayerScore(3, 3.0), LayerScore(4, 3.5)]
+    print_layers(scores, tmp_path, Console(file=out, width=80))
+    plot_layers(scores, tmp_path)
+    lines = [line for line in out.getvalue().splitlines() if "chosen" in line]
+    assert len(lines) == 1
+    assert lines[0].split()[:2] == ["3", "3.0000"]
+    assert (tmp_path / "layer_search.svg").is_file()
