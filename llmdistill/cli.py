@@ -182,12 +182,12 @@ def _readable(value: Any) -> str:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
-    "train": ("distil a teacher into a factorised student (the main job)", train),
+    "train": ("distil a teacher into a smaller student (the main job)", train),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),
     "compress": ("factorise a model folder", compress),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("merge a student into a stock model", export),
-    "evaluate": ("score a model's answers by ROUGE-L", evaluate),
+    "evaluate": ("score a model: ROUGE-L of its answers, or GLUE after fine-tuning", evaluate),
 }
 """Name -> what it does, and the function of its arguments."""
 

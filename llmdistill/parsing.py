@@ -59,7 +59,7 @@ def run_parser() -> ArgumentParser:
         prog="llmdistill/train.py",
         usage="deepspeed [--num_gpus N] llmdistill/train.py --ds_config FILE [--recipe NAME] [--KEY VALUE ...]",
         exit_on_error=False,
-        description="Distil a teacher into a factorised student under DeepSpeed. "
+        description="Distil a teacher into a smaller student under DeepSpeed. "
         "Any setting below may stand in a recipe (YAML) or on the command line; the command line wins.",
     )
     text = f"A shipped recipe's name or a YAML file; default: {DEFAULT_RECIPE}."
