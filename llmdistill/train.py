@@ -1,6 +1,6 @@
 """The main job: ``deepspeed llmdistill/train.py --ds_config ds_configs/zero2.json``.
 
-A teacher is factorised into a student, the student learns from it, and a table shows by how much that helped.
+A smaller student is made of a teacher, learns from it, and a table shows by how much that helped.
 """
 
 from __future__ import annotations
