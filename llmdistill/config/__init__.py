@@ -126,3 +126,5 @@ class RunConfig:
             raise ValueError("student.model is a student made before: leave student.shape and student.assistants out")
         if self.student.assistants and self.student.shape is None:
             raise ValueError("student.assistants come before a student with a shape: give student.shape")
+        if self.student.assistants and self.method in ("sft", "seqkd", "none"):
+            raise ValueError(f"student.assistants teach, but method {self.method} has no teacher: leave them out")

@@ -32,7 +32,6 @@ from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.distributed import World, barrier, on_main
 from llmdistill.runtime.engine import (
-    PROJECTORS,
     TORCH_DTYPES,
     add_projectors,
     build_engine,
@@ -180,7 +179,6 @@ def _save(job: Job, engine: Any, output: Path) -> None:
     """Write the classifier as a Hugging Face model, without projectors; every rank must call it."""
     state = full_state_dict(engine, job.world)
     if state is not None:
-        state = {name: value for name, value in state.items() if not name.startswith(f"{PROJECTORS}.")}
         with torch.random.fork_rng(devices=[]):
             model = load_classifier(job, next(iter(state.values())).dtype)
         model.load_state_dict(state)

@@ -103,14 +103,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 PROJECTORS = "distillation_projectors"
-"""Name under which a student carries its projectors while it trains; a saved student has none."""
+"""Name under which a student carries its projectors while it trains; no state that is gathered has them."""
 
 
 def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, int]], seed: int) -> nn.ModuleDict:
     """Give a student the learnt matrices that map its widths to its teacher's, as part of itself.
 
-    So they are trained, sharded and kept in checkpoints as its own parameters are. `save_student` leaves them out.
-    """
+    So they are trained, sharded and kept in checkpoints as its own parameters are; whatever is gathered of it leaves
+    them out. """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         matrices = {aspect: nn.Linear(n, m, bias=False, dtype=model.dtype) for aspect, (n, m) in widths.items()}
@@ -167,6 +167,8 @@ def _gather(engine: Any, world: World, named: Iterable[tuple[str, Tensor]]) -> d
     sharded = engine.zero_optimization_stage() == 3
     state: dict[str, Tensor] = {}
     for name, parameter in named:
+        if name.startswith(f"{PROJECTORS}."):
+            continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
             if world.is_main:
                 state[name] = parameter.detach().to("cpu", copy=True)
@@ -195,7 +197,6 @@ def save_student(
     has_adapters = lora is not None and lora.rank is not None
     state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
     if state is not None:
-        state = {name: value for name, value in state.items() if not name.startswith(f"{PROJECTORS}.")}
         model = load_model(template, dtype=next(iter(state.values())).dtype, head=head, new_head=True)
         if lora is not None and has_adapters:
             add_lora(model, lora, seed=0)  # whatever the seed: the trained ones take their place

@@ -96,6 +96,10 @@ def test_a_layer_that_is_not_there(fails, teacher):
         (("--method", "sft", "--also", '["minilm"]'), "method sft has no teacher"),
         (("--also", '["makd"]'), "name each method once"),
         (("--student.assistants", '["2x32x4"]'), "give student.shape"),
+        (
+            ("--student.shape", "2x32x4", "--student.assistants", '["2x32x4"]', "--method", "none"),
+            "student.assistants teach, but method none has no teacher",
+        ),
         (("--minilm.layers", "uniform", "--minilm.teacher_layer", "2"), "leave one of them out"),
         (("--minilmv2.relations", '["qq", "qq"]'), "each once"),
         (("--minilmv2.relations", '["qx"]'), "qx"),
