@@ -110,7 +110,8 @@ def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, in
     """Give a student the learnt matrices that map its widths to its teacher's, as part of itself.
 
     So they are trained, sharded and kept in checkpoints as its own parameters are; whatever is gathered of it leaves
-    them out. """
+    them out.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         matrices = {aspect: nn.Linear(n, m, bias=False, dtype=model.dtype) for aspect, (n, m) in widths.items()}
