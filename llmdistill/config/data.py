@@ -58,6 +58,15 @@ class DataConfig:
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
     shuffle_buffer: int = 10_000
     """Examples among which a streamed set is shuffled."""
+    bucket_steps: int = 1
+    """Successive steps whose examples are sorted by length together, so that each step has about equally long ones. 1:
+    each step keeps its examples, and only its micro batches are sorted, which changes no result. More saves padding,
+    and waiting among ranks, where a step has one micro batch a rank, but it weighs the words of short answers more: a
+    step's loss is the mean over its words. At most a quarter of the training set; has no effect with packing."""
+    packing: bool = False
+    """Put several examples into one row of up to max_length tokens, none of which sees another's: nearly no padding,
+    and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that number
+    until the memory is used. Decoders on instructions only, and not with on_policy."""
     on_policy: float = 0.0
     """Share of the steps whose answers the student writes itself while it learns (GKD's lambda), from 0 to 1."""
     max_prompt_length: int = 256
@@ -87,11 +96,24 @@ class DataConfig:
             raise ValueError(f"data.on_policy is {self.on_policy}: give a share from 0 to 1")
         if self.shuffle_buffer < 1:
             raise ValueError(f"data.shuffle_buffer is {self.shuffle_buffer}: give 1 or more (1 does not shuffle)")
+        if self.bucket_steps < 1:
+            raise ValueError(f"data.bucket_steps is {self.bucket_steps}: give 1 or more (1 sorts each step by itself)")
+        if self.packing and self.on_policy > 0:
+            raise ValueError(
+                f"data.packing is true and data.on_policy {self.on_policy}: answers that the student writes itself are "
+                "not packed, leave one of them out"
+            )
 
     def _check_text(self) -> None:
         if self.max_length < 8:
             raise ValueError(f"data.max_length is {self.max_length}: text is packed to 8 tokens or more")
-        for key, off in (("tests", {}), ("on_policy", 0), ("streaming", False)):
+        for key, off in (
+            ("tests", {}),
+            ("on_policy", 0),
+            ("streaming", False),
+            ("bucket_steps", 1),
+            ("packing", False),
+        ):
             if getattr(self, key) != off:
                 raise ValueError(f"data.{key} is for instructions, but data.kind is text: leave it out")
         if self.train.startswith("embedded:"):

@@ -34,6 +34,10 @@ class Encoded:
     response_ids: list[int]
     """Ends with the end token unless the response was cut."""
 
+    def __len__(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
 
 @dataclass(frozen=True)
 class EncodedPrompts:

@@ -23,6 +23,10 @@ class EncodedPair:
     """0 in the first and 1 in the second sentence; None for models without segments."""
     target: int | float | None
 
+    def __len__(self) -> int:
+        """Tokens, marks included."""
+        return len(self.input_ids)
+
 
 def encode_pairs(
     examples: Sequence[PairExample], tokenizer: PreTrainedTokenizerBase, max_length: int
@@ -57,11 +61,11 @@ def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
 
     Targets are fp32 where any is a score (NaN where unknown), else int64 (IGNORE_INDEX where unknown).
     """
-    width = max(len(item.input_ids) for item in items)
+    width = max(len(item) for item in items)
     input_ids = torch.full((len(items), width), pad_token_id, dtype=torch.long)
     attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     for row, item in enumerate(items):
-        length = len(item.input_ids)
+        length = len(item)
         input_ids[row, :length] = torch.tensor(item.input_ids)
         attention_mask[row, :length] = 1
         if item.token_type_ids is not None:
@@ -94,7 +98,7 @@ def pair_batches(
     A rank that would have one batch less repeats the first, without indices and targets (a sharded model needs all
     ranks in every forward pass).
     """
-    order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))
+    order = sorted(range(len(items)), key=lambda index: len(items[index]))
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     share = [(part, collate_pairs([items[index] for index in part], pad_token_id)) for part in parts[rank::world_size]]
     if len(share) < -(-len(parts) // world_size):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +14,7 @@ from llmdistill.batch import Batch
 from llmdistill.data.collate import collate
 from llmdistill.data.examples import Example, parse_row
 from llmdistill.data.instruct import Encoded, LongPrompts, check_encodable, encode_each, none_left
-from llmdistill.data.sampler import rank_micro_batches
+from llmdistill.data.sampler import bucket, rank_micro_batches
 from llmdistill.data.sources import no_example, stream_rows
 from llmdistill.errors import UserError
 
@@ -56,7 +56,8 @@ class StreamLoader:
     Like TrainLoader it gives the same batches for the same seed and step, whatever was asked for before, and the same
     global order for any number of ranks and micro batch sizes. It gets there by walking: every rank reads and tokenises
     the whole stream and takes its share, a later step is reached by passing over those before it, and an earlier one
-    from the beginning. Each epoch has its own order, drawn from seed and epoch; a batch may straddle epochs.
+    from the beginning. Each epoch has its own order, drawn from seed and epoch; a batch may straddle epochs. It holds
+    the shuffle buffer and the examples that are sorted by length together.
     """
 
     def __init__(
@@ -74,8 +75,11 @@ class StreamLoader:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
+        collate: Callable[[Sequence[Encoded], int], Batch] = collate,
+        bucket_steps: int = 1,
+        spread: bool = False,
     ) -> None:
-        """Check the settings and the set's first row.
+        """Check the settings and the set's first row; the last three are those of TrainLoader.
 
         Raises:
             UserError: a limit or the tokenizer does not fit, or the set is missing, empty or malformed.
@@ -95,12 +99,15 @@ class StreamLoader:
         self.micro_batch_size = micro_batch_size
         self.rank = rank
         self.world_size = world_size
+        self.collate = collate
+        self.bucket_steps = bucket_steps
+        self.spread = spread
         self._restart()
         check_stream(reference)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size."""
-        return [collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
+        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, fewer rows if packed."""
+        return [self.collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
 
     def micro_batch_items(self, step: int) -> list[list[Encoded]]:
         """The examples of each of this rank's micro batches of a step, in order.
@@ -109,11 +116,14 @@ class StreamLoader:
             UserError: a malformed row or, where data.long_prompts is "error", a prompt over the limit, on the way to
                 this step; or no prompt of the set is within the limit.
         """
-        batch = self._global_batch(step)
-        parts = rank_micro_batches(
-            range(len(batch)), rank=self.rank, world_size=self.world_size, micro_batch_size=self.micro_batch_size
+        window = self._read_window(step // self.bucket_steps)
+        return rank_micro_batches(
+            bucket(window, seed=self.seed, step=step, bucket_steps=self.bucket_steps),
+            rank=self.rank,
+            world_size=self.world_size,
+            micro_batch_size=self.micro_batch_size,
+            spread=self.spread,
         )
-        return [[batch[place] for place in part] for part in parts]
 
     def report(self) -> str:
         """One sentence: where the examples come from, and what had to be left out up to the last step asked for."""
@@ -125,23 +135,23 @@ class StreamLoader:
 
     def _restart(self) -> None:
         self._walk = self._encoded()
-        self._step, self._batch = -1, list[Encoded]()
+        self._number, self._window = -1, list[Encoded]()
         self.dropped = self.truncated_prompts = self.truncated_responses = 0
 
-    def _global_batch(self, step: int) -> list[Encoded]:
-        """The examples of a step over all ranks; the last batch is kept, as one step may be asked for twice."""
-        assert step >= 0
-        if step < self._step:
+    def _read_window(self, number: int) -> list[Encoded]:
+        """The examples of the steps that are sorted together, over all ranks; kept until others are asked for."""
+        assert number >= 0
+        if number < self._number:
             self._restart()
         try:
-            while self._step < step:
-                self._batch = list(islice(self._walk, self.global_batch_size))
-                self._step += 1
+            while self._number < number:
+                self._window = list(islice(self._walk, self.bucket_steps * self.global_batch_size))
+                self._number += 1
         except BaseException:
             # A generator that has failed ends silently when it is asked again.
             self._restart()
             raise
-        return self._batch
+        return self._window
 
     def _encoded(self) -> Iterator[Encoded]:
         """Every example within the limits, epoch after epoch, without end."""

@@ -19,7 +19,7 @@ def validation_batches(
 
     A rank that would have one batch less repeats its first, without labels, so that nothing counts twice.
     """
-    ordered = sorted(items, key=lambda item: len(item.prompt_ids) + len(item.response_ids))
+    ordered = sorted(items, key=len)
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
     batches = [collate(part, pad_token_id) for part in parts]
     share = batches[rank::world_size]

@@ -90,7 +90,7 @@ def test_batches_of_classes_and_of_scores() -> None:
 ITEMS = [EncodedPair([7] * (1 + n % 4), None, n) for n in range(10)]
 
 
-def test_loader_takes_this_ranks_share_of_the_global_batch() -> None:
+def test_loader_takes_this_ranks_share_of_the_global_batch_longest_first() -> None:
     def targets(step: int, rank: int, world_size: int, micro: int) -> list[list[int]]:
         loader = TrainLoader(
             ITEMS,
@@ -105,12 +105,13 @@ def test_loader_takes_this_ranks_share_of_the_global_batch() -> None:
         return [batch.targets.tolist() for batch in loader.micro_batches(step) if batch.targets is not None]
 
     for step in (5, 0, 7):
-        whole = global_batch_indices(seed=3, step=step, dataset_size=10, global_batch_size=4)
+        drawn = global_batch_indices(seed=3, step=step, dataset_size=10, global_batch_size=4)
+        whole = sorted(drawn, key=lambda n: -len(ITEMS[n].input_ids))
         assert targets(step, 0, 1, 4) == [whole]
         assert targets(step, 0, 2, 1) == [[whole[0]], [whole[2]]]
         assert targets(step, 1, 2, 1) == [[whole[1]], [whole[3]]]
-    epoch = [target for step in range(5) for batch in targets(step, 0, 1, 4) for target in batch]
-    assert sorted(epoch[:10]) == sorted(epoch[10:]) == list(range(10))
+    epochs = [target for step in range(5) for batch in targets(step, 0, 1, 4) for target in batch]
+    assert sorted(epochs) == sorted([*range(10), *range(10)])
 
 
 @pytest.mark.parametrize(("size", "batch", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])

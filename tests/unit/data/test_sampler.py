@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,13 @@ import torch
 
 from llmdistill.data.collate import collate
 from llmdistill.data.instruct import Encoded
-from llmdistill.data.sampler import TrainLoader, _permutation, global_batch_indices, rank_micro_batches
+from llmdistill.data.sampler import (
+    TrainLoader,
+    _permutation,
+    bucket,
+    global_batch_indices,
+    rank_micro_batches,
+)
 
 
 def indices(step: int, *, seed: int = 3, size: int = 10, batch: int = 4) -> list[int]:
@@ -61,31 +69,124 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         rank_micro_batches(list(range(10)), rank=0, world_size=2, micro_batch_size=2)
 
 
-def test_loader_collates_this_ranks_share() -> None:
-    items = [Encoded([n] * (1 + n % 4), [n, 99]) for n in range(10)]
+ITEMS = [Encoded([n] * (1 + 7 * n % 11), [n, 99]) for n in range(40)]
 
-    def loader(rank: int, world_size: int, micro: int) -> TrainLoader[Encoded]:
-        return TrainLoader(
-            items,
-            collate=collate,
-            pad_token_id=0,
-            seed=3,
-            global_batch_size=4,
-            micro_batch_size=micro,
-            rank=rank,
-            world_size=world_size,
-        )
 
-    expected = indices(5)
+def loader(items: list[Encoded] = ITEMS, **changes: Any) -> TrainLoader[Encoded]:
+    settings = {"pad_token_id": 0, "seed": 3, "global_batch_size": 4, "micro_batch_size": 4}
+    return TrainLoader(items, collate=collate, **{**settings, **changes})
+
+
+def whole_batch(step: int, **changes: Any) -> list[Encoded]:
+    """The global batch, by the loader of one rank."""
+    return [item for part in loader(**changes).micro_batch_items(step) for item in part]
+
+
+def test_loader_collates_this_ranks_share_longest_first() -> None:
+    drawn = [ITEMS[index] for index in indices(5, size=40)]
+    whole = whole_batch(5)
+    assert Counter(map(str, whole)) == Counter(map(str, drawn))
+    assert [len(item) for item in whole] == sorted((len(item) for item in drawn), reverse=True)
     for rank in range(2):
-        batches = loader(rank, 2, 1).micro_batches(5)
-        wanted = [collate([items[expected[rank]]], 0), collate([items[expected[2 + rank]]], 0)]
-        assert len(batches) == 2
-        for batch, want in zip(batches, wanted, strict=True):
-            assert torch.equal(batch.input_ids, want.input_ids)
-            assert torch.equal(batch.labels, want.labels)
-        shown = loader(rank, 2, 1).micro_batch_items(5)
-        assert shown == [[items[expected[rank]]], [items[expected[2 + rank]]]]
-    [whole] = loader(0, 1, 4).micro_batches(5)
-    assert whole.input_ids.shape[0] == 4
-    assert loader(0, 1, 4).micro_batch_items(5) == [[items[index] for index in expected]]
+        share = loader(micro_batch_size=1, rank=rank, world_size=2)
+        assert share.micro_batch_items(5) == [[whole[rank]], [whole[2 + rank]]]
+        for batch, item in zip(share.micro_batches(5), (whole[rank], whole[2 + rank]), strict=True):
+            wanted = collate([item], 0)
+            assert torch.equal(batch.input_ids, wanted.input_ids)
+            assert torch.equal(batch.labels, wanted.labels)
+
+
+@pytest.mark.parametrize("bucket_steps", [1, 5])
+@pytest.mark.parametrize("spread", [False, True])
+def test_ranks_and_micro_batches_do_not_change_what_a_step_learns(bucket_steps: int, spread: bool) -> None:
+    items = [Encoded([n] * (1 + 7 * n % 11), [n]) for n in range(480)]
+    for step in (0, 3, 7):
+        whole = whole_batch(step, items=items, global_batch_size=24, micro_batch_size=24, bucket_steps=bucket_steps)
+        for world_size, micro_batch_size in ((1, 4), (2, 3), (3, 8), (8, 3)):
+            parts = [
+                part
+                for rank in range(world_size)
+                for part in loader(
+                    items,
+                    global_batch_size=24,
+                    micro_batch_size=micro_batch_size,
+                    rank=rank,
+                    world_size=world_size,
+                    bucket_steps=bucket_steps,
+                    spread=spread,
+                ).micro_batch_items(step)
+            ]
+            assert {len(part) for part in parts} == {micro_batch_size}
+            assert Counter(map(str, whole)) == Counter(str(item) for part in parts for item in part)
+
+
+def test_a_window_is_sorted_and_cut_into_its_steps() -> None:
+    items = [Encoded([n] * (1 + 7 * n % 11), [n]) for n in range(64)]
+    batches = [whole_batch(step, items=items, bucket_steps=4) for step in range(16)]
+    assert sorted(item.prompt_ids[0] for batch in batches for item in batch) == list(range(64)), "an epoch is walked"
+    orders = set()
+    for window in range(4):
+        steps = batches[4 * window : 4 * window + 4]
+        plain = [item for step in range(4 * window, 4 * window + 4) for item in whole_batch(step, items=items)]
+        assert Counter(map(str, plain)) == Counter(str(item) for batch in steps for item in batch)
+        longest_first = sorted(steps, key=lambda batch: -sum(map(len, batch)))
+        lengths = [len(item) for batch in longest_first for item in batch]
+        assert lengths == sorted(lengths, reverse=True)
+        orders.add(tuple(steps.index(batch) for batch in longest_first))
+    assert len(orders) > 1, "the order of the batches is drawn anew"
+    other = [whole_batch(step, items=items, bucket_steps=4, seed=4) for step in range(4)]
+    assert other != batches[:4]
+    again = loader(items, bucket_steps=4)
+    for step in (9, 2, 15):
+        assert again.micro_batch_items(step) == [batches[step]], "a pure function of the step"
+
+
+def test_a_window_is_a_small_part_of_the_data_set() -> None:
+    assert loader(ITEMS, bucket_steps=50).bucket_steps == 2
+    assert loader(ITEMS[:3], bucket_steps=50).bucket_steps == 1
+    assert len(whole_batch(3, items=ITEMS[:3], bucket_steps=50)) == 4
+
+
+def test_a_window_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        bucket(ITEMS[:10], seed=0, step=0, bucket_steps=4)
+
+
+def test_sorting_saves_padding_and_waiting() -> None:
+    rng = np.random.default_rng(0)
+    items = [Encoded([1] * int(length), [2]) for length in rng.lognormal(4, 1, 2000)]
+    ranks = 2
+
+    def cost(batch: list[Encoded]) -> tuple[int, int]:
+        """Padded positions of all ranks, and those that ranks wait for while another has more of them."""
+        shares = [rank_micro_batches(batch, rank=r, world_size=ranks, micro_batch_size=4) for r in range(ranks)]
+        sizes = [[4 * max(map(len, part)) for part in parts] for parts in shares]
+        positions = sum(map(sum, sizes))
+        padded = positions - sum(map(len, batch))
+        return padded, ranks * sum(max(step) for step in zip(*sizes, strict=True)) - positions
+
+    padded, waited, padded_before, waited_before = 0, 0, 0, 0
+    for step in range(10):
+        batch = whole_batch(step, items=items, global_batch_size=64, micro_batch_size=64)
+        padding, waiting = cost(batch)
+        # In a sorted batch neither adds up to more than one micro batch of the longest.
+        assert max(padding, waiting) <= 4 * (len(batch[0]) - len(batch[-1]))
+        padded, waited = padded + padding, waited + waiting
+        padding, waiting = cost([items[index] for index in indices(step, size=2000, batch=64)])
+        padded_before, waited_before = padded_before + padding, waited_before + waiting
+    assert padded < padded_before / 4
+    assert waited < waited_before / 2
+
+
+def test_spread_micro_batches_are_about_equally_large() -> None:
+    items = sorted(ITEMS[:24], key=len, reverse=True)
+    for world_size, micro_batch_size in ((1, 4), (2, 3), (4, 6)):
+        parts = [
+            part
+            for rank in range(world_size)
+            for part in rank_micro_batches(
+                items, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size, spread=True
+            )
+        ]
+        tokens = [sum(map(len, part)) for part in parts]
+        assert max(tokens) - min(tokens) <= len(items[0]) - len(items[-1])

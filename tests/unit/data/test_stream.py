@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import stream
-from llmdistill.data.collate import collate
+from llmdistill.data.collate import collate, collate_packed
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Encoded, encode
 from llmdistill.data.sources import read_examples
@@ -132,8 +133,9 @@ def test_ranks_and_micro_batches_make_up_the_global_batch(
     assert [item for parts in zip(*by_rank, strict=True) for part in parts for item in part] == whole
 
 
-def test_seed_and_step_alone_decide(make: Callable, numbers: Path) -> None:
-    loader = make(numbers)
+@pytest.mark.parametrize("bucket_steps", [1, 3])
+def test_seed_and_step_alone_decide(make: Callable, numbers: Path, bucket_steps: int) -> None:
+    loader = make(numbers, bucket_steps=bucket_steps)
     expected = [loader.micro_batch_items(step) for step in range(8)]
     assert len({str(items) for items in expected}) == 8
     for step in (5, 5, 0, 7, 2, 3):
@@ -142,8 +144,33 @@ def test_seed_and_step_alone_decide(make: Callable, numbers: Path) -> None:
         torch.manual_seed(step)
         state = torch.random.get_rng_state()
         assert loader.micro_batch_items(step) == expected[step]
-        assert make(numbers).micro_batch_items(step) == expected[step], "a resumed run goes on as the first"
+        resumed = make(numbers, bucket_steps=bucket_steps)
+        assert resumed.micro_batch_items(step) == expected[step], "a resumed run goes on as the first"
         assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_steps_are_sorted_by_length(make: Callable, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chr(97 + n) * (1 + n % 8) for n in range(24)])
+    walk = [make(path).micro_batch_items(step)[0] for step in range(6)]
+    assert all(items == sorted(items, key=len, reverse=True) for items in walk)
+    loader = make(path, bucket_steps=3, micro_batch_size=2)
+    for window in range(2):
+        steps = [list(chain(*loader.micro_batch_items(step))) for step in range(3 * window, 3 * window + 3)]
+        plain = list(chain(*walk[3 * window : 3 * window + 3]))
+        assert sorted(chain(*steps), key=str) == sorted(plain, key=str)
+        lengths = [len(item) for items in sorted(steps, key=lambda items: -len(items[0])) for item in items]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_rows_are_made_as_asked(make: Callable, numbers: Path) -> None:
+    packed = partial(collate_packed, max_length=12)
+    loader = make(numbers, collate=packed, spread=True, micro_batch_size=2)
+    parts, batches = loader.micro_batch_items(1), loader.micro_batches(1)
+    whole = list(chain(*make(numbers).micro_batch_items(1)))
+    assert parts == [whole[::2], whole[1::2]]
+    for part, batch in zip(parts, batches, strict=True):
+        assert torch.equal(batch.input_ids, packed(part, 0).input_ids)
+        assert batch.input_ids.shape == (1, 12)
 
 
 def test_a_step_asked_for_twice_is_not_walked_to_twice(

@@ -1,0 +1,85 @@
+"""The next step's batches, made while the device is busy with this one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import Batch
+
+
+class StepLoader(Protocol):
+    """A loader whose batches follow from the step alone, not from the model or from torch's random numbers."""
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step."""
+        ...
+
+
+class Prefetched:
+    """A loader that makes the micro batches of the next step in a thread while the caller works on those it got.
+
+    They are the same as without it. What goes wrong in the thread is raised where the step is asked for. The thread is
+    idle between steps and ends with the loader, or with the process.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        *,
+        steps: int,
+        device: torch.device,
+        prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        """Wrap a loader.
+
+        Args:
+            loader: the loader; from now on nobody else may ask it for batches.
+            steps: steps of the run; nothing is made ahead beyond them.
+            device: where the batches will go; for a GPU they are kept in pinned memory, which it copies from by itself.
+            prepare: what is still to be done with each batch, on the CPU.
+        """
+        self._loader = loader
+        self._steps = steps
+        self._device = device
+        self._prepare = prepare
+        # One thread makes all batches, in the order in which they are asked for: a loader may have a place in a stream.
+        self._thread = ThreadPoolExecutor(1, "batches", initializer=_use, initargs=(device,))
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step; of one that was not made ahead, when a run begins, they are made now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == step:
+            batches = ahead[1].result()
+        else:
+            if ahead is not None:
+                ahead[1].cancel()
+            batches = self._thread.submit(self._make, step).result()
+        if step + 1 < self._steps:
+            self._ahead = step + 1, self._thread.submit(self._make, step + 1)
+        return batches
+
+    def _make(self, step: int) -> list[Batch]:
+        batches = [self._prepare(batch) for batch in self._loader.micro_batches(step)]
+        return [_pinned(batch) for batch in batches] if self._device.type == "cuda" else batches
+
+
+def _use(device: torch.device) -> None:
+    """Otherwise the thread of every rank would pin memory through the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _pinned(batch: Batch) -> Batch:
+    """The same batch in pinned memory."""
+
+    def pinned(value: Any) -> Any:
+        return value.pin_memory() if isinstance(value, Tensor) else value
+
+    return replace(batch, **{each.name: pinned(getattr(batch, each.name)) for each in fields(batch)})

@@ -1,0 +1,159 @@
+"""Several examples in a row: who stands where, and that none sees another."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.config import DataConfig
+from llmdistill.data.collate import collate, collate_packed, pack
+from llmdistill.data.instruct import Encoded
+from llmdistill.models.families import FAMILIES
+
+X = IGNORE_INDEX
+
+
+def test_rows_masks_positions_and_labels() -> None:
+    items = [Encoded([5, 6, 7], [8, 2]), Encoded([9], [3, 2]), Encoded([4, 4], [6])]
+    batch = collate_packed(items, pad_token_id=0, max_length=8)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 2, 0], [9, 3, 2, 4, 4, 6]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 2, 2, 2]]
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 2]]
+    assert batch.labels.tolist() == [[X, X, X, 8, 2, X], [X, 3, 2, X, X, 6]]
+    tensors = (batch.input_ids, batch.attention_mask, batch.labels, batch.position_ids)
+    assert {tensor.dtype for tensor in tensors} == {torch.int64}
+
+
+def test_the_first_token_of_an_example_is_no_label() -> None:
+    batch = collate_packed([Encoded([], [5, 6, 2]), Encoded([], [7, 2])], pad_token_id=0, max_length=8)
+    assert batch.labels.tolist() == [[X, 6, 2, X, 2]]
+
+
+def test_padding_counts_from_zero_again() -> None:
+    items = [Encoded([1] * 3, [2] * 3), Encoded([1], [2] * 2)]
+    batch = collate_packed(items, pad_token_id=0, max_length=6)
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
+    assert batch.attention_mask.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
+
+
+def test_packed_and_padded_count_the_same() -> None:
+    rng = np.random.default_rng(0)
+    items = [Encoded([1] * int(a), [2] * int(b)) for a, b in rng.integers(1, 20, (17, 2))]
+    packed, padded = collate_packed(items, 0, max_length=50), collate(items, 0)
+    assert packed.counts() == padded.counts()
+    assert packed.input_ids.numel() < padded.input_ids.numel()
+    assert sorted(packed.input_ids[packed.labels != X].tolist()) == sorted(
+        padded.input_ids[padded.labels != X].tolist()
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_example_stands_in_one_row_that_holds_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 30, int(rng.integers(1, 25))).tolist()
+    rows = pack(lengths, 32)
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    filled = [sum(lengths[index] for index in row) for row in rows]
+    assert max(filled) <= 32
+    assert all(filled)
+    assert len(rows) * max(filled) <= len(lengths) * max(lengths), "never more positions than with one in a row"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_few_examples_take_nearly_the_fewest_positions(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(2, 12, 5).tolist()
+    placings = (
+        [[index for index in range(5) if places[index] == row] for row in set(places)]
+        for places in itertools.product(range(5), repeat=5)
+    )
+    filled = ([sum(lengths[index] for index in row) for row in rows] for rows in placings)
+    fewest = min(len(sums) * max(sums) for sums in filled if max(sums) <= 20)
+    taken = [sum(lengths[index] for index in row) for row in pack(lengths, 20)]
+    # Filling the emptiest with the longest next makes the longest row at most 4/3 of the best (Graham 1969).
+    assert fewest <= len(taken) * max(taken) <= 4 / 3 * fewest
+
+
+def test_first_fit_decreasing() -> None:
+    lengths = [4, 8, 1, 4, 2, 1]
+    assert pack(lengths, 10) == [[1, 4], [0, 3, 2, 5]], "20 tokens need two rows of 10, and fill them"
+
+
+def test_rows_are_filled_evenly_where_that_takes_fewer_positions() -> None:
+    assert pack([4, 4, 4], 8) == [[0], [1], [2]], "not two rows, of which the second would be padded to the first"
+    assert sorted(map(len, pack([3] * 6, 12))) in ([1] * 6, [2, 2, 2], [3, 3])
+    assert sorted(map(len, pack([60] * 16, 160))) in ([1] * 16, [2] * 8), "seven rows would be padded to three each"
+
+
+def test_an_example_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        pack([9], 8)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 1}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=4),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3, **ENDS),
+}
+
+
+def test_every_decoder_is_tried() -> None:
+    assert set(CONFIGS) == {name for name, family in FAMILIES.items() if family.causal}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packed_example_gives_the_logits_that_it_gives_alone(name: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").eval()
+    items = [Encoded(torch.randint(2, 60, (n,)).tolist(), [3, 1]) for n in (5, 7, 3, 9, 1)]
+    batch = collate_packed(items, pad_token_id=1, max_length=16)
+    assert len(batch.input_ids) == 3 > int((batch.attention_mask == 0).any())
+    compared = 0
+    with torch.no_grad():
+        packed = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        assert packed.isfinite().all(), "padding sees padding"
+        for row, (ids, mask) in enumerate(zip(batch.input_ids, batch.attention_mask, strict=True)):
+            for number in range(1, int(mask.max()) + 1):
+                alone = model(input_ids=ids[mask == number][None], use_cache=False).logits[0]
+                torch.testing.assert_close(packed[row][mask == number], alone, rtol=1e-5, atol=1e-5)
+                compared += 1
+    assert compared == len(items)
+
+
+def test_settings_that_cannot_be_packed_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.packing is true and data\.on_policy 0\.5: answers that the student"):
+        DataConfig(packing=True, on_policy=0.5)
+    with pytest.raises(ValueError, match=r"data\.packing is for instructions, but data\.kind is text"):
+        DataConfig(kind="text", train="a.txt", packing=True)
+    with pytest.raises(ValueError, match=r"data\.bucket_steps is 0: give 1 or more"):
+        DataConfig(bucket_steps=0)
+    with pytest.raises(ValueError, match=r"data\.bucket_steps is for instructions"):
+        DataConfig(kind="text", train="a.txt", bucket_steps=4)

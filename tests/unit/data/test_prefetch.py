@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from llmdistill.batch import Batch
+from llmdistill.data.collate import collate
+from llmdistill.data.instruct import Encoded
+from llmdistill.data.prefetch import Prefetched
+from llmdistill.data.sampler import TrainLoader
+from llmdistill.errors import UserError
+
+CPU = torch.device("cpu")
+STEPS = 6
+ITEMS = [Encoded([n] * (1 + n % 5), [n, 99]) for n in range(20)]
+
+
+class Watched:
+    """A loader that remembers what it was asked for, and in which thread."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.loader = TrainLoader(
+            ITEMS, collate=collate, pad_token_id=0, seed=3, global_batch_size=8, micro_batch_size=4, bucket_steps=2
+        )
+        self.fails_at = fails_at
+        self.asked: list[int] = []
+        self.threads: set[str] = set()
+        self.alone = threading.Lock()
+        self.waits = threading.Event()
+        self.waits.set()
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        self.asked.append(step)
+        self.threads.add(threading.current_thread().name)
+        if step == self.fails_at:
+            raise UserError("row 7 is bad")
+        assert self.alone.acquire(blocking=False), "a loader with a place in a stream was asked by two at a time"
+        try:
+            assert self.waits.wait(10)
+            time.sleep(0.02)
+            return self.loader.micro_batches(step)
+        finally:
+            self.alone.release()
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert condition()
+
+
+def same(ones: list[Batch], others: list[Batch]) -> bool:
+    return all(
+        one is other or (one is not None and torch.equal(one, other))
+        for batches in zip(ones, others, strict=True)
+        for one, other in (
+            [getattr(batch, each.name) for batch in batches] for each in fields(Batch) if each.name != "own_answers"
+        )
+    )
+
+
+def test_batches_are_the_same_and_no_random_number_is_drawn() -> None:
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    plain, prefetched = Watched(), Prefetched(Watched(), steps=STEPS, device=CPU)
+    for step in range(STEPS):
+        batches = prefetched.micro_batches(step)
+        assert same(batches, plain.micro_batches(step))
+    assert not same(batches, plain.micro_batches(0))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_next_step_is_made_while_the_caller_works() -> None:
+    loader = Watched()
+    prefetched = Prefetched(loader, steps=STEPS, device=CPU)
+    prefetched.micro_batches(0)
+    wait_for(lambda: loader.asked == [0, 1])
+    loader.waits.clear()
+    prefetched.micro_batches(1)  # it comes although the loader now hangs at the one after it
+    wait_for(lambda: loader.asked == [0, 1, 2])
+    loader.waits.set()
+    prefetched.micro_batches(2)
+    assert threading.current_thread().name not in loader.threads
+
+
+def test_another_step_than_the_next_is_made_anew() -> None:
+    loader = Watched()
+    prefetched = Prefetched(loader, steps=STEPS, device=CPU)
+    for step in (0, 4, 2, 2, 1):
+        assert same(prefetched.micro_batches(step), Watched().micro_batches(step))
+
+
+def test_nothing_is_made_beyond_the_end() -> None:
+    loader = Watched()
+    prefetched = Prefetched(loader, steps=STEPS, device=CPU)
+    for step in range(STEPS):
+        prefetched.micro_batches(step)
+    time.sleep(0.05)
+    assert loader.asked == list(range(STEPS))
+
+
+def test_an_error_is_raised_at_its_step_and_again() -> None:
+    prefetched = Prefetched(Watched(fails_at=2), steps=STEPS, device=CPU)
+    prefetched.micro_batches(0)
+    prefetched.micro_batches(1)
+    for _ in range(2):
+        with pytest.raises(UserError, match="row 7 is bad"):
+            prefetched.micro_batches(2)
+    assert same(prefetched.micro_batches(3), Watched().micro_batches(3))
+
+
+def test_the_thread_ends_with_the_loader() -> None:
+    def running() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+    gc.collect()
+    wait_for(lambda: not running())
+    prefetched = Prefetched(Watched(), steps=STEPS, device=CPU)
+    prefetched.micro_batches(0)
+    assert len(running()) == 1
+    del prefetched
+    gc.collect()
+    wait_for(lambda: not running())
+
+
+def test_batches_are_prepared_in_the_thread() -> None:
+    names = []
+
+    def prepare(batch: Batch) -> Batch:
+        names.append(threading.current_thread().name)
+        return replace(batch, own_answers=True)
+
+    prefetched = Prefetched(Watched(), steps=STEPS, device=CPU, prepare=prepare)
+    assert all(batch.own_answers for batch in prefetched.micro_batches(0))
+    assert threading.current_thread().name not in names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_for_a_gpu_are_pinned() -> None:
+    prefetched = Prefetched(Watched(), steps=STEPS, device=torch.device("cuda", 0))
+    for step in range(2):
+        batches = prefetched.micro_batches(step)
+        assert same(batches, Watched().micro_batches(step))
+        assert all(batch.input_ids.is_pinned() and batch.labels.is_pinned() for batch in batches)
