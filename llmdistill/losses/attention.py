@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from llmdistill.batch import LossSum
+from llmdistill.kernels import available
+from llmdistill.losses.block_rows import Kind
+from llmdistill.losses.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
 
+__all__ = ["AttentionInputs", "Direction", "attention_kl", "attention_score_mse"]
 
-class AttentionInputs(NamedTuple):
-    """What one layer's attention distribution is made of."""
-
-    query: Tensor
-    """(B, H, T, D)."""
-    key: Tensor
-    """(B, G, T, D); H is a multiple of G."""
-    scaling: float
-    """Factor on query·key before the softmax."""
+Direction = Literal["student_teacher", "teacher_student"]
+"""KL(A^S‖A^T), MaKD's, or KL(A^T‖A^S), MiniLM's."""
 
 
 def attention_kl(
@@ -28,17 +25,19 @@ def attention_kl(
     *,
     causal: bool,
     window: int | None = None,
-    direction: Literal["student_teacher", "teacher_student"] = "student_teacher",
+    direction: Direction = "student_teacher",
 ) -> LossSum:
     """MaKD eq. 12: KL(A^S‖A^T) of one layer, mean over heads, summed over the queries of real tokens.
 
-    Student and teacher need the same number of query heads H; head width D and key heads G may differ. This is the
-    plain way, with matrices of (B, H, T, T).
+    Student and teacher need the same number of query heads H; head width D and key heads G may differ. The scores
+    exist only block by block; the gradient is formed with the value, and none of it where no gradient is wanted. None
+    goes to the teacher.
 
     Args:
         student: queries and keys of the student.
         teacher: queries and keys of the teacher.
-        attention_mask: (B, T), 1 at real tokens.
+        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch the number, from 1, of the token's
+            sequence, outside of which it sees nothing.
         causal: a token sees only itself and what stands before it.
         window: a token sees only the last so many positions, itself included; None for all.
         direction: student_teacher is KL(A^S‖A^T), MaKD's; teacher_student is KL(A^T‖A^S), MiniLM's.
@@ -46,19 +45,7 @@ def attention_kl(
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
     """
-    assert student.query.shape[1] == teacher.query.shape[1], "student and teacher must have the same number of heads"
-    real_BT = attention_mask.bool()
-    visible_B1TT = visible_keys(real_BT, causal=causal, window=window)
-    student_BHTT = attention_log_probs(student, real_BT, visible_B1TT)
-    teacher_BHTT = attention_log_probs(teacher, real_BT, visible_B1TT)
-    if direction == "student_teacher":
-        p_BHTT, q_BHTT = student_BHTT, teacher_BHTT
-    else:
-        p_BHTT, q_BHTT = teacher_BHTT, student_BHTT
-    # Where a key is not visible both logarithms are -inf and their difference is NaN; its share is zero.
-    log_ratio_BHTT = torch.where(visible_B1TT, p_BHTT - q_BHTT, 0.0)
-    kl_BT = (p_BHTT.exp() * log_ratio_BHTT).sum(-1).mean(1)
-    return LossSum(torch.where(real_BT, kl_BT, 0.0).sum(), real_BT.sum())
+    return _layer_loss(direction, student, teacher, attention_mask, causal=causal, window=window)
 
 
 def attention_score_mse(
@@ -78,52 +65,98 @@ def attention_score_mse(
     Args:
         student: queries and keys of the student.
         teacher: queries and keys of the teacher.
-        attention_mask: (B, T), 1 at real tokens.
+        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch the number, from 1, of the token's
+            sequence, outside of which it sees nothing.
         causal: a token sees only itself and what stands before it.
         window: a token sees only the last so many positions, itself included; None for all.
 
     Returns:
         The sum over real queries of the mean over heads and visible keys, and the number of real tokens.
     """
-    assert student.query.shape[1] == teacher.query.shape[1], "student and teacher must have the same number of heads"
-    real_BT = attention_mask.bool()
-    visible_B1TT = visible_keys(real_BT, causal=causal, window=window)
-    error_BHTT = attention_scores(student, real_BT) - attention_scores(teacher, real_BT)
-    squares_BHT = torch.where(visible_B1TT, error_BHTT, 0.0).square().sum(-1)
-    # The scores of a padded query are 0 in both models, so it adds nothing.
-    return LossSum((squares_BHT / visible_B1TT.sum(-1)).mean(1).sum(), real_BT.sum())
+    return _layer_loss("score_mse", student, teacher, attention_mask, causal=causal, window=window)
 
 
-def visible_keys(real_BT: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
-    """Which key (last axis) each query may look at: (B, 1, T, T), True where it may.
+def _layer_loss(
+    kind: Kind,
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    attention_mask: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+) -> LossSum:
+    heads = student.query.shape[1]
+    assert heads == teacher.query.shape[1], "student and teacher must have the same number of heads"
+    for inputs in (student, teacher):
+        groups = inputs.key.shape[1]
+        assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
+    visibility = Visibility(attention_mask, causal, window)
+    if torch.is_grad_enabled() and (student.query.requires_grad or student.key.requires_grad):
+        both = student.key is student.query
+        total = _LayerLoss.apply(
+            student.query, None if both else student.key, student.scaling, teacher, kind, visibility
+        )
+    else:
+        total = _loss(kind, student, teacher, visibility, query_grad=False, key_grad=False).sum
+    return LossSum(total, (attention_mask != 0).sum())
 
-    Padded queries look at everything, so that their softmax is a number; nobody uses it.
-    """
-    position_T = torch.arange(real_BT.shape[1], device=real_BT.device)
-    distance_TT = position_T[:, None] - position_T[None, :]
-    visible_BTT = real_BT[:, None, :].expand(-1, real_BT.shape[1], -1)
-    if causal:
-        visible_BTT = visible_BTT & (distance_TT >= 0)
-    if window is not None:
-        visible_BTT = visible_BTT & (distance_TT < window)
-    return (visible_BTT | ~real_BT[:, :, None])[:, None]
+
+def _loss(
+    kind: Kind,
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    visibility: Visibility,
+    *,
+    query_grad: bool,
+    key_grad: bool,
+) -> BlockLoss:
+    """`block_loss`, by Triton kernels where they run and take these types."""
+    types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
+    if not available(student.query.device) or torch.float64 in types:
+        return block_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+    from llmdistill.kernels.attention import Sides, attention_loss  # it needs Triton
+
+    both = student.key is student.query
+    loss = attention_loss(
+        kind,
+        Sides(*student),
+        Sides(*teacher),
+        visibility.segments_BT,
+        causal=visibility.causal,
+        window=visibility.window,
+        query_grad=query_grad,
+        key_grad=key_grad or (both and query_grad),
+    )
+    if both and query_grad:
+        assert loss.query_grad is not None
+        assert loss.key_grad is not None
+        return BlockLoss(loss.sum, loss.query_grad + loss.key_grad, None)
+    return BlockLoss(*loss)
 
 
-def attention_log_probs(inputs: AttentionInputs, real_BT: Tensor, visible_B1TT: Tensor) -> Tensor:
-    """Logarithm of the attention distribution (eq. 3): (B, H, T, T) in at least fp32, -inf where not visible."""
-    return attention_scores(inputs, real_BT).masked_fill(~visible_B1TT, -torch.inf).log_softmax(-1)
+class _LayerLoss(torch.autograd.Function):
+    """Forms the gradient with the value, so that what is kept for the backward pass is no larger than the inputs."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor | None,
+        scaling: float,
+        teacher: AttentionInputs,
+        kind: Kind,
+        visibility: Visibility,
+    ) -> Tensor:
+        student = AttentionInputs(query, query if key is None else key, scaling)
+        query_grad, key_grad = ctx.needs_input_grad[:2]
+        loss = _loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+        ctx.save_for_backward(loss.query_grad, loss.key_grad)
+        return loss.sum
 
-def attention_scores(inputs: AttentionInputs, real_BT: Tensor) -> Tensor:
-    """Scaled products of queries and keys: (B, H, T, T) in at least fp32; 0 where either is padding."""
-    batch, heads, tokens, width = inputs.query.shape
-    groups = inputs.key.shape[1]
-    assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
-    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
-    # Cleared before the product: a masked score alone would still let a padded row's NaN into the other's gradient.
-    query_BHTD = torch.where(real_BT[:, None, :, None], inputs.query, 0.0).to(dtype)
-    key_BGTD = torch.where(real_BT[:, None, :, None], inputs.key, 0.0).to(dtype)
-    # Head h reads key head h // (H/G): group the queries instead of repeating the keys.
-    query_BGXTD = query_BHTD.reshape(batch, groups, heads // groups, tokens, width)
-    scores_BHTT = (query_BGXTD @ key_BGTD[:, :, None].transpose(-1, -2)).reshape(batch, heads, tokens, tokens)
-    return scores_BHTT * inputs.scaling
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the losses on attention have no second derivative (create_graph=True)")
+        (of_sum,) = incoming
+        of_query, of_key = (None if x is None else x * of_sum.to(x.dtype) for x in ctx.saved_tensors)
+        return of_query, of_key, None, None, None, None

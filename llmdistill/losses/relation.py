@@ -42,7 +42,8 @@ def relation_kl(
     Args:
         student: both sides of the student's relation.
         teacher: both sides of the teacher's.
-        attention_mask: (B, T), 1 at real tokens.
+        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch the number, from 1, of the token's
+            sequence, outside of which it is related to nothing.
         relation_heads: R; divides the width of each side, repeated as above, of student and teacher.
         causal: a token is related only to itself and what stands before it.
         window: a token is related only to the last so many positions, itself included; None for all.
@@ -70,8 +71,14 @@ def side_by_side(tensor: Tensor) -> Tensor:
 
 def _relation(sides: RelationInputs, relation_heads: int) -> AttentionInputs:
     """A relation is an attention distribution of heads cut anew: (B, R, T, d_r) on both sides, scaled by 1/√d_r."""
-    heads = max(sides.left.shape[1], sides.right.shape[1])
-    left_BRTD, right_BRTD = (_cut(repeat_heads(side, heads), relation_heads) for side in sides)
+    heads, fewest = (choose(side.shape[1] for side in sides) for choose in (max, min))
+    assert heads % fewest == 0, f"{heads} heads are no multiple of {fewest}"
+    if sides.left is sides.right:
+        left_BRTD = right_BRTD = _cut(sides.left, relation_heads)  # Still one tensor, with one gradient.
+    elif heads == relation_heads:
+        left_BRTD, right_BRTD = repeat_heads(sides.left, heads), sides.right  # Grouped keys stay grouped.
+    else:
+        left_BRTD, right_BRTD = (_cut(repeat_heads(side, heads), relation_heads) for side in sides)
     return AttentionInputs(left_BRTD, right_BRTD, left_BRTD.shape[-1] ** -0.5)
 
 

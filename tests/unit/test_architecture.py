@@ -11,15 +11,15 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
 LOWEST = {"batch", "config", "errors", "files", "parsing"}
-PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "scoring", "embedded"}
+PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "scoring", "embedded", "kernels"}
 ABOVE_PARTS = {"methods", "plan", "trainer", "assemble", "search", "train", "compare", "glue", "cli", "report"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "parsing": PARTS | ABOVE_PARTS,
     **{name: ABOVE_PARTS for name in PARTS},
-    "losses": ABOVE_PARTS | PARTS - {"losses"},
+    "losses": ABOVE_PARTS | PARTS - {"losses", "kernels"},
     "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "scoring", "data", "teacher"},
-    "trainer": {"assemble", "train", "compare", "cli", "models", "factorize", "losses", "generation", "scoring"},
+    "trainer": {"assemble", "train", "compare", "cli", "models", "factorize", "generation", "scoring"},
     "report": ABOVE_PARTS - {"report"},
     "plan": ABOVE_PARTS - {"plan", "methods"} | {"data", "generation", "teacher"},
     "assemble": {"train", "compare", "cli"},

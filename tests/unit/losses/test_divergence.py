@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from llmdistill.config import KdConfig
-from llmdistill.losses.divergence import output_divergence
+from llmdistill.losses.divergence import (
+    FORWARD_KL,
+    LOG_FLOOR,
+    REVERSE_KL,
+    SOFT_CROSS_ENTROPY,
+    TOTAL_VARIATION,
+    jsd_with_slope,
+    output_divergence,
+    skew_forward_kl_with_slope,
+    skew_reverse_kl_with_slope,
+)
 from llmdistill.losses.logits import soft_cross_entropy
 from llmdistill.methods.kd import divergence_of
 
@@ -60,7 +70,7 @@ def naive(settings: KdConfig, p: list[float], q: list[float]) -> float:
 
 
 def loss_of(settings: KdConfig, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    divergence = divergence_of(settings)
+    divergence = divergence_of(settings).value
     return output_divergence(student, teacher, LABELS, divergence=divergence, temperature=temperature).sum
 
 
@@ -78,7 +88,7 @@ def test_it_equals_the_naive_loop(settings: KdConfig, temperature: float) -> Non
 def test_positions_without_shift_and_their_count() -> None:
     student, teacher = make(0), make(1)
     settings = KdConfig()
-    loss = output_divergence(student, teacher, LABELS, divergence=divergence_of(settings), shift=False)
+    loss = output_divergence(student, teacher, LABELS, divergence=divergence_of(settings).value, shift=False)
     chosen = [(b, i) for b in range(2) for i in range(5) if LABELS[b, i] >= 0]
     expected = sum(
         naive(settings, probabilities(teacher[b, i], 1.0), probabilities(student[b, i], 1.0)) for b, i in chosen
@@ -151,3 +161,46 @@ def test_forward_kl_has_the_gradient_of_the_soft_cross_entropy() -> None:
     (of_kl,) = torch.autograd.grad(loss_of(KdConfig(), student, teacher), student)
     (of_ce,) = torch.autograd.grad(soft_cross_entropy(student, teacher, LABELS).sum, student)
     torch.testing.assert_close(of_kl, of_ce)
+
+
+def draw_log_probabilities(seed: int) -> Tensor:
+    return make(seed).flatten(0, 1).log_softmax(-1)
+
+
+SLOPES = {
+    "forward_kl": FORWARD_KL,
+    "soft_cross_entropy": SOFT_CROSS_ENTROPY,
+    "reverse_kl": REVERSE_KL,
+    "tvd": TOTAL_VARIATION,
+    "jsd": jsd_with_slope(0.3),
+    "jsd at 0.9": jsd_with_slope(0.9),
+    "skew_forward_kl": skew_forward_kl_with_slope(0.1),
+    "skew_reverse_kl": skew_reverse_kl_with_slope(0.4),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_the_slope_is_the_values_derivative(name: str) -> None:
+    """In all directions, also those that leave the distributions: log q are free variables."""
+    divergence = SLOPES[name]
+    log_p, log_q = draw_log_probabilities(0), draw_log_probabilities(1).requires_grad_()
+    value = divergence.value(log_p, log_q)
+    assert value.shape == (10,)
+    (expected,) = torch.autograd.grad(value.sum(), log_q)
+    torch.testing.assert_close(divergence.slope(log_p, log_q.detach()), expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_the_slope_is_finite_at_the_floor(name: str) -> None:
+    log_p = torch.tensor([[0.0, LOG_FLOOR], [LOG_FLOOR, 0.0], [LOG_FLOOR, 0.0]])
+    log_q = torch.tensor([[LOG_FLOOR, 0.0], [0.0, LOG_FLOOR], [LOG_FLOOR, 0.0]])
+    assert SLOPES[name].slope(log_p, log_q).isfinite().all()
+
+
+def test_the_soft_cross_entropy_is_the_naive_loop() -> None:
+    log_p, log_q = draw_log_probabilities(0), draw_log_probabilities(1)
+    expected = [
+        -sum(math.exp(a) * b for a, b in zip(p, q, strict=True))
+        for p, q in zip(log_p.tolist(), log_q.tolist(), strict=True)
+    ]
+    assert SOFT_CROSS_ENTROPY.value(log_p, log_q).tolist() == pytest.approx(expected, rel=1e-12)

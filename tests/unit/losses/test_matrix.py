@@ -121,3 +121,15 @@ def test_a_constant_teacher_row_does_not_blow_up() -> None:
     student, teacher = torch.ones(1, 1, 4), torch.zeros(1, 1, 4)
     loss = matrix_mse(student, teacher, torch.ones(1, 1), normalize=True)
     assert loss.sum.isfinite()
+
+
+def test_nothing_but_the_gradient_is_kept() -> None:
+    student = torch.randn(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append((x.shape, x.dtype)) or x, lambda x: x):
+        loss = matrix_mse(student, torch.randn(2, 3, 4), torch.ones(2, 3))
+    assert kept == [((2, 3, 4), torch.bfloat16)]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss.sum, student, create_graph=True)
+    with torch.no_grad():
+        assert matrix_mse(student, student, torch.ones(2, 3)).sum.grad_fn is None

@@ -1,0 +1,190 @@
+"""The losses on words from the rows before the head: the final linear and the losses in one, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import HeadInputs
+from llmdistill.losses.head_chunk import WordTerm, chunk_losses
+
+__all__ = ["HeadInputs", "WordTerm", "word_losses"]
+
+_CPU_CHUNK = 256
+"""Rows: the product that makes the weight's gradient reads and writes all of that at each chunk, which by 128 rows
+costs more than a tenth of it."""
+
+_CUDA_CHUNK_BYTES = 1 << 28
+"""Of one chunk's logits."""
+
+_SLAB = 8192
+"""Words at a time where the weight's gradient is summed in a wider type than the product has."""
+
+
+def word_losses(
+    student: HeadInputs,
+    teacher: HeadInputs | None,
+    labels_N: Tensor,
+    terms: Sequence[WordTerm],
+    factors: Tensor,
+    *,
+    vocabulary: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """The terms' sums over the rows, with logits of no more than a chunk of rows at a time.
+
+    The gradients of all terms are formed together and in the forward pass, so that no logits are kept or computed
+    twice; the backward pass scales them and hands them over. Hence there is one backward pass, and none through it.
+
+    Args:
+        student: its rows, weight and bias; the sums are differentiable by all three.
+        teacher: the teacher's, which get no gradient; None where no term asks for a divergence.
+        labels_N: the word that each row predicts; each must be one (no IGNORE_INDEX).
+        terms: C of them.
+        factors: (C,): the derivative of the final loss by each sum, known beforehand up to one common factor.
+        vocabulary: how many words take part, the first ones, where the models pad theirs to different sizes.
+        chunk: rows at a time (the teacher's logits take half of them); by default what suits the device.
+
+    Returns:
+        (C,) sums, at least fp32.
+
+    Raises:
+        RuntimeError: in the backward pass, where the incoming gradients are not proportional to `factors`; in a second
+            backward pass; and in one that is to be differentiated itself.
+    """
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in student]
+    if all(term.divergence is None for term in terms):
+        teacher = None
+    if chunk is None:
+        chunk = _default_chunk(student.weight if vocabulary is None else student.weight[:vocabulary])
+    sums: Tensor = _WordLosses.apply(*student, needs, teacher, labels_N, tuple(terms), factors, vocabulary, chunk)
+    return sums
+
+
+class _WordLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_NK: Tensor,
+        weight_VK: Tensor,
+        bias_V: Tensor | None,
+        needs: list[bool],
+        teacher: HeadInputs | None,
+        labels_N: Tensor,
+        terms: tuple[WordTerm, ...],
+        factors: Tensor,
+        vocabulary: int | None,
+        chunk: int,
+    ) -> Tensor:
+        whole = HeadInputs(rows_NK, weight_VK, bias_V)
+        student, teacher = _cut(whole, vocabulary), None if teacher is None else _cut(teacher, vocabulary)
+        exact = torch.promote_types(weight_VK.dtype, torch.float32)
+        factors = factors.to(device=rows_NK.device, dtype=exact)
+        if weight_VK.dtype == torch.float16:
+            # It would lose derivatives as small as 1 / count; backward brings them to their size.
+            factors = factors / factors.abs().max().clamp(min=torch.finfo(exact).tiny)
+        gradients = _Gradients.of(whole, needs, exact)
+        sums = torch.zeros_like(factors)
+        half = (min(chunk, len(rows_NK)) + 1) // 2
+        student_buffer = student.weight.new_empty(2 * half, len(student.weight))
+        teacher_buffer = student_buffer if teacher is None else teacher.weight.new_empty(half, len(teacher.weight))
+        for start in range(0, len(rows_NK), 2 * half or 1):
+            logits_NV = _logits(student, slice(start, start + 2 * half), student_buffer)
+            for part_NV in logits_NV.split(half):
+                here = slice(start, start + len(part_NV))
+                teacher_NV = None if teacher is None else _logits(teacher, here, teacher_buffer)
+                sums += chunk_losses(part_NV, teacher_NV, labels_N[here], terms, factors, with_gradient=any(needs))
+                start = here.stop
+            gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
+        # Not by save_for_backward, nor the weight with them: a gradient that nothing else holds goes to its parameter
+        # without a copy, and ZeRO-3 may take the weight away.
+        ctx.gradients, ctx.factors = gradients, factors
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the losses on words cannot be differentiated twice (create_graph=True)")
+        if ctx.gradients is None:
+            raise RuntimeError("the losses on words have one backward pass, and handed over their gradients in it")
+        gradients, ctx.gradients = ctx.gradients, None
+        factors, of_sums = ctx.factors, incoming[0]
+        scale = (of_sums @ factors) / (factors @ factors).clamp(min=torch.finfo(factors.dtype).tiny)
+        proportional = torch.isclose(of_sums, scale * factors, rtol=1e-3, atol=0.0).all() | ~scale.isfinite()
+        torch._assert_async(proportional, "the gradients of the losses on words are not proportional to their factors")
+        return *gradients.scaled(scale), None, None, None, None, None, None, None
+
+
+@dataclass
+class _Gradients:
+    """Of rows, weight and bias, in the shapes of these; None where none is asked for."""
+
+    rows: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    types: tuple[torch.dtype, ...]
+    """What they are made into at the end."""
+    empty: bool = True
+
+    @classmethod
+    def of(cls, whole: HeadInputs, needs: Sequence[bool], exact: torch.dtype) -> _Gradients:
+        rows = torch.empty_like(whole.rows, dtype=whole.weight.dtype) if needs[0] else None
+        weight = torch.empty_like(whole.weight, dtype=exact) if needs[1] else None
+        bias = None if whole.bias is None or not needs[2] else torch.zeros_like(whole.bias, dtype=exact)
+        return cls(rows, weight, bias, tuple(whole.weight.dtype if x is None else x.dtype for x in whole))
+
+    def add(self, student: HeadInputs, slope_NV: Tensor, here: slice) -> None:
+        """What some rows give, by the derivative by their logits."""
+        if self.rows is not None:
+            torch.mm(slope_NV, student.weight, out=self.rows[here])
+        if self.weight is not None:
+            self._add_to_weight(self.weight, student.rows[here], slope_NV)
+        if self.bias is not None:
+            self.bias[: slope_NV.shape[1]] += slope_NV.sum(0, dtype=self.bias.dtype)
+
+    def _add_to_weight(self, weight_VK: Tensor, rows_NK: Tensor, slope_NV: Tensor) -> None:
+        words = slope_NV.shape[1]
+        if self.empty:  # where one type serves, the first product fills the memory, which need not be touched before
+            (weight_VK[words:] if weight_VK.dtype == rows_NK.dtype else weight_VK).zero_()
+        if weight_VK.dtype == rows_NK.dtype:
+            weight_VK[:words].addmm_(slope_NV.T, rows_NK, beta=0 if self.empty else 1)
+        else:
+            for start in range(0, words, _SLAB):
+                slab = slice(start, min(start + _SLAB, words))
+                weight_VK[slab] += slope_NV[:, slab].T @ rows_NK
+        self.empty = False
+
+    def scaled(self, scale: Tensor) -> list[Tensor | None]:
+        """All times a scalar, in their types. Done in place, so only once."""
+        if self.empty and self.weight is not None:
+            self.weight.zero_()
+        gradients = [self.rows, self.weight, self.bias]
+        self.rows = self.weight = self.bias = None
+        if scale.device.type != "cpu" or scale != 1:  # as a rule it is 1; on CUDA the host would wait to know
+            gradients = [None if x is None else x.mul_(scale) for x in gradients]
+        return [None if x is None else x.to(kind) for x, kind in zip(gradients, self.types, strict=True)]
+
+
+def _cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
+    """Its first words, and the rows in the weight's type."""
+    bias_V = None if head.bias is None else head.bias[:vocabulary].to(head.weight.dtype)
+    return HeadInputs(head.rows.to(head.weight.dtype), head.weight[:vocabulary], bias_V)
+
+
+def _logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
+    """Of some rows, (n, V), in the buffer."""
+    rows_NK = head.rows[here]
+    out = buffer[: len(rows_NK)]
+    if head.bias is None:
+        return torch.mm(rows_NK, head.weight.T, out=out)
+    return torch.addmm(head.bias, rows_NK, head.weight.T, out=out)
+
+
+def _default_chunk(weight_VK: Tensor) -> int:
+    if weight_VK.device.type == "cpu":
+        return _CPU_CHUNK
+    return max(1, _CUDA_CHUNK_BYTES // (weight_VK.element_size() * max(1, len(weight_VK))))

@@ -1,0 +1,115 @@
+"""The losses of attention and relations the plain way, with matrices of (B, H, T, T).
+
+The reference that stands beside `attention` and `relation`: tests and benchmarks compare with it, training never takes
+it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import LossSum
+from llmdistill.losses.attention import AttentionInputs, Direction
+from llmdistill.losses.relation import RelationInputs, repeat_heads, side_by_side
+
+
+def attention_kl_plain(
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    attention_mask: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    direction: Direction = "student_teacher",
+) -> LossSum:
+    """`attention.attention_kl`, by autograd."""
+    assert student.query.shape[1] == teacher.query.shape[1], "student and teacher must have the same number of heads"
+    real_BT = attention_mask != 0
+    visible_B1TT = visible_keys(attention_mask, causal=causal, window=window)
+    student_BHTT = attention_log_probs(student, real_BT, visible_B1TT)
+    teacher_BHTT = attention_log_probs(teacher, real_BT, visible_B1TT)
+    if direction == "student_teacher":
+        p_BHTT, q_BHTT = student_BHTT, teacher_BHTT
+    else:
+        p_BHTT, q_BHTT = teacher_BHTT, student_BHTT
+    # Where a key is not visible both logarithms are -inf and their difference is NaN; its share is zero.
+    log_ratio_BHTT = torch.where(visible_B1TT, p_BHTT - q_BHTT, 0.0)
+    kl_BT = (p_BHTT.exp() * log_ratio_BHTT).sum(-1).mean(1)
+    return LossSum(torch.where(real_BT, kl_BT, 0.0).sum(), real_BT.sum())
+
+
+def attention_score_mse_plain(
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    attention_mask: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> LossSum:
+    """`attention.attention_score_mse`, by autograd."""
+    assert student.query.shape[1] == teacher.query.shape[1], "student and teacher must have the same number of heads"
+    real_BT = attention_mask != 0
+    visible_B1TT = visible_keys(attention_mask, causal=causal, window=window)
+    error_BHTT = attention_scores(student, real_BT) - attention_scores(teacher, real_BT)
+    squares_BHT = torch.where(visible_B1TT, error_BHTT, 0.0).square().sum(-1)
+    # The scores of a padded query are 0 in both models, so it adds nothing.
+    return LossSum((squares_BHT / visible_B1TT.sum(-1)).mean(1).sum(), real_BT.sum())
+
+
+def relation_kl_plain(
+    student: RelationInputs,
+    teacher: RelationInputs,
+    attention_mask: Tensor,
+    *,
+    relation_heads: int,
+    causal: bool,
+    window: int | None = None,
+) -> LossSum:
+    """`relation.relation_kl`, by autograd."""
+
+    def relation(sides: RelationInputs) -> AttentionInputs:
+        heads = max(sides.left.shape[1], sides.right.shape[1])
+        left_BTF, right_BTF = (side_by_side(repeat_heads(side, heads)) for side in sides)
+        left_BRTD, right_BRTD = (x.unflatten(-1, (relation_heads, -1)).transpose(1, 2) for x in (left_BTF, right_BTF))
+        return AttentionInputs(left_BRTD, right_BRTD, left_BRTD.shape[-1] ** -0.5)
+
+    return attention_kl_plain(
+        relation(student), relation(teacher), attention_mask, causal=causal, window=window, direction="teacher_student"
+    )
+
+
+def visible_keys(attention_mask: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
+    """Which key (last axis) each query may look at: (B, 1, T, T), True where it may.
+
+    Padded queries look at everything, so that their softmax is a number; nobody uses it.
+    """
+    real_BT = attention_mask != 0
+    position_T = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    distance_TT = position_T[:, None] - position_T[None, :]
+    visible_BTT = real_BT[:, None, :] & (attention_mask[:, :, None] == attention_mask[:, None, :])
+    if causal:
+        visible_BTT = visible_BTT & (distance_TT >= 0)
+    if window is not None:
+        visible_BTT = visible_BTT & (distance_TT < window)
+    return (visible_BTT | ~real_BT[:, :, None])[:, None]
+
+
+def attention_log_probs(inputs: AttentionInputs, real_BT: Tensor, visible_B1TT: Tensor) -> Tensor:
+    """Logarithm of the attention distribution (eq. 3): (B, H, T, T) in at least fp32, -inf where not visible."""
+    return attention_scores(inputs, real_BT).masked_fill(~visible_B1TT, -torch.inf).log_softmax(-1)
+
+
+def attention_scores(inputs: AttentionInputs, real_BT: Tensor) -> Tensor:
+    """Scaled products of queries and keys: (B, H, T, T) in at least fp32; 0 where either is padding."""
+    batch, heads, tokens, width = inputs.query.shape
+    groups = inputs.key.shape[1]
+    assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
+    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+    # Cleared before the product: a masked score alone would still let a padded row's NaN into the other's gradient.
+    query_BHTD = torch.where(real_BT[:, None, :, None], inputs.query, 0.0).to(dtype)
+    key_BGTD = torch.where(real_BT[:, None, :, None], inputs.key, 0.0).to(dtype)
+    # Head h reads key head h // (H/G): group the queries instead of repeating the keys.
+    query_BGXTD = query_BHTD.reshape(batch, groups, heads // groups, tokens, width)
+    scores_BHTT = (query_BGXTD @ key_BGTD[:, :, None].transpose(-1, -2)).reshape(batch, heads, tokens, tokens)
+    return scores_BHTT * inputs.scaling

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmdistill.losses import blocks
+from llmdistill.losses.attention import AttentionInputs, attention_kl, attention_score_mse
+from llmdistill.losses.blocks import BlockShape, Visibility, block_loss, block_shape
+from llmdistill.losses.plain import attention_kl_plain, attention_score_mse_plain, relation_kl_plain
+from llmdistill.losses.relation import RelationInputs, _relation, relation_kl
+
+TOKENS = 23
+MASKS = {
+    "full": torch.ones(3, TOKENS, dtype=torch.long),
+    "padded": torch.tensor([[1] * 23, [0] * 4 + [1] * 19, [1] * 2 + [0] * 21]),
+    "packed": torch.tensor([[1] * 9 + [2] * 5 + [3] * 9, [1] * 20 + [0] * 3, [0] * 2 + [1] * 3 + [2] * 18]),
+}
+SHAPES = [BlockShape(1, 4, 5), BlockShape(2, 8, 23), BlockShape(3, 8, 7)]
+SEEN = [(True, None), (False, None), (True, 6), (False, 6)]
+KINDS = ["student_teacher", "teacher_student", "score_mse"]
+
+
+def make(seed: int, *, heads: int = 8, groups: int = 4, width: int = 6, dtype: torch.dtype = torch.float64) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(3, heads, TOKENS, width, dtype=torch.float64, generator=generator).to(dtype)
+    key = torch.randn(3, groups, TOKENS, width, dtype=torch.float64, generator=generator).to(dtype)
+    return AttentionInputs(query.requires_grad_(), key.requires_grad_(), 0.6)
+
+
+def plain(kind: str, student: Any, teacher: Any, mask: Tensor, **seen: Any) -> tuple[Tensor, ...]:
+    if kind == "score_mse":
+        loss = attention_score_mse_plain(student, teacher, mask, **seen)
+    else:
+        loss = attention_kl_plain(student, teacher, mask, direction=kind, **seen)
+    return loss.sum.detach(), *torch.autograd.grad(loss.sum, [student.query, student.key])
+
+
+def fused(kind: str, student: Any, teacher: Any, mask: Tensor, **seen: Any) -> tuple[Tensor, ...]:
+    if kind == "score_mse":
+        loss = attention_score_mse(student, teacher, mask, **seen)
+    else:
+        loss = attention_kl(student, teacher, mask, direction=kind, **seen)
+    return loss.sum.detach(), *torch.autograd.grad(loss.sum, [student.query, student.key])
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("causal", "window"), SEEN)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_every_cut_into_blocks_gives_the_plain_loss_and_gradient(
+    mask: Tensor, causal: bool, window: int | None, kind: Any
+) -> None:
+    student, teacher = make(0), make(1, groups=2, width=9)
+    expected = plain(kind, student, teacher, mask, causal=causal, window=window)
+    with torch.no_grad():
+        for shape in [None, *SHAPES]:
+            result = block_loss(
+                kind, student, teacher, Visibility(mask, causal, window), query_grad=True, key_grad=True, shape=shape
+            )
+            for got, wanted in zip(result, expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+def test_precision_of_the_gradients(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    student, teacher = make(0, dtype=dtype), make(1, dtype=dtype)
+    exact = [AttentionInputs(x.query.double(), x.key.double(), x.scaling) for x in (student, teacher)]
+    got = fused(kind, student, teacher, MASKS["packed"], causal=True)
+    expected = plain(kind, *exact, MASKS["packed"], causal=True)
+    assert got[0].dtype == torch.float32
+    assert [gradient.dtype for gradient in got[1:]] == [dtype, dtype]
+    assert error(got[0], expected[0]) < 1e-5
+    assert max(error(*pair) for pair in zip(got[1:], expected[1:], strict=True)) < tolerance
+
+
+def test_segments_of_a_row_are_sequences_of_their_own() -> None:
+    student, teacher = make(0), make(1)
+    packed = attention_kl(student, teacher, MASKS["packed"], causal=True)
+    parts = torch.zeros((), dtype=torch.float64)
+    for b, (first, last) in [(0, (0, 9)), (0, (9, 14)), (0, (14, 23)), (1, (0, 20)), (2, (2, 5)), (2, (5, 23))]:
+        cut = [AttentionInputs(*(x[b : b + 1, :, first:last] for x in i[:2]), i.scaling) for i in (student, teacher)]
+        parts += attention_kl(*cut, torch.ones(1, last - first, dtype=torch.long), causal=True).sum
+    torch.testing.assert_close(packed.sum, parts, rtol=1e-12, atol=0)
+    assert packed.count.item() == (MASKS["packed"] != 0).sum().item()
+
+
+@pytest.mark.parametrize("relation_heads", [4, 8, 12])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["query-query", "query-key", "key-query", "key-key"])
+def test_relations(kind: str, causal: bool, relation_heads: int) -> None:
+    student, teacher = make(0), make(1, groups=2, width=12)
+
+    def sides(inputs: AttentionInputs) -> RelationInputs:
+        return RelationInputs(*(getattr(inputs, side) for side in kind.split("-")))
+
+    results = []
+    for function in (relation_kl, relation_kl_plain):
+        loss = function(
+            sides(student), sides(teacher), MASKS["packed"], relation_heads=relation_heads, causal=causal
+        ).sum
+        results.append((loss.detach(), *torch.autograd.grad(loss, list(dict.fromkeys(sides(student))))))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_heads_cut_anew_are_not_copied() -> None:
+    states = torch.randn(2, TOKENS, 4, 6).transpose(1, 2)  # as a projection leaves them
+    cut = _relation(RelationInputs(states, states.clone()), 8)
+    assert cut.query.data_ptr() == states.data_ptr()
+    itself = _relation(RelationInputs(states, states), 8)
+    assert itself.query is itself.key  # one gradient, formed once
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_matrix_of_all_scores(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_CPU_BUDGET", 2**11)
+    shape = (1, 4, 512, 8)
+    student, teacher = (AttentionInputs(torch.randn(shape), torch.randn(shape), 1.0) for _ in range(2))
+    student.query.requires_grad_()
+    student.key.requires_grad_()
+    kept = []
+    with Largest() as seen, torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda x: x):
+        attention_kl(student, teacher, torch.ones(1, 512, dtype=torch.long), causal=causal)
+    assert seen.elements <= 2 * 64 * 512
+    assert kept == [student.query.numel(), student.key.numel()]
+
+
+@pytest.mark.parametrize("loss", [attention_kl, attention_score_mse])
+def test_without_gradient_none_is_formed(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = make(0), make(1)
+    expected = loss(student, teacher, MASKS["padded"], causal=True).sum
+    monkeypatch.setattr(blocks, "_StripGradient", None)
+    with torch.no_grad():
+        assert torch.equal(loss(student, teacher, MASKS["padded"], causal=True).sum, expected)
+    fixed = AttentionInputs(student.query.detach(), student.key.detach(), student.scaling)
+    assert not loss(fixed, teacher, MASKS["padded"], causal=True).sum.requires_grad
+    with pytest.raises(TypeError):
+        loss(student, teacher, MASKS["padded"], causal=True)
+
+
+def test_only_what_asks_for_a_gradient_gets_one() -> None:
+    student, teacher = make(0), make(1)
+    expected = fused("student_teacher", student, teacher, MASKS["padded"], causal=True)
+    for fixed, other in (("query", "key"), ("key", "query")):
+        half = student._replace(**{fixed: getattr(student, fixed).detach()})
+        loss = attention_kl(half, teacher, MASKS["padded"], causal=True).sum
+        (gradient,) = torch.autograd.grad(loss, getattr(half, other))
+        assert torch.equal(gradient, expected[1 if other == "query" else 2])
+    loss = attention_kl(student, teacher, MASKS["padded"], causal=True).sum
+    loss.backward()
+    assert teacher.query.grad is None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    student, teacher = make(0), make(1)
+    loss = attention_kl(student, teacher, MASKS["full"], causal=True).sum
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, student.query, create_graph=True)
+
+
+def test_gradient_scales_with_what_comes_in_and_may_be_asked_for_twice() -> None:
+    student, teacher = make(0), make(1)
+    loss = attention_kl(student, teacher, MASKS["full"], causal=True).sum
+    (one,) = torch.autograd.grad(loss, student.query, retain_graph=True)
+    (two,) = torch.autograd.grad(3 * loss, student.query)
+    torch.testing.assert_close(two, 3 * one)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_scores_far_apart(kind: str) -> None:
+    """Shares that underflow, in either model."""
+    student, teacher = (AttentionInputs(x.query.detach() * 40, x.key.detach(), 1.0) for x in (make(0), make(1)))
+    for x in student[:2]:
+        x.requires_grad_()
+    got = fused(kind, student, teacher, MASKS["padded"], causal=True)
+    for one, other in zip(got, plain(kind, student, teacher, MASKS["padded"], causal=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "expected"),
+    [
+        (True, None, [(0, 4), (0, 8), (0, 10)]),
+        (False, None, [(0, 10), (0, 10), (0, 10)]),
+        (True, 3, [(0, 4), (2, 8), (6, 10)]),
+        (False, 3, [(0, 10), (2, 10), (6, 10)]),
+    ],
+)
+def test_keys_out_of_reach_are_not_touched(causal: bool, window: int | None, expected: list[tuple[int, int]]) -> None:
+    pairs = list(blocks._row_blocks(10, 4, Visibility(torch.ones(1, 10), causal, window)))
+    assert [(rows.start, rows.stop) for rows, _ in pairs] == [(0, 4), (4, 8), (8, 10)]
+    assert [(keys.start, keys.stop) for _, keys in pairs] == expected
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(12, 12), (12, 4), (32, 8), (48, 48)])
+@pytest.mark.parametrize("tokens", [7, 128, 512, 2048])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_fit_into_the_cache(tokens: int, heads: int, groups: int, causal: bool) -> None:
+    inputs = AttentionInputs(torch.empty(8, heads, tokens, 8), torch.empty(8, groups, tokens, 8), 1.0)
+    shape = block_shape(inputs, inputs, Visibility(torch.ones(8, tokens), causal, None))
+    group = heads // groups
+    assert shape.heads % group == 0
+    budget = blocks._CPU_BUDGET * torch.get_num_threads()
+    least = blocks._LEAST_DIAGONAL if causal else blocks._LEAST_ROWS
+    assert shape.sequences * shape.heads * shape.rows * tokens <= max(budget, group * least * tokens)
+    assert shape.sequences == 1 or shape.heads == heads

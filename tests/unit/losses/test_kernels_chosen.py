@@ -1,0 +1,100 @@
+"""Where there is a GPU the losses hand their work to the Triton kernels; what these get, and what becomes of it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from llmdistill.losses import attention, head_chunk
+from llmdistill.losses.attention import AttentionInputs, attention_kl
+from llmdistill.losses.blocks import Visibility, block_loss
+from llmdistill.losses.divergence import FORWARD_KL, Divergence, jsd_with_slope
+from llmdistill.losses.head import HeadInputs, WordTerm, word_losses
+
+
+class Sides(NamedTuple):
+    query: Any
+    key: Any
+    scaling: float
+
+
+class Term(NamedTuple):
+    kind: str
+    temperature: float
+    scale: float
+    share: float
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    """A module in the place of one that needs Triton."""
+    module = ModuleType(f"llmdistill.kernels.{name}")
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("llmdistill.kernels." + name, module, raising=False)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_attention_goes_to_the_kernel_with_both_shares_of_one_tensor(monkeypatch, same: bool) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 5, 3, requires_grad=True)
+    key = query if same else torch.randn(2, 2, 5, 3, requires_grad=True)
+    student, teacher = AttentionInputs(query, key, 0.5), AttentionInputs(*torch.randn(2, 2, 4, 5, 6), 0.4)
+    mask = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+    leaves = [query] if same else [query, key]
+    expected = attention_kl(student, teacher, mask, causal=True, window=3)
+    gradients = torch.autograd.grad(expected.sum, leaves)
+    calls = []
+
+    def attention_loss(kind, ours, theirs, segments, *, causal, window, query_grad, key_grad):
+        calls.append((kind, causal, window, query_grad, key_grad, ours.scaling, theirs.scaling))
+        apart = AttentionInputs(ours.query, ours.key.clone(), ours.scaling)
+        visibility = Visibility(segments, causal, window)
+        return block_loss(kind, apart, AttentionInputs(*theirs), visibility, query_grad=query_grad, key_grad=key_grad)
+
+    stand_in(monkeypatch, "attention", Sides=Sides, attention_loss=attention_loss)
+    monkeypatch.setattr(attention, "available", lambda device: True)
+    loss = attention_kl(student, teacher, mask, causal=True, window=3)
+    assert calls == [("student_teacher", True, 3, True, True, 0.5, 0.4)]
+    torch.testing.assert_close(loss.sum, expected.sum)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum, leaves), gradients)
+    with torch.no_grad():
+        attention_kl(student, teacher, mask, causal=True)
+    assert calls[1][3:5] == (False, False)
+
+
+def test_fp64_stays_where_it_is_exact(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "available", lambda device: True)
+    monkeypatch.setattr(head_chunk, "available", lambda device: True)
+    stand_in(monkeypatch, "attention")
+    stand_in(monkeypatch, "head")
+    inputs = AttentionInputs(*torch.randn(2, 1, 2, 3, 4, dtype=torch.float64), 1.0)
+    assert attention_kl(inputs, inputs, torch.ones(1, 3, dtype=torch.long), causal=False).sum == 0
+    head = HeadInputs(torch.randn(3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64), None)
+    word_losses(head, head, torch.tensor([0, 1, 2]), [WordTerm("kl", FORWARD_KL)], torch.ones(1))
+
+
+def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypatch) -> None:
+    torch.manual_seed(0)
+    student, teacher = (HeadInputs(torch.randn(5, 4), torch.randn(9, 4), torch.randn(9)) for _ in range(2))
+    labels, factors = torch.randint(9, (5,)), torch.tensor([0.3, 0.7])
+    terms = [WordTerm("label", None), WordTerm("jsd", jsd_with_slope(0.2), 2.0, 4.0)]
+    expected = word_losses(student, teacher, labels, terms, factors)
+    seen = []
+
+    def chunk_losses(student_NV, teacher_NV, labels_N, given, factors, *, with_gradient):
+        seen.append(SimpleNamespace(terms=given, shape=student_NV.shape, with_gradient=with_gradient))
+        return expected.detach() * len(labels_N) / 5
+
+    stand_in(monkeypatch, "head", Term=Term, Kind=str, chunk_losses=chunk_losses)
+    monkeypatch.setattr(head_chunk, "available", lambda device: True)
+    torch.testing.assert_close(word_losses(student, teacher, labels, terms, factors), expected)
+    assert seen[0].terms == [Term("label", 1.0, 1.0, 0.5), Term("jsd", 2.0, 4.0, 0.2)]
+    assert not seen[0].with_gradient
+    unknown = [terms[0], WordTerm("own", Divergence(FORWARD_KL.value, FORWARD_KL.slope))]
+    calls = len(seen)
+    word_losses(student, teacher, labels, unknown, factors)
+    assert len(seen) == calls
