@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
-from llmdistill.data.collate import collate
+from llmdistill.data.collate import collate, collate_packed
 from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.data.instruct import Encoded, Example, InstructData, encode
+from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader, check_stream
@@ -27,7 +28,7 @@ from llmdistill.factorize.checkpoint import merge_adapter
 from llmdistill.factorize.shape import make_student
 from llmdistill.generation.provenance import check_teacher
 from llmdistill.generation.rollout import OnPolicyLoader
-from llmdistill.methods.sft import Sft
+from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model, load_tokenizer
@@ -205,8 +206,11 @@ def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader[Encoded]
     if data.text is not None:
         return TextLoader(data.text, data.tokenizer, **_reading(plan), **arguments)
     arguments["pad_token_id"] = data.tokenizer.pad_token_id
+    packing = config.data.packing
+    arguments["collate"] = partial(collate_packed, max_length=config.data.max_length) if packing else collate
+    arguments |= {"spread": packing, "bucket_steps": 1 if packing else config.data.bucket_steps}
     if data.train is not None:
-        return TrainLoader(data.train.items, collate=collate, **arguments)
+        return TrainLoader(data.train.items, **arguments)
     return StreamLoader(
         locate(config.data.train),
         data.tokenizer,
@@ -233,8 +237,11 @@ def make_trainer(
         add_lora(student, config.student.lora, config.seed)
     projectors = add_projectors(student, method.projections, config.seed)
     engine = build_engine(student, plan.ds_config, config.train)
-    loader: Loader = train_loader
-    if config.data.on_policy > 0:
+    loader: Loader
+    if config.data.on_policy == 0:
+        locate = partial(Batch.located, shift=method.shift)
+        loader = Prefetched(train_loader, steps=config.train.steps, device=world.device, prepare=locate)
+    else:
         assert not isinstance(train_loader, TextLoader)
         loader = OnPolicyLoader(
             train_loader,
@@ -267,7 +274,7 @@ def make_trainer(
         folder=plan.folder,
         world=world,
         validation=_validation(plan, data, world),
-        judge=Sft() if config.data.kind == "instructions" else None,
+        judge=make_sft() if config.data.kind == "instructions" else None,
     )
 
 

@@ -8,11 +8,12 @@ V vocabulary, N rows (tokens gathered from a batch), R relation heads, C classes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 IGNORE_INDEX = -100
 """Label of a position that no loss looks at (the convention of torch and transformers)."""
@@ -49,7 +50,8 @@ class Batch:
     input_ids: Tensor
     """(B, T) int64."""
     attention_mask: Tensor
-    """(B, T) int64, 1 at real tokens."""
+    """(B, T) int64, 1 at real tokens, 0 at padding. In a packed batch the number, from 1, of the token's sequence in its
+    row: it sees no other."""
     labels: Tensor
     """(B, T) int64: the token itself where it is to be learnt, else IGNORE_INDEX. Not shifted: in a decoder's batch the
     first label of a sequence has nothing before it that could predict it, and no masked word stands there either."""
@@ -57,6 +59,10 @@ class Batch:
     """Whether the student wrote what the labels stand on (on-policy), so that only a teacher can judge it."""
     token_type_ids: Tensor | None = None
     """(B, T) int64, 0 in the first and 1 in the second segment; None for models without segments."""
+    position_ids: Tensor | None = None
+    """(B, T) int64, from 0 in each sequence of a packed row; None where a row is one sequence."""
+    label_rows: Tensor | None = None
+    """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `located`."""
     targets: Tensor | None = None
     """(B,): what is to be said of each sequence. int64 classes, IGNORE_INDEX where none (next sentence: 0 it follows,
     1 it does not, as in BERT), or fp32 scores, NaN where none; None in batches without."""
@@ -64,7 +70,7 @@ class Batch:
     def counts(self) -> dict[Positions, Tensor]:
         """How many of each kind of position the batch has, as scalars."""
         return {
-            "tokens": self.attention_mask.sum(),
+            "tokens": (self.attention_mask != 0).sum(),
             "labels": (self.labels[:, 1:] != IGNORE_INDEX).sum(),
             "sequences": self.has_target().sum(),
         }
@@ -74,6 +80,24 @@ class Batch:
         if self.targets is None:
             return torch.zeros(len(self.input_ids), dtype=torch.bool, device=self.input_ids.device)
         return ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
+
+    def located(self, *, shift: bool) -> Batch:
+        """The same batch with its `label_rows`, found where it is: on a GPU that would make the host wait.
+
+        Args:
+            shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
+        """
+        if self.label_rows is not None:
+            return self
+        return replace(self, label_rows=(self._predicted(shift) != IGNORE_INDEX).flatten().nonzero()[:, 0])
+
+    def located_labels(self, *, shift: bool) -> Tensor:
+        """(N,): the label that each of `label_rows` predicts."""
+        assert self.label_rows is not None, "the batch is not located"
+        return self._predicted(shift).flatten().index_select(0, self.label_rows)
+
+    def _predicted(self, shift: bool) -> Tensor:
+        return functional.pad(self.labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else self.labels
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
@@ -111,13 +135,28 @@ class Taps:
     width)."""
 
 
+class HeadInputs(NamedTuple):
+    """The last product of a language-model head, rows · weightᵀ + bias, before it is made."""
+
+    rows: Tensor
+    """(N, K), at the positions that predict a label; K is the model's width, or the rank of a factorised head."""
+    weight: Tensor
+    """(V, K)."""
+    bias: Tensor | None
+    """(V,)."""
+
+
 @dataclass
 class Outputs:
     """What a model gave for one batch."""
 
     logits: Tensor | None
-    """(B, T, V); None for a model without language-model head."""
+    """(B, T, V); None for a model without language-model head, or where its rows stand in `words`."""
     taps: Taps
+    words: HeadInputs | None = None
+    """In place of the logits: what goes into the head's last product, and its parameters."""
+    losses: dict[str, LossSum] = field(default_factory=dict)
+    """The losses that were computed while the model ran."""
     sequence_logits: Tensor | None = None
     """(B, C), of a next-sentence or classification head (C = 1 where scores are predicted); None without one."""
     ends: tuple[Tensor, ...] = ()

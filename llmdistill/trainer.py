@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor
 from llmdistill.batch import POSITIONS, Batch, Outputs
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
+from llmdistill.losses.terms import RunningTerms
 from llmdistill.methods import Method
 from llmdistill.runtime.checkpoint import save_checkpoint
 from llmdistill.runtime.distributed import World, all_reduce_sum
@@ -33,13 +34,29 @@ class Loader(Protocol):
         ...
 
 
+class Student(Protocol):
+    """The model that is trained."""
+
+    def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
+        """Run it on a batch, and compute these losses on the way."""
+        ...
+
+
+class Teacher(Protocol):
+    """The model that is learnt from."""
+
+    def teach(self, batch: Batch, *, words: bool) -> Outputs:
+        """Run it on a batch; `words` asks for its output at the labels."""
+        ...
+
+
 @dataclass
 class Trainer:
     """Everything that a training run needs, finished; `run` trains."""
 
     engine: Any
-    student: Callable[[Batch], Outputs]
-    teacher: Callable[[Batch], Outputs] | None
+    student: Student
+    teacher: Teacher | None
     """None for a method that learns from the labels alone."""
     method: Method
     loader: Loader
@@ -65,7 +82,8 @@ class Trainer:
             set_learning_rate(self.engine, learning_rate(self.settings, step))
             # All randomness of a step follows from its number, so a resumed run repeats it.
             torch.manual_seed(_mix(self.seed, step, self.world.rank))
-            since.add(*self.train_step(self.loader.micro_batches(step), clock))
+            micro_batches = self.loader.micro_batches(step)
+            since.add(*self.train_step(micro_batches, clock), sum(batch.input_ids.numel() for batch in micro_batches))
             done = step + 1
             validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
             if validates or self._is_due(done, self.settings.log_every):
@@ -85,9 +103,10 @@ class Trainer:
 
         Returns this rank's terms, already divided by the global counts, and the global counts, as POSITIONS.
         """
-        micro_batches = [batch.to(self.world.device) for batch in micro_batches]
+        micro_batches = [self._moved(batch, self.method) for batch in micro_batches]
         counts = global_counts(micro_batches)
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
+        factors = {name: weight / divisors[self.method.positions[name]] for name, weight in self.method.weights.items()}
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = self.world.size * len(micro_batches)
         totals = torch.zeros(len(self.method.weights), device=self.world.device)
@@ -95,8 +114,8 @@ class Trainer:
             teacher = None
             if self.teacher is not None:
                 with clock.running(), torch.no_grad():
-                    teacher = self.teacher(batch)
-            student = self.student(batch)
+                    teacher = self.teacher.teach(batch, words=self.method.needs_teacher_words)
+            student = self.student.learn(batch, self.method.running(teacher, batch, factors))
             losses = self.method(student, teacher, batch)
             terms = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.items()}
             total = torch.stack([self.method.weights[name] * term for name, term in terms.items()]).sum()
@@ -115,9 +134,11 @@ class Trainer:
         sums = torch.zeros(2, len(judge.weights), dtype=torch.float64, device=self.world.device)
         with torch.no_grad():
             for batch in self.validation:
-                moved = batch.to(self.world.device)
-                teacher = self.teacher(moved) if judge.needs_teacher and self.teacher is not None else None
-                losses = judge(self.student(moved), teacher, moved)
+                moved = self._moved(batch, judge)
+                teacher = None
+                if judge.needs_teacher and self.teacher is not None:
+                    teacher = self.teacher.teach(moved, words=judge.needs_teacher_words)
+                losses = judge(self.student.learn(moved, judge.running(teacher, moved)), teacher, moved)
                 pairs = [(losses[name].sum.double(), losses[name].count.double()) for name in judge.weights]
                 sums += torch.stack([torch.stack(pair) for pair in pairs], dim=1)
         self.engine.train()
@@ -125,12 +146,16 @@ class Trainer:
         means = (sums[0] / sums[1]).tolist()
         return sum(weight * mean for weight, mean in zip(judge.weights.values(), means, strict=True))
 
+    def _moved(self, batch: Batch, method: Method) -> Batch:
+        # Where the labels are is found before they go to a GPU, which would make the host wait for the answer.
+        return batch.located(shift=method.shift).to(self.world.device)
+
     def _is_due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.settings.steps
 
     def _row(self, step: int, since: _Since, teacher_seconds: float) -> dict[str, float]:
         """What the log says of the steps since its last row: figures of the run, then each term."""
-        seconds, tokens, means = since.take()
+        seconds, tokens, positions, means = since.take()
         terms = dict(zip(self.method.weights, means, strict=True))
         loss = sum(self.method.weights[name] * value for name, value in terms.items())
         if not math.isfinite(loss):
@@ -144,6 +169,7 @@ class Trainer:
             "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
+            "padding_share": 1 - tokens / positions,
             "teacher_share": teacher_seconds / seconds,
             "peak_memory_bytes": peak_memory(self.world.device),
             **terms,
@@ -174,25 +200,27 @@ class _Since:
     def _reset(self) -> None:
         self._terms = torch.zeros(len(self._names), device=self._device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._steps = 0
+        self._positions = self._steps = 0
         self._began = time.perf_counter()
 
     def restart_clock(self) -> None:
         """Leave out the time of what was not training."""
         self._began = time.perf_counter()
 
-    def add(self, terms: Tensor, counts: Tensor) -> None:
+    def add(self, terms: Tensor, counts: Tensor, positions: int) -> None:
+        """One step: this rank's terms, the global counts, and how many tokens this rank's batches have with padding."""
         self._terms += terms
         self._tokens += counts[0]
+        self._positions += positions
         self._steps += 1
 
-    def take(self) -> tuple[float, int, list[float]]:
-        """Seconds, global tokens, and each term's mean over the steps; every rank must call it."""
+    def take(self) -> tuple[float, int, int, list[float]]:
+        """Seconds, global tokens without and with padding, each term's mean over the steps; every rank must call it."""
         means = (all_reduce_sum(self._terms) / self._steps).tolist()
-        tokens = int(self._tokens)
+        tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
         seconds = time.perf_counter() - self._began
         self._reset()
-        return seconds, tokens, means
+        return seconds, tokens, positions, means
 
 
 def _mix(seed: int, step: int, rank: int) -> int:

@@ -19,6 +19,7 @@ from llmdistill.batch import Batch, Outputs
 from llmdistill.config import TrainConfig
 from llmdistill.data.glue import GlueTask, Split
 from llmdistill.data.pairs import EncodedPair, collate_pairs, steps_per_epoch
+from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.factorize.checkpoint import copy_companions
@@ -58,7 +59,7 @@ class Job:
     dev: dict[Split, list[EncodedPair]]
     grid: Grid
     method: Method
-    teacher: Callable[[], Callable[[Batch], Outputs]]
+    teacher: Callable[[], TappedModel]
     """Loads the teacher when it is first called; it is not where the method needs none."""
     ds_config: dict[str, Any]
     ds_path: str
@@ -116,18 +117,18 @@ def finetune(job: Job, cell: Cell, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     on_main(lambda: _empty(folder), job.world)
     settings = train_settings(job, cell)
-    trainer = _make_trainer(job, cell, settings, folder)
+    trainer, student = _make_trainer(job, cell, settings, folder)
     log = RunLog(folder, start=0, steps=settings.steps, world=job.world, monitor=None)
     trainer.run(0, log)
     log.close()
     trainer.engine.eval()
-    answers = {split: predict_items(job, trainer.student, items) for split, items in job.dev.items()}
+    answers = {split: predict_items(job, student, items) for split, items in job.dev.items()}
     if job.world.is_main:
         for split, examples in job.data.dev.items():
             write_answers(folder / f"{split}.tsv", examples, answers[split])
     _save(job, trainer.engine, folder / "model")
     trainer.engine.destroy()
-    del trainer
+    del trainer, student
     gc.collect()  # the engine and its hooks refer to one another
     scores = score(job.data.name, job.data.dev, answers)
     seconds = round(time.perf_counter() - began, 2)
@@ -140,7 +141,7 @@ def _empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _make_trainer(job: Job, cell: Cell, settings: TrainConfig, folder: Path) -> Trainer:
+def _make_trainer(job: Job, cell: Cell, settings: TrainConfig, folder: Path) -> tuple[Trainer, TappedModel]:
     world = job.world
     try:
         split = split_batch(settings.global_batch_size, settings.micro_batch_size, world.size)
@@ -153,26 +154,29 @@ def _make_trainer(job: Job, cell: Cell, settings: TrainConfig, folder: Path) -> 
         model = load_classifier(job, TORCH_DTYPES[job.dtype])
     projectors = add_projectors(model, job.method.projections, cell.seed)
     engine = build_engine(model, ds_config, settings)
-    return Trainer(
+    student = TappedModel(engine, Recorder(engine.module, job.method.student_taps, projectors))
+    loader = TrainLoader(
+        job.train,
+        collate=collate_pairs,
+        pad_token_id=cast(int, job.tokenizer.pad_token_id),
+        seed=cell.seed,
+        global_batch_size=settings.global_batch_size,
+        micro_batch_size=split.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    trainer = Trainer(
         engine=engine,
-        student=TappedModel(engine, Recorder(engine.module, job.method.student_taps, projectors)),
+        student=student,
         teacher=job.teacher() if job.method.needs_teacher else None,
         method=job.method,
-        loader=TrainLoader(
-            job.train,
-            collate=collate_pairs,
-            pad_token_id=cast(int, job.tokenizer.pad_token_id),
-            seed=cell.seed,
-            global_batch_size=settings.global_batch_size,
-            micro_batch_size=split.micro_batch_size,
-            rank=world.rank,
-            world_size=world.size,
-        ),
+        loader=Prefetched(loader, steps=settings.steps, device=world.device),
         settings=settings,
         seed=cell.seed,
         folder=folder,
         world=world,
     )
+    return trainer, student
 
 
 def _save(job: Job, engine: Any, output: Path) -> None:

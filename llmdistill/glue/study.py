@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from llmdistill.batch import Batch, Outputs
 from llmdistill.config.glue import GlueConfig
 from llmdistill.data.glue import TASKS, column_of
 from llmdistill.data.pairs import encode_pairs
@@ -116,7 +115,7 @@ class TaskStudy:
             world=self.world,
         )
 
-    def _load_teacher(self) -> Callable[[Batch], Outputs]:
+    def _load_teacher(self) -> TappedModel:
         assert self.teacher is not None
         dtype = TORCH_DTYPES[self.dtype]
         live = load_teacher(self.teacher, dtype=dtype, sharding="replicated", world=self.world, head="sequence")

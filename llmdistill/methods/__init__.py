@@ -1,48 +1,30 @@
-"""Training methods: each says which taps it needs and turns outputs into weighted terms.
+"""Training methods: each builds, from its settings and two models' configs, weighted terms and what they need.
 
-A method has what `Method` lists, and is called with the student's outputs, the teacher's (None if it needs none) and
-the batch. A new one is a class of that form and an entry in METHODS.
+A new one is a function that returns a `Method`, and an entry in METHODS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, TapRequest
-from llmdistill.config import KdConfig, MinilmConfig, Minilmv2Config
-from llmdistill.methods.combined import Combined
-from llmdistill.methods.distilbert import Distilbert
-from llmdistill.methods.kd import Kd
+from llmdistill.config import KdConfig
+from llmdistill.methods.combined import combine
+from llmdistill.methods.distilbert import build_distilbert
+from llmdistill.methods.kd import make_kd
 from llmdistill.methods.layer_map import same_direction
 from llmdistill.methods.makd import build_makd
-from llmdistill.methods.minilm import Minilm
-from llmdistill.methods.minilmv2 import Minilmv2
+from llmdistill.methods.method import Method
+from llmdistill.methods.minilm import build_minilm
+from llmdistill.methods.minilmv2 import build_minilmv2
 from llmdistill.methods.objective import WORDS, Objective
-from llmdistill.methods.sft import Sft
-from llmdistill.methods.tinybert import Tinybert
+from llmdistill.methods.sft import make_sft
+from llmdistill.methods.tinybert import build_tinybert
 from llmdistill.models.families import family_of
 
-
-class Method(Protocol):
-    """What the trainer knows of a method."""
-
-    weights: Mapping[str, float]
-    """Factor of each term; the same names as the terms."""
-    positions: Mapping[str, Positions]
-    """What each term is a sum over, so that its global count is known before the first backward pass."""
-    teacher_taps: TapRequest
-    student_taps: TapRequest
-    needs_teacher: bool
-    projections: Mapping[Aspect, tuple[int, int]]
-    """Aspects whose student taps a learnt matrix maps to the teacher's width before they are compared (they are then in
-    `Taps.projected`): the width that goes in, heads side by side, and the one that comes out."""
-
-    def __call__(self, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
-        """The unweighted terms of one batch."""
-        ...
+__all__ = ["METHODS", "Method", "build_method"]
 
 
 def build_method(
@@ -65,42 +47,28 @@ def build_method(
         UserError: a method's settings do not fit the models, or the models each other.
     """
     methods = {name: METHODS[name](settings.get(name), teacher, student, objective) for name in names}
-    if len(names) == 1:
-        return methods[names[0]]
-    return Combined(methods)
+    return methods[names[0]] if len(names) == 1 else combine(methods)
 
 
 def _build_sft(
     settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
 ) -> Method:
-    return Sft(causal=family_of(student).causal, objective=objective)
+    return make_sft(causal=family_of(student).causal, objective=objective)
 
 
 def _build_kd(
     settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
 ) -> Method:
-    return Kd(settings, causal=same_direction(teacher, student, method="kd"), objective=objective)
-
-
-def _build_minilm(
-    settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
-) -> Method:
-    return Minilm(settings, teacher, student)  # it never looks at the output
-
-
-def _build_minilmv2(
-    settings: Minilmv2Config, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
-) -> Method:
-    return Minilmv2(settings, teacher, student)  # nor does this
+    return make_kd(settings, causal=same_direction(teacher, student, method="kd"), objective=objective)
 
 
 METHODS: dict[str, Callable[[Any, PreTrainedConfig, PreTrainedConfig, Objective], Method]] = {
     "makd": build_makd,
     "kd": _build_kd,
-    "minilm": _build_minilm,
-    "minilmv2": _build_minilmv2,
-    "distilbert": Distilbert,
-    "tinybert": Tinybert,
+    "minilm": build_minilm,
+    "minilmv2": build_minilmv2,
+    "distilbert": build_distilbert,
+    "tinybert": build_tinybert,
     "sft": _build_sft,
     "seqkd": _build_sft,  # the same loss; the answers are the teacher's
     "none": _build_sft,  # never trained

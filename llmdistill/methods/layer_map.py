@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal, NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from llmdistill.batch import LossSum, Taps
+from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.attention import AttentionInputs
+from llmdistill.losses.terms import LayerTerm
 from llmdistill.models.families import family_of, shape_of
 
 
@@ -105,10 +107,11 @@ def attention_of(taps: Taps, layer: int) -> AttentionInputs:
     return AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
 
 
-def sum_over_layers(losses: Sequence[LossSum]) -> LossSum:
-    """A term of several layers: the sum of their losses, over the positions that each of them counts."""
-    # Every layer counts the same tokens: one layer's count makes the term a sum over layers of means.
-    total = losses[0].sum
-    for loss in losses[1:]:
-        total = total + loss.sum
-    return LossSum(total, losses[0].count)
+def layer_term(
+    name: str, aspects: Collection[Aspect], pair: LayerPair, loss: Callable[[Taps, Taps, Tensor], LossSum]
+) -> LayerTerm:
+    """A term that needs the same aspects of both layers of a pair."""
+    of_student, of_teacher = (
+        frozenset((aspect, layer) for aspect in aspects) for layer in (pair.student, pair.teacher)
+    )
+    return LayerTerm(name, of_student, of_teacher, loss)

@@ -2,166 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import cast
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, TapRequest, Taps
+from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
 from llmdistill.losses.attention import attention_kl
 from llmdistill.losses.hidden import hidden_mse
 from llmdistill.losses.matrix import matrix_mse
-from llmdistill.methods.label import label_terms
-from llmdistill.methods.layer_map import attention_of, sum_over_layers
-from llmdistill.methods.objective import LABEL, WORDS, Objective, OutputTerm
-from llmdistill.methods.output import soft_terms
+from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.layer_map import LayerPair, attention_of, layer_term
+from llmdistill.methods.method import Method
+from llmdistill.methods.objective import WORDS, Objective, OutputTerm
+from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import family_of, shape_of
 
 MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")
 """Terms of the matrix aspect (eq. 17), each named as what it taps."""
 
-TERMS = (*MATRIX_TERMS, "attention", "hidden", "logits", "label")
+LAYER_TERMS = ("attention", "hidden")
+"""Terms of the layer aspect (eq. 14)."""
+
+TERMS = (*MATRIX_TERMS, *LAYER_TERMS, "logits", "label")
 """All terms, in the order of the log. Each is also a setting, its weight."""
 
 LOGITS = OutputTerm("logits", "sequence_logits")
 """Soft cross-entropy (eq. 18): of the language model's head, and of the one for next sentences or a task."""
 
 
-class Makd:
+def make_makd(
+    settings: MakdConfig,
+    num_layers: int,
+    *,
+    causal: bool,
+    gated: bool,
+    windows: Sequence[int | None] | None = None,
+    objective: Objective = WORDS,
+) -> Method:
     """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in others, logits on top.
 
     A term is the sum over its layers of the mean over tokens, so it grows with the number of layers. A term of weight
-    0 or without layers does not exist: it is not in `weights`, not computed, and asks for no taps. Where sequences have
-    targets, logits and label have a counterpart of the same weight on them (sequence_logits, sequence_label).
+    0 or without layers does not exist: it is not in the weights, not computed, and asks for no taps. Where sequences
+    have targets, logits and label have a counterpart of the same weight on them (sequence_logits, sequence_label).
 
-    Attributes:
-        weights: factor of each term.
-        positions: what each term is a sum over.
-        teacher_taps, student_taps: what the models must hand over.
-        needs_teacher: whether any term looks at the teacher.
-        projections: none, as both models have the same widths.
+    Args:
+        settings: terms, layers, weights.
+        num_layers: layers of the teacher and of the student.
+        causal: decoder or encoder.
+        gated: whether the feed-forward layers have a gate; without one the term ffn_gate does not exist.
+        windows: sliding attention window of each layer; None where, or if, there is none.
+        objective: what the batches have to be learnt.
+
+    Raises:
+        UserError: layers that are not there, a negative weight, a temperature of 0, or no term left.
     """
+    check_settings(settings)
+    windows = (None,) * num_layers if windows is None else windows
+    matrix_layers = parse_layers(settings.matrix_layers, num_layers, key="makd.matrix_layers")
+    layer_layers = parse_layers(settings.layer_layers, num_layers, key="makd.layer_layers")
+    terms: list[LayerTerm] = []
+    for name in (*MATRIX_TERMS, *LAYER_TERMS):
+        if getattr(settings, name) > 0 and (gated or name != "ffn_gate"):
+            layers = matrix_layers if name in MATRIX_TERMS else layer_layers
+            terms += [_layer_term(name, layer, settings, causal=causal, window=windows[layer]) for layer in layers]
+    output = soft_terms(LOGITS, settings.logits, objective, temperature=settings.temperature)
+    output = output | label_terms(settings.label, objective)
+    weights = {**{term.name: getattr(settings, term.name) for term in terms}, **output.weights}
+    if not weights:
+        raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")
+    return Method(weights=weights, layers=terms, words=output.words, sequences=output.sequences, shift=causal)
 
-    def __init__(
-        self,
-        settings: MakdConfig,
-        num_layers: int,
-        *,
-        causal: bool,
-        gated: bool,
-        windows: Sequence[int | None] | None = None,
-        objective: Objective = WORDS,
-    ) -> None:
-        """Resolve the settings for a model.
 
-        Args:
-            settings: terms, layers, weights.
-            num_layers: layers of the teacher and of the student.
-            causal: decoder or encoder.
-            gated: whether the feed-forward layers have a gate; without one the term ffn_gate does not exist.
-            windows: sliding attention window of each layer; None where, or if, there is none.
-            objective: what the batches have to be learnt.
+def check_settings(settings: MakdConfig) -> None:
+    """Refuse numbers that no loss can have.
 
-        Raises:
-            UserError: layers that are not there, a negative weight, a temperature of 0, or no term left.
-        """
-        self._settings = settings
-        self._causal, self._objective = causal, objective
-        self._windows = (None,) * num_layers if windows is None else tuple(windows)
-        self._matrix_layers = parse_layers(settings.matrix_layers, num_layers, key="makd.matrix_layers")
-        self._layer_layers = parse_layers(settings.layer_layers, num_layers, key="makd.layer_layers")
-        self.weights: Mapping[str, float] = self._weights(gated=gated)
-        of_output = LOGITS.positions(objective) | LABEL.positions(objective)
-        self.positions: Mapping[str, Positions] = {name: of_output.get(name, "tokens") for name in self.weights}
-        self.student_taps: TapRequest = self._taps()
-        self.teacher_taps: TapRequest = self.student_taps
-        self.needs_teacher = not self.weights.keys() <= set(LABEL)
-        self.projections: Mapping[Aspect, tuple[int, int]] = {}
+    Raises:
+        UserError: a negative weight, or a temperature that is not over 0.
+    """
+    for name in TERMS:
+        if getattr(settings, name) < 0:
+            raise UserError(f"makd.{name} is {getattr(settings, name)}: a weight is 0 (the term is off) or more")
+    if settings.temperature <= 0:
+        raise UserError(f"makd.temperature is {settings.temperature}: give a number over 0, 1 as in the paper")
 
-    def __call__(self, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
-        """The terms of one batch, unweighted, under the names of `weights`.
 
-        Args:
-            student: logits and taps, with their graph.
-            teacher: logits and taps; None only if `needs_teacher` is False.
-            batch: the batch both have seen.
-        """
-        terms: dict[str, LossSum] = {}
-        if self.needs_teacher:
-            assert teacher is not None, "only the labels' terms need no teacher"
-            for name in self.weights:
-                if name not in (*LOGITS, *LABEL):
-                    terms[name] = self._layer_term(name, student.taps, teacher.taps, batch.attention_mask)
-            if self._settings.logits > 0:
-                terms |= soft_terms(
-                    LOGITS,
-                    student,
-                    teacher,
-                    batch,
-                    self._objective,
-                    temperature=self._settings.temperature,
-                    causal=self._causal,
-                )
-        if self._settings.label > 0:
-            terms |= label_terms(student, batch, self._objective, causal=self._causal)
-        return terms
+def _layer_term(name: str, layer: int, settings: MakdConfig, *, causal: bool, window: int | None) -> LayerTerm:
+    """One term in one layer of both models."""
+    normalize = settings.normalize_mse
 
-    def _layer_term(self, name: str, student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        normalize = self._settings.normalize_mse
-        losses: list[LossSum] = []
-        for layer in self._layers_of_term(name):
-            if name == "attention":
-                of_student, of_teacher = attention_of(student, layer), attention_of(teacher, layer)
-                losses.append(
-                    attention_kl(of_student, of_teacher, mask, causal=self._causal, window=self._windows[layer])
-                )
-            elif name == "hidden":
-                losses.append(hidden_mse(student.hidden[layer], teacher.hidden[layer], mask, normalize=normalize))
-            else:
-                of_student, of_teacher = getattr(student, name)[layer], getattr(teacher, name)[layer]
-                losses.append(matrix_mse(of_student, of_teacher, mask, normalize=normalize))
-        return sum_over_layers(losses)
+    def attention(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        of_student, of_teacher = attention_of(student, layer), attention_of(teacher, layer)
+        return attention_kl(of_student, of_teacher, mask, causal=causal, window=window)
 
-    def _layers_of_term(self, name: str) -> tuple[int, ...]:
-        return self._matrix_layers if name in MATRIX_TERMS else self._layer_layers
+    def hidden(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        return hidden_mse(student.hidden[layer], teacher.hidden[layer], mask, normalize=normalize)
 
-    def _weights(self, *, gated: bool) -> dict[str, float]:
-        settings = asdict(self._settings)
-        weights: dict[str, float] = {}
-        for name in TERMS:
-            if settings[name] < 0:
-                raise UserError(f"makd.{name} is {settings[name]}: a weight is 0 (the term is off) or more")
-            if settings[name] == 0:
-                continue
-            if name in (LOGITS.words, LABEL.words):
-                names = LOGITS if name == LOGITS.words else LABEL
-                weights |= dict.fromkeys(names.positions(self._objective), settings[name])
-            elif self._layers_of_term(name) and (gated or name != "ffn_gate"):
-                weights[name] = settings[name]
-        if not weights:
-            raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")
-        if settings["temperature"] <= 0:
-            raise UserError(f"makd.temperature is {settings['temperature']}: give a number over 0, 1 as in the paper")
-        return weights
+    def matrix(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        return matrix_mse(getattr(student, name)[layer], getattr(teacher, name)[layer], mask, normalize=normalize)
 
-    def _taps(self) -> dict[Aspect, frozenset[int]]:
-        matrix, upper = frozenset(self._matrix_layers), frozenset(self._layer_layers)
-        taps = {name: matrix for name in MATRIX_TERMS if name in self.weights}
-        if "hidden" in self.weights:
-            taps["hidden"] = upper
-        if "attention" in self.weights:
-            taps["query"] = taps.get("query", frozenset()) | upper
-            taps["key"] = taps.get("key", frozenset()) | upper
-        return taps
+    pair = LayerPair(layer, layer, window)
+    if name == "attention":
+        return layer_term(name, ("query", "key"), pair, attention)
+    return layer_term(name, (cast(Aspect, name),), pair, hidden if name == "hidden" else matrix)
 
 
 def build_makd(
     settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
-) -> Makd:
+) -> Method:
     """MaKD for two models, from their configs.
 
     Raises:
@@ -169,7 +122,7 @@ def build_makd(
     """
     check_same_shape(teacher, student)
     family, shape = family_of(student), shape_of(student)
-    return Makd(
+    return make_makd(
         settings,
         shape.num_layers,
         causal=family.causal,

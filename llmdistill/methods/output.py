@@ -1,78 +1,106 @@
-"""The output's terms against the teacher, on words and on sequences, as the methods that have them share them."""
+"""The output's terms, on words and on sequences, as the methods that have them share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from llmdistill.batch import Batch, LossSum, Outputs
-from llmdistill.losses.divergence import output_divergence
-from llmdistill.losses.logits import soft_cross_entropy
-from llmdistill.losses.sequence import sequence_divergence, sequence_score_mse, sequence_soft_cross_entropy
-from llmdistill.methods.objective import Objective, OutputTerm
+from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, Divergence
+from llmdistill.losses.head import WordTerm
+from llmdistill.losses.sequence import (
+    sequence_cross_entropy,
+    sequence_divergence,
+    sequence_mse,
+    sequence_score_mse,
+    sequence_soft_cross_entropy,
+)
+from llmdistill.losses.terms import SequenceTerm
+from llmdistill.methods.objective import LABEL, Objective, OutputTerm
 
 
-def soft_terms(
-    names: OutputTerm,
-    student: Outputs,
-    teacher: Outputs,
-    batch: Batch,
-    objective: Objective,
-    *,
-    temperature: float,
-    causal: bool,
-) -> dict[str, LossSum]:
+class OutputTerms(NamedTuple):
+    """Terms on words and on sequences, and their weights."""
+
+    weights: Mapping[str, float]
+    words: tuple[WordTerm, ...]
+    sequences: tuple[SequenceTerm, ...]
+
+    def __or__(self, other: OutputTerms) -> OutputTerms:
+        """Both."""
+        return OutputTerms(
+            {**self.weights, **other.weights}, self.words + other.words, self.sequences + other.sequences
+        )
+
+
+NO_OUTPUT = OutputTerms({}, (), ())
+
+
+def label_terms(weight: float, objective: Objective) -> OutputTerms:
+    """Cross-entropy on the labels (`label`), and on the sequences' classes or squared error on their scores."""
+    return _terms(LABEL, weight, objective, WordTerm(LABEL.words, None), False, _label_loss)
+
+
+def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temperature: float) -> OutputTerms:
     """Soft cross-entropy (MaKD eq. 18, TinyBERT eq. 10) of words and classes; squared error of scores."""
-    terms: dict[str, LossSum] = {}
-    if objective.words:
-        of_student, of_teacher = _word_logits(student, teacher)
-        terms[names.words] = soft_cross_entropy(
-            of_student, of_teacher, batch.labels, temperature=temperature, shift=causal
-        )
-    if objective.sequences == "classes":
-        terms[names.sequences] = sequence_soft_cross_entropy(
-            *_sequence_logits(student, teacher), batch.has_target(), temperature=temperature
-        )
-    elif objective.sequences == "scores":
-        terms[names.sequences] = sequence_score_mse(*_sequence_logits(student, teacher), batch.has_target())
-    return terms
+
+    def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
+        of_student, of_teacher = _logits(student, teacher)
+        if objective.sequences == "scores":
+            return sequence_score_mse(of_student, of_teacher, batch.has_target())
+        return sequence_soft_cross_entropy(of_student, of_teacher, batch.has_target(), temperature=temperature)
+
+    word = WordTerm(names.words, SOFT_CROSS_ENTROPY, temperature)
+    return _terms(names, weight, objective, word, True, loss)
 
 
 def divergence_terms(
-    names: OutputTerm,
-    student: Outputs,
-    teacher: Outputs,
-    batch: Batch,
-    objective: Objective,
-    *,
-    divergence: Callable[[Tensor, Tensor], Tensor],
-    temperature: float,
-    causal: bool,
-) -> dict[str, LossSum]:
+    names: OutputTerm, weight: float, objective: Objective, *, divergence: Divergence, temperature: float
+) -> OutputTerms:
     """A divergence of words and classes, times the squared temperature; squared error of scores."""
-    terms: dict[str, LossSum] = {}
-    if objective.words:
-        of_student, of_teacher = _word_logits(student, teacher)
-        terms[names.words] = output_divergence(
-            of_student, of_teacher, batch.labels, divergence=divergence, temperature=temperature, shift=causal
+
+    def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
+        of_student, of_teacher = _logits(student, teacher)
+        if objective.sequences == "scores":
+            return sequence_score_mse(of_student, of_teacher, batch.has_target())
+        return sequence_divergence(
+            of_student, of_teacher, batch.has_target(), divergence=divergence.value, temperature=temperature
         )
-    if objective.sequences == "classes":
-        terms[names.sequences] = sequence_divergence(
-            *_sequence_logits(student, teacher), batch.has_target(), divergence=divergence, temperature=temperature
-        )
-    elif objective.sequences == "scores":
-        terms[names.sequences] = sequence_score_mse(*_sequence_logits(student, teacher), batch.has_target())
-    return terms
+
+    word = WordTerm(names.words, divergence, temperature, scale=temperature**2)
+    return _terms(names, weight, objective, word, True, loss)
 
 
-def _word_logits(student: Outputs, teacher: Outputs) -> tuple[Tensor, Tensor]:
-    assert student.logits is not None, "the student has no language-model head"
-    assert teacher.logits is not None, "the teacher has no language-model head"
-    return student.logits, teacher.logits
+def _terms(
+    names: OutputTerm,
+    weight: float,
+    objective: Objective,
+    word: WordTerm,
+    needs_teacher: bool,
+    loss: Callable[[Outputs, Outputs | None, Batch], LossSum],
+) -> OutputTerms:
+    if weight == 0:
+        return NO_OUTPUT
+    on_sequences = SequenceTerm(names.sequences, needs_teacher, loss)
+    return OutputTerms(
+        dict.fromkeys(names.positions(objective), weight),
+        (word,) if objective.words else (),
+        (on_sequences,) if objective.sequences is not None else (),
+    )
 
 
-def _sequence_logits(student: Outputs, teacher: Outputs) -> tuple[Tensor, Tensor]:
+def _label_loss(student: Outputs, _teacher: Outputs | None, batch: Batch) -> LossSum:
+    assert student.sequence_logits is not None, "sequences' targets need a head for them"
+    assert batch.targets is not None, "the batch has no targets"
+    if batch.targets.is_floating_point():
+        return sequence_mse(student.sequence_logits, batch.targets)
+    return sequence_cross_entropy(student.sequence_logits, batch.targets)
+
+
+def _logits(student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
     assert student.sequence_logits is not None, "the student has no head for sequences"
+    assert teacher is not None
     assert teacher.sequence_logits is not None, "the teacher has no head for sequences"
     return student.sequence_logits, teacher.sequence_logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import nn
@@ -27,6 +27,8 @@ class Family:
     """From a layer: the gate projection beside it, if there is one."""
     ffn_down: str
     """From a layer: the projection back to the model's width."""
+    words_head: str
+    """From the whole model: its language-model head, where it has one."""
     causal: bool
     """Decoder (a token sees only what stands before it) or encoder."""
 
@@ -38,6 +40,7 @@ _LLAMA = Family(
     ffn_up="mlp.up_proj",
     ffn_gate="mlp.gate_proj",
     ffn_down="mlp.down_proj",
+    words_head="lm_head",
     causal=True,
 )
 _GPT2 = Family(
@@ -47,6 +50,7 @@ _GPT2 = Family(
     ffn_up="mlp.c_fc",
     ffn_gate=None,
     ffn_down="mlp.c_proj",
+    words_head="lm_head",
     causal=True,
 )
 _BERT = Family(
@@ -56,8 +60,10 @@ _BERT = Family(
     ffn_up="intermediate.dense",
     ffn_gate=None,
     ffn_down="output.dense",
+    words_head="cls.predictions",
     causal=False,
 )
+_ROBERTA = replace(_BERT, words_head="lm_head")
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -66,8 +72,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _LLAMA,
     "gpt2": _GPT2,
     "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
 }
 """Supported architectures, by `model_type` of their config. A new one is a new entry here: the attention module
 must go through transformers' attention interface, and everything else follows from the names."""

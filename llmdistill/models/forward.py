@@ -1,19 +1,26 @@
-"""A model's forward pass as the trainer sees it: a batch in, logits and taps out."""
+"""A model's forward pass as the trainer sees it: a batch in; logits, taps and the losses on the way out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, Outputs
+from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs
+from llmdistill.losses.head import word_losses
+from llmdistill.losses.terms import RunningTerms
+from llmdistill.models.families import family_of
+from llmdistill.models.heads import WordHead, whole
+from llmdistill.models.packing import packed_mask
+from llmdistill.models.running import LayerLosses
 from llmdistill.models.taps import Recorder
 
 
 class TappedModel:
-    """A forward pass whose inner tensors are kept.
+    """A forward pass whose inner tensors are kept, or used up by losses while it runs.
 
     The forward pass is that of a DeepSpeed engine where there is one: training around the engine would lose its
     hooks. The recorder sits on the engine's module.
@@ -24,29 +31,107 @@ class TappedModel:
         self._forward = forward
         self._recorder = recorder
         self._vocabulary = vocabulary
+        self._head = WordHead(recorder.model)
+        self._shift = family_of(recorder.model.config).causal
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Run the model on a batch."""
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        inputs["use_cache"] = False
-        if batch.token_type_ids is not None:
-            inputs["token_type_ids"] = batch.token_type_ids
+        """Run the model on a batch, and its head on every token."""
         with self._recorder.recording():
-            result = self._forward(**inputs)
-        words, sequences = _head_outputs(result)
+            result = self._run(batch)
+        words, sequences = self._head_outputs(result)
         return Outputs(
             logits=None if words is None else words[..., : self._vocabulary],
             taps=self._recorder.take(),
             sequence_logits=sequences,
-            ends=tuple(value for value in result.values() if torch.is_tensor(value)),
+            ends=_ends(result),
         )
 
+    def teach(self, batch: Batch, *, words: bool) -> Outputs:
+        """Run the model on a batch as a teacher: taps, and with `words` the labels' rows in place of logits."""
+        batch = batch.located(shift=self._shift)
+        kept: list[HeadInputs] = []
 
-def _head_outputs(result: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Logits of words (B, T, V) and of sequences (B, C), by the names transformers gives them."""
-    if "prediction_logits" in result:
-        return result.prediction_logits, result.seq_relationship_logits
-    logits = result.get("logits")
-    if logits is None or logits.dim() == 3:
-        return logits, None
-    return None, logits
+        def keep(head: HeadInputs) -> Tensor:
+            kept.append(head)
+            return head.rows
+
+        with self._recorder.recording(), self._rows(batch, words, keep):
+            result = self._run(batch)
+        return Outputs(
+            logits=None,
+            taps=self._recorder.take(),
+            words=kept[0] if kept else None,
+            sequence_logits=self._head_outputs(result)[1],
+            ends=_ends(result),
+        )
+
+    def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
+        """Run the model on a batch and compute losses on the way, each as soon as what it needs is there.
+
+        No tensor is kept that no loss asks for, and the losses on words never make the logits of a batch.
+        """
+        batch = batch.located(shift=self._shift)
+        taps = None if terms.teacher is None else terms.teacher.taps
+        layers = LayerLosses(terms.layers, taps, batch.attention_mask)
+
+        def losses_of(head: HeadInputs) -> Tensor:
+            return self._word_losses(head, batch, terms)
+
+        with self._recorder.recording(layers.offer), self._rows(batch, bool(terms.words), losses_of):
+            result = self._run(batch)
+        # What the head's last product would have made is now what stands in its place: the sums.
+        sums_K, sequences = self._head_outputs(result)
+        losses = layers.sums
+        if terms.words:
+            assert sums_K is not None, "the student has no language-model head"
+            count = batch.counts()["labels"]
+            losses |= {term.name: LossSum(sums_K[i], count) for i, term in enumerate(terms.words)}
+        return Outputs(
+            logits=None,
+            taps=self._recorder.take(),
+            sequence_logits=sequences,
+            losses=losses,
+            ends=_ends(result),
+        )
+
+    def _run(self, batch: Batch) -> Any:
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+        if batch.position_ids is None:
+            inputs["attention_mask"] = batch.attention_mask
+        else:
+            inputs["attention_mask"] = packed_mask(batch.attention_mask, self._recorder.model.config)
+            inputs["position_ids"] = batch.position_ids
+        if batch.token_type_ids is not None:
+            inputs["token_type_ids"] = batch.token_type_ids
+        return self._forward(**inputs)
+
+    def _rows(
+        self, batch: Batch, words: bool, use: Callable[[HeadInputs], Tensor] | None
+    ) -> AbstractContextManager[None]:
+        """The head on the rows that predict a label, or, where nobody asks for words, on none."""
+        assert batch.label_rows is not None
+        rows_N = batch.label_rows if words else batch.label_rows[:0]
+        return self._head.taken_over(rows_N, use if words else None)
+
+    def _word_losses(self, head: HeadInputs, batch: Batch, terms: RunningTerms) -> Tensor:
+        labels_N = batch.located_labels(shift=self._shift)
+        factors = _stacked([terms.factors.get(term.name, 1.0) for term in terms.words], labels_N.device)
+        teacher = None if terms.teacher is None else terms.teacher.words
+        with nullcontext() if teacher is None else whole(teacher):
+            return word_losses(head, teacher, labels_N, terms.words, factors, vocabulary=self._vocabulary)
+
+    def _head_outputs(self, result: Any) -> tuple[Tensor | None, Tensor | None]:
+        """What came out of the head for words and of the one for sequences, by the names transformers gives them."""
+        if "prediction_logits" in result:
+            return result.prediction_logits, result.seq_relationship_logits
+        logits = result.get("logits")
+        return (logits, None) if self._head.is_there else (None, logits)
+
+
+def _ends(result: Any) -> tuple[Tensor, ...]:
+    return tuple(value for value in result.values() if torch.is_tensor(value))
+
+
+def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """(K,) fp32, without a look at what stands on the device."""
+    return torch.stack([torch.as_tensor(each, dtype=torch.float32, device=device) for each in factors])

@@ -8,18 +8,20 @@ states come from forward hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
+from llmdistill.losses.terms import Tap
 from llmdistill.models.families import family_of, layers_of
 
 ATTENTION_NAME = "llmdistill_taps"
@@ -36,7 +38,8 @@ class Recorder:
 
     It records only inside `recording()`, and there only between the start and the end of a forward pass of the whole
     model. So generation and evaluation leave nothing behind, and neither does the recomputation of activation
-    checkpointing in the backward pass, whose second tensors must not replace the first:
+    checkpointing in the backward pass, whose second tensors must not replace the first (a loss can look at them already
+    while the pass runs, see `recording`):
 
         recorder = Recorder(model, {"query": frozenset({0, 1}), "hidden": frozenset({3})})
         with recorder.recording():
@@ -60,11 +63,14 @@ class Recorder:
         Raises:
             UserError: the architecture is not supported, or the attention implementation is not sdpa.
         """
-        self._model = model
+        self.model = model
         self._request = {aspect: layers for aspect, layers in request.items() if layers}
         self._projectors = nn.ModuleDict() if projectors is None else projectors
         self._armed = False
         self._in_forward = False
+        self._recomputes = False
+        self._offer: Callable[[Taps, Tap], None] | None = None
+        self._came: set[Tap] = set()
         self._taps: Taps | None = None
         self._handles: list[Any] = []
         self._tapped_attention: list[nn.Module] = []
@@ -74,13 +80,18 @@ class Recorder:
         self._install_hooks()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the forward passes inside this block; of several, the last one counts."""
-        self._armed = True
+    def recording(self, offer: Callable[[Taps, Tap], None] | None = None) -> Iterator[None]:
+        """Record the forward passes inside this block; of several, the last one counts.
+
+        Args:
+            offer: is told of each tensor when it has come, and may take it, and others, out of the taps.
+        """
+        self._armed, self._offer = True, offer
         try:
             yield
         finally:
             self._armed = self._in_forward = False
+            self._offer = None
 
     def take(self) -> Taps:
         """What the last recorded forward pass left; the recorder forgets it."""
@@ -88,7 +99,7 @@ class Recorder:
         if taps is None:
             raise RuntimeError("nothing was recorded: run the model inside `with recorder.recording():` first")
         for aspect, layers in self._request.items():
-            missing = layers - getattr(taps, aspect).keys()
+            missing = {layer for layer in layers if (aspect, layer) not in self._came}
             if missing:
                 raise RuntimeError(
                     f"no {aspect} came from layers {sorted(missing)}: the model's attention implementation or "
@@ -103,16 +114,16 @@ class Recorder:
         for module in self._tapped_attention:
             delattr(module, _SINK)
         if self._previous_attention is not None:
-            self._model.set_attn_implementation(self._previous_attention)
+            self.model.set_attn_implementation(self._previous_attention)
         self._handles, self._tapped_attention, self._previous_attention, self._taps = [], [], None, None
 
     def _check_request(self) -> None:
-        family, num_layers = family_of(self._model.config), len(layers_of(self._model))
+        family, num_layers = family_of(self.model.config), len(layers_of(self.model))
         for aspect, layers in self._request.items():
             assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
             assert aspect != "embedding" or layers == {0}, "the embedding counts as layer 0's"
             assert aspect != "ffn_gate" or family.ffn_gate is not None, "ffn_gate of a model without gate"
-            if aspect.startswith("ffn_") and getattr(self._model.config, "chunk_size_feed_forward", None):
+            if aspect.startswith("ffn_") and getattr(self.model.config, "chunk_size_feed_forward", None):
                 raise UserError(
                     "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
                     f"which cannot be distilled ({aspect}): set it to 0"
@@ -122,7 +133,7 @@ class Recorder:
         layers_wanted = frozenset[int]().union(*(self._request.get(a, frozenset()) for a in _ATTENTION_ASPECTS))
         if not layers_wanted:
             return
-        implementation = self._model.config._attn_implementation
+        implementation = self.model.config._attn_implementation
         if implementation not in ("sdpa", ATTENTION_NAME):
             raise UserError(
                 f"attention implementation {implementation!r} cannot be tapped: load the model with "
@@ -130,17 +141,17 @@ class Recorder:
             )
         AttentionInterface.register(ATTENTION_NAME, _tapping_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
-        name = family_of(self._model.config).attention
+        name = family_of(self.model.config).attention
         for index in sorted(layers_wanted):
-            module = layers_of(self._model)[index].get_submodule(name)
+            module = layers_of(self.model)[index].get_submodule(name)
             assert not hasattr(module, _SINK), "the model is tapped already: remove() the other recorder first"
             setattr(module, _SINK, partial(self._keep_attention, index))
             self._tapped_attention.append(module)
         self._previous_attention = implementation
-        self._model.set_attn_implementation(ATTENTION_NAME)
+        self.model.set_attn_implementation(ATTENTION_NAME)
 
     def _install_hooks(self) -> None:
-        family, layers = family_of(self._model.config), layers_of(self._model)
+        family, layers = family_of(self.model.config), layers_of(self.model)
         names: dict[Aspect, str | None] = {
             "ffn_up": family.ffn_up,
             "ffn_gate": family.ffn_gate,
@@ -153,15 +164,15 @@ class Recorder:
                 module = layers[index].get_submodule(name)
                 self._handles.append(module.register_forward_hook(partial(self._keep_output, aspect, index)))
         if "embedding" in self._request:
-            module = self._model.base_model.get_submodule(family.embedding)
+            module = self.model.base_model.get_submodule(family.embedding)
             self._handles.append(module.register_forward_hook(partial(self._keep_output, "embedding", 0)))
-        self._handles.append(self._model.register_forward_pre_hook(self._start))
-        self._handles.append(self._model.register_forward_hook(self._end))
+        self._handles.append(self.model.register_forward_pre_hook(self._start))
+        self._handles.append(self.model.register_forward_hook(self._end))
 
     def _start(self, *_: object) -> None:
         if self._armed:
-            self._refuse_reentrant_checkpointing()
-            self._taps, self._in_forward = Taps(), True
+            self._recomputes = self._is_checkpointed()
+            self._taps, self._in_forward, self._came = Taps(), True, set()
 
     def _end(self, *_: object) -> None:
         self._in_forward = False
@@ -169,13 +180,13 @@ class Recorder:
     def _keep_attention(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         if not self._in_forward:
             return
+        if index in self._request.get("query", ()):
+            assert self._taps is not None
+            self._taps.scaling[index] = scaling
         tensors: dict[Aspect, Tensor] = {"query": query, "key": key, "value": value}
         for aspect, tensor in tensors.items():
             if index in self._request.get(aspect, ()):
                 self._keep(aspect, index, tensor)
-                if aspect == "query":
-                    assert self._taps is not None
-                    self._taps.scaling[index] = scaling
 
     def _keep_output(self, aspect: Aspect, index: int, _module: nn.Module, _args: object, output: Any) -> None:
         if self._in_forward:
@@ -183,26 +194,42 @@ class Recorder:
 
     def _keep(self, aspect: Aspect, index: int, tensor: Tensor) -> None:
         assert self._taps is not None
-        kept: dict[int, Tensor] = getattr(self._taps, aspect)
-        assert index not in kept, f"{aspect} of layer {index} came twice in one forward pass"
-        kept[index] = tensor
-        if aspect in self._projectors:
-            # (B, G, T, D) heads side by side, as (B, T, G·D)
-            flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
-            self._taps.projected.setdefault(aspect, {})[index] = self._projectors[aspect](flat)
+        assert (aspect, index) not in self._came, f"{aspect} of layer {index} came twice in one forward pass"
+        self._came.add((aspect, index))
+        getattr(self._taps, aspect)[index] = tensor
+        # What is computed here is not computed again with a checkpointed layer: its tensors must be kept as they are.
+        with saved_tensors_hooks(_itself, _itself) if self._recomputes else nullcontext():
+            if aspect in self._projectors:
+                # (B, G, T, D) heads side by side, as (B, T, G·D)
+                flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
+                self._taps.projected.setdefault(aspect, {})[index] = self._projectors[aspect](flat)
+            if self._offer is not None:
+                self._offer(self._taps, (aspect, index))
 
-    def _refuse_reentrant_checkpointing(self) -> None:
-        """Reentrant checkpointing runs the layers without a graph, so the taps' gradients would silently be lost."""
+    def _is_checkpointed(self) -> bool:
+        """Whether layers are to be recomputed in the backward pass.
+
+        Raises:
+            UserError: by reentrant checkpointing. It runs the layers without a graph, so the taps' gradients would
+                silently be lost.
+        """
+        checkpointed = False
         if not torch.is_grad_enabled():
-            return
-        for layer in layers_of(self._model):
+            return checkpointed
+        for layer in layers_of(self.model):
             if layer.training and getattr(layer, "gradient_checkpointing", False):
+                checkpointed = True
                 function = getattr(layer, "_gradient_checkpointing_func", None)
                 if getattr(function, "keywords", {}).get("use_reentrant") is not False:
                     raise UserError(
                         "activation checkpointing with use_reentrant=True loses the gradients of tapped tensors: "
                         'enable it with {"use_reentrant": False}'
                     )
+        return checkpointed
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _tapping_attention(

@@ -27,6 +27,7 @@ FIGURES = (
     "grad_norm",
     "tokens",
     "tokens_per_second",
+    "padding_share",
     "teacher_share",
     "peak_memory_bytes",
     "valid_loss",
@@ -128,7 +129,7 @@ class RunLog:
             self._file.write_text("".join(kept), encoding="utf-8")
 
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
-        """Log one line: loss, tokens_per_second, teacher_share and the other FIGURES there are, then each term."""
+        """Log one line: loss, tokens_per_second, shares and the other FIGURES there are, then each term."""
         if not self._active:
             return
         with self._file.open("a", encoding="utf-8") as file:
@@ -140,6 +141,7 @@ class RunLog:
             "loss": f"{values['loss']:.4g}",
             **{name: f"{value:.3g}" for name, value in values.items() if name not in FIGURES},
             "tok/s": f"{values['tokens_per_second']:,.0f}",
+            "padding": f"{values['padding_share']:.0%}",
             "teacher": f"{values['teacher_share']:.0%}",
             "eta": tqdm.format_interval(eta),
         }

@@ -15,7 +15,7 @@ from llmdistill.data.instruct import Encoded
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.data.validation import validation_batches
 from llmdistill.errors import UserError
-from llmdistill.methods.sft import Sft
+from llmdistill.methods.sft import make_sft
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.log import RunLog, Stopwatch
 from llmdistill.trainer import Trainer, global_counts
@@ -60,6 +60,10 @@ class Squares:
 
     weights = {"all": 1.0, "labelled": 3.0}  # noqa: RUF012
     positions = {"all": "tokens", "labelled": "labels"}  # noqa: RUF012
+    shift, needs_teacher, needs_teacher_words = True, False, False
+
+    def running(self, teacher, batch, factors=None):
+        return self
 
     def __call__(self, student, teacher, batch):
         values = student.logits[..., 0] ** 2
@@ -70,6 +74,16 @@ class Squares:
         }
 
 
+class Student:
+    """A model that gives logits and computes nothing on the way."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def learn(self, batch, terms):
+        return Outputs(logits=self.logits(batch), taps=Taps())
+
+
 def make_trainer(folder, micro_batch_size, method=None, steps=4):
     weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     items = [Encoded(list(range(1, 2 + n % 5)), list(range(3, 5 + n % 3))) for n in range(12)]
@@ -78,7 +92,7 @@ def make_trainer(folder, micro_batch_size, method=None, steps=4):
     )
     return weight, Trainer(
         engine=Engine(weight, 8 // micro_batch_size),
-        student=lambda batch: Outputs(logits=weight * batch.input_ids[..., None].double(), taps=Taps()),
+        student=Student(lambda batch: weight * batch.input_ids[..., None].double()),
         teacher=None,
         method=Squares() if method is None else method,
         loader=loader,
@@ -119,7 +133,7 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     _, trainer = make_trainer(tmp_path, 4)
     vocabulary = 7
     table = torch.randn(vocabulary, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    trainer.student = lambda batch: Outputs(logits=table[batch.input_ids], taps=Taps())
+    trainer.student = Student(lambda batch: table[batch.input_ids])
     items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
     shares = [
         validation_batches(items, pad_token_id=0, batch_size=2, rank=rank, world_size=world)
@@ -132,7 +146,7 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
         ids = item.prompt_ids + item.response_ids
         for place in range(len(item.prompt_ids), len(ids)):
             expected.append(-float(table[ids[place - 1]].log_softmax(-1)[ids[place]]))
-    trainer.validation, trainer.judge = shares[0], Sft()
+    trainer.validation, trainer.judge = shares[0], make_sft()
     assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
     assert trainer.engine.modes == ["eval", "train"]
     # A rank that has nothing left goes through the motions, and counts nothing.
@@ -157,7 +171,7 @@ def test_validation_stands_in_the_log_where_it_is_due(tmp_path):
 def test_counts_agree_with_what_the_terms_count(tmp_path):
     _, trainer = make_trainer(tmp_path, 4)
     batches = trainer.loader.micro_batches(0)
-    losses = [trainer.method(trainer.student(batch), None, batch) for batch in batches]
+    losses = [trainer.method(trainer.student.learn(batch, None), None, batch) for batch in batches]
     counts = global_counts(batches)
     assert counts[0] == sum(int(loss["all"].count) for loss in losses)
     assert counts[1] == sum(int(loss["labelled"].count) for loss in losses)

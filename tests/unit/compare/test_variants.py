@@ -5,7 +5,7 @@ import pytest
 from llmdistill.compare.variants import load_methods, load_suite, suite_names
 from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
-from llmdistill.methods.makd import TERMS, Makd
+from llmdistill.methods.makd import TERMS, make_makd
 
 
 def test_points_are_every_combination_of_the_shared_grid_and_the_own_one() -> None:
@@ -42,7 +42,7 @@ def test_unknown_suite_names_the_known_ones() -> None:
 def terms_of(settings: dict[str, object], num_layers: int = 12) -> tuple[set[str], object, object]:
     """The terms that are left, and the layers (1-based) of matrix and layer losses."""
     own = {key.removeprefix("makd."): value for key, value in settings.items() if key != "method"}
-    method = Makd(MakdConfig(**own), num_layers, causal=False, gated=True)
+    method = make_makd(MakdConfig(**own), num_layers, causal=False, gated=True)
     taps = method.student_taps
     matrix = sorted(layer + 1 for layer in taps.get("value", frozenset()))
     layer = sorted(layer + 1 for layer in taps.get("hidden", frozenset()))

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmdistill.batch import Outputs, Taps
 from llmdistill.config import DistilbertConfig, KdConfig, MinilmConfig, Minilmv2Config, TinybertConfig
-from llmdistill.methods import METHODS, build_method
-from llmdistill.methods.combined import Combined
-from llmdistill.methods.kd import Kd
+from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.methods.combined import combine
 from llmdistill.methods.objective import Objective
 
 SETTINGS: dict[str, Any] = {
@@ -27,7 +26,7 @@ def test_there_are_all_methods() -> None:
 
 def test_one_method_stays_itself(models) -> None:
     config = models.bert(2, 16, 4, 4)
-    assert isinstance(build_method(["kd"], SETTINGS, config, config), Kd)
+    assert list(build_method(["kd"], SETTINGS, config, config).weights) == ["forward_kl", "label"]
     objective = Objective(words=False, sequences="classes")
     assert list(build_method(["sft"], {}, config, config, objective).weights) == ["sequence_label"]
 
@@ -91,20 +90,13 @@ def test_a_teacher_is_needed_if_one_method_needs_it(models) -> None:
     assert build_method(["distilbert", "kd"], {**labels_alone, "kd": KdConfig()}, config, config).needs_teacher
 
 
-class Mapped:
+def mapped(name: str, widths: tuple[int, int]) -> Method:
     """A method of one aspect, mapped."""
-
-    def __init__(self, widths: tuple[int, int]) -> None:
-        self.weights, self.positions, self.needs_teacher = {"x": 1.0}, {"x": "tokens"}, True
-        self.teacher_taps = self.student_taps = {"hidden": frozenset({0})}
-        self.projections = {"hidden": widths}
-
-    def __call__(self, student: Outputs, teacher: Outputs | None, batch: Any) -> dict:
-        return {}
+    term = LayerTerm(name, frozenset({("hidden", 0)}), frozenset({("hidden", 0)}), lambda *_: None)
+    return Method(weights={name: 1.0}, layers=[term], projections={"hidden": widths})
 
 
 def test_one_aspect_is_mapped_one_way() -> None:
-    assert Combined({"a": Mapped((2, 4)), "b": Mapped((2, 4))}).projections == {"hidden": (2, 4)}
+    assert combine({"a": mapped("x", (2, 4)), "b": mapped("y", (2, 4))}).projections == {"hidden": (2, 4)}
     with pytest.raises(AssertionError, match="two methods map hidden"):
-        Combined({"a": Mapped((2, 4)), "b": Mapped((2, 8))})
-    assert Combined({"a": Mapped((2, 4))})(Outputs(None, Taps()), None, None) == {}
+        combine({"a": mapped("x", (2, 4)), "b": mapped("y", (2, 8))})

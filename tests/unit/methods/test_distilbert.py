@@ -7,14 +7,14 @@ from torch.nn import functional
 from llmdistill.config import DistilbertConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.distilbert import Distilbert
+from llmdistill.methods.distilbert import build_distilbert
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta"])
 def test_terms_equal_the_naive_loop(models, family: str) -> None:
     make = models.families[family]
     pair = models.Pair(make(4, 16, 4, 2), make(2, 16, 2, 1))
-    method = Distilbert(DistilbertConfig(), pair.teacher_config, pair.student_config)
+    method = build_distilbert(DistilbertConfig(), pair.teacher_config, pair.student_config)
     assert method.weights == {"soft": 5.0, "label": 2.0, "cosine": 1.0}
     assert method.positions == {"soft": "labels", "label": "labels", "cosine": "tokens"}
     student, teacher = pair.seen()
@@ -47,7 +47,7 @@ def test_terms_without_weight_do_not_exist(
     models, settings: DistilbertConfig, names: list, needs_teacher: bool
 ) -> None:
     pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
-    method = Distilbert(settings, pair.teacher_config, pair.student_config)
+    method = build_distilbert(settings, pair.teacher_config, pair.student_config)
     assert list(pair.means(method)) == names
     assert method.needs_teacher is needs_teacher
     assert method.student_taps == ({"hidden": {1}} if "cosine" in names else {})
@@ -58,13 +58,13 @@ def test_terms_without_weight_do_not_exist(
 def test_student_that_equals_its_teacher_stays(models) -> None:
     config = models.bert(2, 16, 4, 4)
     pair = models.Pair(config, config, seeds=(0, 0))
-    means = pair.means(Distilbert(DistilbertConfig(label=0.0), config, config))
+    means = pair.means(build_distilbert(DistilbertConfig(label=0.0), config, config))
     assert means == pytest.approx({"soft": 0, "cosine": 0}, abs=1e-6)
 
 
 def test_padding_does_not_matter(models) -> None:
     pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
-    method = Distilbert(DistilbertConfig(), pair.teacher_config, pair.student_config)
+    method = build_distilbert(DistilbertConfig(), pair.teacher_config, pair.student_config)
     assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_only_the_cosine_needs_the_same_width(models) -> None:
 
 def test_the_softened_output_is_compared_at_the_masked_words_alone(models) -> None:
     pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
-    method = Distilbert(DistilbertConfig(cosine=0.0), pair.teacher_config, pair.student_config)
+    method = build_distilbert(DistilbertConfig(cosine=0.0), pair.teacher_config, pair.student_config)
     run = pair.run(method)
     terms = method(run.student, run.teacher, pair.batch)
     chosen = pair.batch.labels >= 0

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
-from llmdistill.batch import LossSum
 from llmdistill.errors import UserError
-from llmdistill.methods.layer_map import named_layer, sum_over_layers, uniform_map
+from llmdistill.methods.layer_map import named_layer, uniform_map
 
 
 @pytest.mark.parametrize(
@@ -45,8 +43,3 @@ def test_named_layers_count_from_one() -> None:
     for spec in (0, 5, -1):
         with pytest.raises(UserError, match=rf"x is {spec}: the teacher has 4 layers; give one from 1 to 4"):
             named_layer(spec, config, key="x")
-
-
-def test_layers_are_summed_and_counted_once() -> None:
-    total = sum_over_layers([LossSum(torch.tensor(float(n)), torch.tensor(5)) for n in (1, 2, 4)])
-    assert total == (7, 5)

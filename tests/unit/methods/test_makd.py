@@ -19,7 +19,8 @@ from transformers import (
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, TapRequest, Taps
 from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
-from llmdistill.methods.makd import TERMS, Makd, build_makd, check_same_shape
+from llmdistill.methods import Method
+from llmdistill.methods.makd import TERMS, build_makd, check_same_shape, make_makd
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.taps import Recorder
 
@@ -116,7 +117,7 @@ def run(model: PreTrainedModel, request: TapRequest, batch: Batch) -> Outputs:
     return Outputs(logits, taps)
 
 
-def total_of(method: Makd, student: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> Tensor:
+def total_of(method: Method, student: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> Tensor:
     with torch.no_grad():
         of_teacher = run(teacher, method.teacher_taps, batch)
     terms = method(run(student, method.student_taps, batch), of_teacher, batch)
@@ -249,7 +250,7 @@ def test_other_masks_equal_the_naive_loop(config: PreTrainedConfig) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 def test_each_variant_asks_only_for_what_it_needs(settings: MakdConfig, gated: bool) -> None:
-    method = Makd(settings, LAYERS, causal=True, gated=gated)
+    method = make_makd(settings, LAYERS, causal=True, gated=gated)
     weights = asdict(settings)
     expected: dict[str, set[int]] = {}
     for name in MATRIX:
@@ -265,16 +266,16 @@ def test_each_variant_asks_only_for_what_it_needs(settings: MakdConfig, gated: b
 
 
 def test_terms_and_their_order() -> None:
-    method = Makd(MakdConfig(label=1.0), 4, causal=True, gated=True)
+    method = make_makd(MakdConfig(label=1.0), 4, causal=True, gated=True)
     assert tuple(method.weights) == TERMS
-    names = list(Makd(MakdConfig(), 4, causal=True, gated=False).weights)
+    names = list(make_makd(MakdConfig(), 4, causal=True, gated=False).weights)
     assert names == ["query", "key", "value", "ffn_up", "ffn_down", "attention", "hidden", "logits"]
-    one_layer = Makd(MakdConfig(), 1, causal=True, gated=True)  # the lower half of one layer is empty
+    one_layer = make_makd(MakdConfig(), 1, causal=True, gated=True)  # the lower half of one layer is empty
     assert list(one_layer.weights) == ["attention", "hidden", "logits"]
 
 
 def test_a_term_is_summed_over_layers_and_counted_once() -> None:
-    method = Makd(MakdConfig(layer_layers="all", matrix_layers="none", attention=0.0), 3, causal=True, gated=True)
+    method = make_makd(MakdConfig(layer_layers="all", matrix_layers="none", attention=0.0), 3, causal=True, gated=True)
     batch = make_batch()
     student = {layer: torch.full((3, 8, 2), float(layer + 1)) for layer in range(3)}
     teacher = {layer: torch.zeros(3, 8, 2) for layer in range(3)}
@@ -309,17 +310,17 @@ def test_padding_does_not_matter() -> None:
 
 
 def test_needs_teacher() -> None:
-    assert Makd(MakdConfig(), 4, causal=True, gated=True).needs_teacher
+    assert make_makd(MakdConfig(), 4, causal=True, gated=True).needs_teacher
     names = [name for name in TERMS if name != "label"]
-    method = Makd(MakdConfig(**off(*names), label=1.0), 4, causal=True, gated=True)
+    method = make_makd(MakdConfig(**off(*names), label=1.0), 4, causal=True, gated=True)
     assert not method.needs_teacher
     batch = make_batch()
     assert list(method(Outputs(torch.zeros(3, 8, 50), Taps()), None, batch)) == ["label"]
 
 
 def test_bad_settings() -> None:
-    def build(settings: MakdConfig) -> Makd:
-        return Makd(settings, 4, causal=True, gated=True)
+    def build(settings: MakdConfig) -> Method:
+        return make_makd(settings, 4, causal=True, gated=True)
 
     with pytest.raises(UserError, match=r"makd\.matrix_layers is '1-9': the model has 4 layers"):
         build(MakdConfig(matrix_layers="1-9"))

@@ -6,7 +6,7 @@ import torch
 from llmdistill.config import MinilmConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.minilm import Minilm
+from llmdistill.methods.minilm import build_minilm
 
 LAYERS = {
     "last": (MinilmConfig(), [(1, 4)]),
@@ -52,7 +52,7 @@ def naive(pair, models, names, layers: list[tuple[int, int]], projector=None) ->
 
 @pytest.mark.parametrize(("settings", "layers"), LAYERS.values(), ids=LAYERS)
 def test_terms_equal_the_naive_loop(pair, models, settings: MinilmConfig, layers: list[tuple[int, int]]) -> None:
-    method = Minilm(settings, pair.teacher_config, pair.student_config)
+    method = build_minilm(settings, pair.teacher_config, pair.student_config)
     projector = None
     if method.projections:
         projector = pair.run(method).projectors["value"].weight.detach().double()
@@ -64,7 +64,7 @@ def test_terms_equal_the_naive_loop(pair, models, settings: MinilmConfig, layers
 
 def test_values_of_the_same_width_need_no_matrix(models) -> None:
     pair = models.Pair(models.llama(3, 32, 4, 2), models.llama(2, 16, 4, 4))  # 2 value heads of 8, 4 of 4
-    method = Minilm(MinilmConfig(value_mse=1.0), pair.teacher_config, pair.student_config)
+    method = build_minilm(MinilmConfig(value_mse=1.0), pair.teacher_config, pair.student_config)
     assert not method.projections
     assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, [(1, 2)]), rel=1e-4)
 
@@ -79,7 +79,7 @@ def test_values_of_the_same_width_need_no_matrix(models) -> None:
     ],
 )
 def test_it_asks_only_for_what_it_needs(models, settings: MinilmConfig, aspects: set[str]) -> None:
-    method = Minilm(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
+    method = build_minilm(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
     assert method.needs_teacher
     assert method.student_taps == {aspect: {1} for aspect in aspects}
     assert method.teacher_taps == {aspect: {4} for aspect in aspects}
@@ -89,7 +89,7 @@ def test_it_asks_only_for_what_it_needs(models, settings: MinilmConfig, aspects:
 def test_student_that_equals_its_teacher_stays(models) -> None:
     config = models.llama(2, 16, 4, 2)
     pair = models.Pair(config, config, seeds=(0, 0))
-    method = Minilm(MinilmConfig(layers="uniform", value_mse=1.0), config, config)
+    method = build_minilm(MinilmConfig(layers="uniform", value_mse=1.0), config, config)
     run = pair.run(method)
     terms = method(run.student, run.teacher, pair.batch)
     torch.stack([term.sum for term in terms.values()]).sum().backward()
@@ -98,7 +98,7 @@ def test_student_that_equals_its_teacher_stays(models) -> None:
 
 
 def test_padding_does_not_matter(pair) -> None:
-    method = Minilm(MinilmConfig(layers="uniform", value_mse=1.0), pair.teacher_config, pair.student_config)
+    method = build_minilm(MinilmConfig(layers="uniform", value_mse=1.0), pair.teacher_config, pair.student_config)
     assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
 
 
@@ -119,4 +119,4 @@ def test_models_that_cannot_be_compared(models, settings: dict, student: tuple, 
 
 def test_other_windows_cannot_be_compared(models) -> None:
     with pytest.raises(UserError, match="window is None in the student's layer 2 and 3 in the teacher's layer 5"):
-        Minilm(MinilmConfig(), models.mistral(5, 32, 4, 2), models.llama(2, 16, 4, 2))
+        build_minilm(MinilmConfig(), models.mistral(5, 32, 4, 2), models.llama(2, 16, 4, 2))

@@ -7,7 +7,7 @@ import pytest
 from llmdistill.config import Minilmv2Config
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.minilmv2 import SIDES, Minilmv2
+from llmdistill.methods.minilmv2 import SIDES, build_minilmv2
 
 EVERY = ["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]
 
@@ -36,7 +36,7 @@ def naive(pair, models, relations: list[str], count: int, student_layer: int, te
     ],
 )
 def test_terms_equal_the_naive_loop(pair, models, settings: Minilmv2Config, teacher_layer: int) -> None:
-    method = Minilmv2(settings, pair.teacher_config, pair.student_config)
+    method = build_minilmv2(settings, pair.teacher_config, pair.student_config)
     names = [f"relation_{relation}" for relation in settings.relations]
     assert method.weights == dict.fromkeys(names, settings.weight)
     assert method.positions == dict.fromkeys(names, "tokens")
@@ -51,14 +51,14 @@ def test_all_nine_relations_of_models_with_other_heads(models, family: str) -> N
     make = models.families[family]
     pair = models.Pair(make(3, 24, 4, 2), make(2, 12, 2, 1))
     settings = Minilmv2Config(relations=EVERY, relation_heads=3)
-    method = Minilmv2(settings, pair.teacher_config, pair.student_config)
+    method = build_minilmv2(settings, pair.teacher_config, pair.student_config)
     assert list(method.weights) == [f"relation_{relation}" for relation in EVERY]
     assert pair.means(method) == pytest.approx(naive(pair, models, EVERY, 3, 1, 2), rel=1e-4)
 
 
 def test_directions_of_a_mixed_relation_differ(models) -> None:
     pair = models.Pair(models.bert(3, 32, 4, 4), models.bert(2, 16, 4, 4))
-    method = Minilmv2(
+    method = build_minilmv2(
         Minilmv2Config(relations=["qk", "kq"], relation_heads=4), pair.teacher_config, pair.student_config
     )
     means = pair.means(method)
@@ -71,21 +71,21 @@ def test_directions_of_a_mixed_relation_differ(models) -> None:
 )
 def test_it_asks_only_for_what_it_needs(models, relations: list, aspects: set[str]) -> None:
     settings = Minilmv2Config(relations=relations, relation_heads=2, teacher_layer=4)
-    method = Minilmv2(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
+    method = build_minilmv2(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
     assert method.needs_teacher
     assert method.student_taps == {aspect: {1} for aspect in aspects}
     assert method.teacher_taps == {aspect: {3} for aspect in aspects}
 
 
 def test_padding_does_not_matter(pair) -> None:
-    method = Minilmv2(Minilmv2Config(relation_heads=4), pair.teacher_config, pair.student_config)
+    method = build_minilmv2(Minilmv2Config(relation_heads=4), pair.teacher_config, pair.student_config)
     assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
 
 
 def test_student_that_equals_its_teacher_stays(models) -> None:
     config = models.llama(2, 16, 4, 2)
     pair = models.Pair(config, config, seeds=(0, 0))
-    means = pair.means(Minilmv2(Minilmv2Config(relation_heads=4, relations=EVERY), config, config))
+    means = pair.means(build_minilmv2(Minilmv2Config(relation_heads=4, relations=EVERY), config, config))
     assert all(abs(mean) < 1e-6 for mean in means.values())
 
 
@@ -107,18 +107,18 @@ def test_relation_heads_must_divide_the_widths(models) -> None:
 def test_layers_that_are_not_there(models, layer: int) -> None:
     settings = Minilmv2Config(relation_heads=2, teacher_layer=layer)
     with pytest.raises(UserError, match=rf"minilmv2\.teacher_layer is {layer}: the teacher has 5 layers.* from 1 to 5"):
-        Minilmv2(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
+        build_minilmv2(settings, models.bert(5, 32, 4, 4), models.bert(2, 16, 4, 4))
 
 
 def test_other_kinds_and_windows_cannot_be_compared(models) -> None:
     settings = Minilmv2Config(relation_heads=2)
     with pytest.raises(UserError, match="is a decoder and the student"):
-        Minilmv2(settings, models.llama(2, 16, 4, 2), models.bert(2, 16, 4, 4))
+        build_minilmv2(settings, models.llama(2, 16, 4, 2), models.bert(2, 16, 4, 4))
     with pytest.raises(UserError, match="the attention window is 3 in the student's layer 2 and None"):
-        Minilmv2(settings, models.llama(2, 16, 4, 2), models.mistral(2, 16, 4, 2))
+        build_minilmv2(settings, models.llama(2, 16, 4, 2), models.mistral(2, 16, 4, 2))
 
 
 def test_the_search_comes_first(models) -> None:
     config = models.bert(2, 16, 4, 4)
     with pytest.raises(AssertionError, match="search"):
-        Minilmv2(Minilmv2Config(teacher_layer="auto"), config, config)
+        build_minilmv2(Minilmv2Config(teacher_layer="auto"), config, config)

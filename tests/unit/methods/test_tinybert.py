@@ -6,7 +6,7 @@ import torch
 from llmdistill.config import TinybertConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.tinybert import Tinybert
+from llmdistill.methods.tinybert import build_tinybert
 
 LAYERS = [(0, 2), (1, 4)]
 """Of 2 against 5 layers: 2.5 is rounded to the third."""
@@ -52,7 +52,7 @@ def naive(pair, projectors: dict[str, torch.Tensor], layers=LAYERS, temperature:
 
 @pytest.mark.parametrize("settings", [TinybertConfig(), TinybertConfig(hidden=0.5, soft=2.0, temperature=3.0)])
 def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig) -> None:
-    method = Tinybert(settings, pair.teacher_config, pair.student_config)
+    method = build_tinybert(settings, pair.teacher_config, pair.student_config)
     run = pair.run(method)
     projectors = {name: module.weight.detach().double() for name, module in run.projectors.items()}
     assert method.projections == {"hidden": (16, 32), "embedding": (16, 32)}
@@ -65,7 +65,7 @@ def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig) -> None:
 
 def test_models_of_the_same_width_need_no_matrix(models) -> None:
     pair = models.Pair(models.bert(4, 8, 4, 4), models.bert(2, 8, 4, 4))
-    method = Tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
+    method = build_tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
     assert not method.projections
     expected = naive(pair, {}, layers=[(0, 1), (1, 3)])
     assert pair.means(method) == pytest.approx({name: expected[name] for name in method.weights}, rel=1e-4)
@@ -73,7 +73,7 @@ def test_models_of_the_same_width_need_no_matrix(models) -> None:
 
 def test_the_matrices_learn(models) -> None:
     pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 8, 4, 4))
-    method = Tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
+    method = build_tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
     run = pair.run(method)
     terms = method(run.student, run.teacher, pair.batch)
     torch.stack([term.sum for term in terms.values()]).sum().backward()
@@ -93,7 +93,7 @@ def test_the_matrices_learn(models) -> None:
     ],
 )
 def test_it_asks_only_for_what_it_needs(models, settings: TinybertConfig, taps: dict[str, set[int]]) -> None:
-    method = Tinybert(settings, models.bert(4, 32, 4, 4), models.bert(2, 16, 4, 4))
+    method = build_tinybert(settings, models.bert(4, 32, 4, 4), models.bert(2, 16, 4, 4))
     assert method.needs_teacher
     assert method.student_taps == taps
     of_teacher = {name: {0} if name == "embedding" else {1, 3} for name in taps}
@@ -104,11 +104,11 @@ def test_it_asks_only_for_what_it_needs(models, settings: TinybertConfig, taps: 
 def test_student_that_equals_its_teacher_stays(models) -> None:
     config = models.gpt2(2, 16, 4, 4)
     pair = models.Pair(config, config, seeds=(0, 0))
-    assert pair.means(Tinybert(TinybertConfig(), config, config)) == {"attention": 0, "hidden": 0, "embedding": 0}
+    assert pair.means(build_tinybert(TinybertConfig(), config, config)) == {"attention": 0, "hidden": 0, "embedding": 0}
 
 
 def test_padding_does_not_matter(pair) -> None:
-    method = Tinybert(TinybertConfig(soft=1.0), pair.teacher_config, pair.student_config)
+    method = build_tinybert(TinybertConfig(soft=1.0), pair.teacher_config, pair.student_config)
     assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
 
 

@@ -1,0 +1,261 @@
+"""The losses of a forward pass that computes them while it runs, against the same from whole taps and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.config import DistilbertConfig, KdConfig, MakdConfig, MinilmConfig, Minilmv2Config, TinybertConfig
+from llmdistill.factorize.modules import install
+from llmdistill.methods import Method, build_method
+from llmdistill.methods.objective import Objective
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SETTINGS: dict[str, Any] = {
+    "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5, temperature=2.0),
+    "kd": KdConfig(ratio=0.7, temperature=2.0, divergence="skew_reverse_kl"),
+    "minilm": MinilmConfig(layers="uniform", value_mse=1.0),
+    "minilmv2": Minilmv2Config(relation_heads=8, relations=("qq", "kk", "qk")),
+    "distilbert": DistilbertConfig(),
+    "tinybert": TinybertConfig(soft=1.0),
+}
+BOTH = Objective(words=True, sequences="classes")
+
+
+def make(family: str, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    kinds: dict[str, Any] = {
+        "llama": (LlamaForCausalLM, LlamaConfig(vocab_size=40, num_key_value_heads=2, **SIZES)),
+        "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=32)),
+        "bert": (BertForPreTraining, BertConfig(vocab_size=40, max_position_embeddings=32, **SIZES)),
+        "roberta": (RobertaForMaskedLM, RobertaConfig(vocab_size=40, max_position_embeddings=32, **SIZES)),
+    }
+    kind, config = kinds[family]
+    model = kind._from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than at birth, so that every term has weight
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def make_batch(family: str = "llama") -> Batch:
+    ids = torch.randint(3, 40, (3, 9), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = mask[1, :3] = 0
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels[:, :4] = IGNORE_INDEX
+    targets = torch.tensor([1, IGNORE_INDEX, 0]) if family == "bert" else None
+    return Batch(ids, mask, labels, targets=targets)
+
+
+def method_of(name: str, family: str) -> Method:
+    config = make(family, 0).config
+    return build_method([name], SETTINGS, config, config, BOTH if family == "bert" else Objective())
+
+
+def total(method: Method, losses: dict[str, Any]) -> Tensor:
+    return torch.stack([weight * losses[name].sum / 7 for name, weight in method.weights.items()]).sum()
+
+
+def both_ways(method: Method, student: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> SimpleNamespace:
+    """Losses and gradients from whole taps and logits, and from those that are computed on the way."""
+    factors = {name: weight / 7 for name, weight in method.weights.items()}
+    seen = []
+    for running in (False, True):
+        of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
+        of_student = TappedModel(student, Recorder(student, method.student_taps))
+        with torch.no_grad():
+            taught = of_teacher.teach(batch, words=method.needs_teacher_words) if running else of_teacher(batch)
+        outputs = of_student.learn(batch, method.running(taught, batch, factors)) if running else of_student(batch)
+        losses = method(outputs, taught, batch)
+        student.zero_grad()
+        total(method, losses).backward()
+        gradients = {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+        seen.append(SimpleNamespace(losses=losses, gradients=gradients, outputs=outputs, taught=taught))
+        for each in (of_teacher, of_student):
+            each._recorder.remove()
+    return SimpleNamespace(plain=seen[0], running=seen[1])
+
+
+def compare(ways: SimpleNamespace) -> None:
+    assert list(ways.running.losses) == list(ways.plain.losses)
+    for name, loss in ways.plain.losses.items():
+        torch.testing.assert_close(ways.running.losses[name].sum, loss.sum, rtol=2e-5, atol=1e-6)
+        assert ways.running.losses[name].count == loss.count
+    for name, gradient in ways.plain.gradients.items():
+        other = ways.running.gradients.get(name, torch.zeros(()))
+        assert (other - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_losses_and_gradients_are_those_of_whole_taps_and_logits(name: str, family: str) -> None:
+    ways = both_ways(method_of(name, family), make(family, 1), make(family, 0), make_batch(family))
+    compare(ways)
+    assert ways.running.outputs.logits is None
+    for taps in (ways.running.outputs.taps, ways.running.taught.taps):
+        kept = {aspect: tensors for aspect, tensors in vars(taps).items() if tensors and aspect != "scaling"}
+        assert not any(kept.get("projected", {}).values()), kept
+        assert not kept.keys() - {"projected"}, "something is kept that no term needs any more"
+
+
+def test_a_combination_and_the_students_own_answers() -> None:
+    config = make("llama", 0).config
+    method = build_method(["makd", "kd"], SETTINGS, config, config)
+    compare(both_ways(method, make("llama", 1), make("llama", 0), replace(make_batch(), own_answers=True)))
+
+
+def test_checkpointed_layers_keep_what_the_losses_need() -> None:
+    student, plain = make("llama", 1).train(), make("llama", 1).train()
+    student.gradient_checkpointing_enable({"use_reentrant": False})
+    method, teacher, batch = method_of("makd", "llama"), make("llama", 0), make_batch()
+    ways = both_ways(method, student, teacher, batch)
+    compare(ways)
+    expected = both_ways(method, plain, teacher, batch).running.gradients
+    torch.testing.assert_close(ways.running.gradients, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_projectors_under_checkpointing_learn_the_same() -> None:
+    gradients = []
+    config, wide = make("llama", 0).config, LlamaConfig(vocab_size=40, **{**SIZES, "hidden_size": 32})
+    method = build_method(["tinybert"], SETTINGS, wide, config)
+    teacher = LlamaForCausalLM._from_config(wide, attn_implementation="sdpa").eval()
+    for checkpointed in (False, True):
+        student = make("llama", 1).train()
+        if checkpointed:
+            student.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(5)
+        projectors = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in method.projections.items()})
+        batch = make_batch()
+        of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
+        with torch.no_grad():
+            taught = of_teacher.teach(batch, words=True)
+        of_teacher._recorder.remove()
+        outputs = TappedModel(student, Recorder(student, method.student_taps, projectors)).learn(
+            batch, method.running(taught, batch, {name: 1 / 7 for name in method.weights})
+        )
+        total(method, method(outputs, taught, batch)).backward()
+        gradients.append([p.grad for p in (*student.parameters(), *projectors.parameters()) if p.grad is not None])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
+
+
+def test_factorised_embedding_and_its_tied_head() -> None:
+    config = make("gpt2", 0).config
+    students = [make("gpt2", 1) for _ in range(2)]
+    for student in students:
+        torch.manual_seed(3)
+        install(student, {}, 8)
+        for parameter in student.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        student.tie_weights()
+    method = build_method(["kd"], SETTINGS, config, config)
+    ways = both_ways(method, students[0], make("gpt2", 0), make_batch())
+    compare(ways)
+    assert any(".A." in name for name in ways.running.gradients)
+
+
+def test_a_batch_without_labels_teaches_nothing_on_words() -> None:
+    batch = make_batch()
+    batch = replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX))
+    ways = both_ways(method_of("kd", "llama"), make("llama", 1), make("llama", 0), batch)
+    assert all(loss.sum == 0 and loss.count == 0 for loss in ways.running.losses.values())
+    assert all(not gradient.any() for gradient in ways.running.gradients.values())
+
+
+def test_the_head_sees_only_the_rows_that_predict_a_label() -> None:
+    student, batch = make("llama", 1), make_batch()
+    seen = []
+    student.lm_head.register_forward_hook(lambda _m, args, output: seen.append((args[0].shape, output.shape)))
+    method = method_of("makd", "llama")
+    teacher = TappedModel(make("llama", 0), Recorder(make("llama", 0), {}))
+    del teacher
+    both_ways(method, student, make("llama", 0), batch)
+    labels = int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
+    (plain, whole), (rows, sums) = seen
+    assert (plain, whole) == ((3, 9, 16), (3, 9, 40))
+    assert (rows, sums) == ((1, labels, 16), (2,))
+
+
+def test_relations_alone_run_the_head_on_no_row() -> None:
+    student = make("llama", 1)
+    seen = []
+    student.lm_head.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape))
+    both_ways(method_of("minilmv2", "llama"), student, make("llama", 0), make_batch())
+    assert seen[1] == (1, 0, 16)
+
+
+def test_words_beyond_the_shared_vocabulary_take_no_part() -> None:
+    method, batch = method_of("kd", "llama"), make_batch()
+    batch = replace(
+        batch, input_ids=batch.input_ids % 30, labels=batch.labels.where(batch.labels < 0, batch.labels % 30)
+    )
+    student, teacher = make("llama", 1), make("llama", 0)
+    of_teacher = TappedModel(teacher, Recorder(teacher, {}), vocabulary=30)
+    of_student = TappedModel(student, Recorder(student, {}), vocabulary=30)
+    with torch.no_grad():
+        taught = of_teacher.teach(batch, words=True)
+        plain = method(of_student(batch), of_teacher(batch), batch)
+    outputs = of_student.learn(batch, method.running(taught, batch, {"skew_reverse_kl": 0.7, "label": 0.3}))
+    for name, loss in method(outputs, taught, batch).items():
+        torch.testing.assert_close(loss.sum.detach(), plain[name].sum, rtol=1e-5, atol=0)
+
+
+def test_without_gradients_the_values_are_the_same() -> None:
+    method, batch = method_of("makd", "llama"), make_batch()
+    student, teacher = make("llama", 1), make("llama", 0)
+    expected = both_ways(method, student, teacher, batch).plain.losses
+    with torch.no_grad():
+        taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)).teach(batch, words=True)
+        outputs = TappedModel(student, Recorder(student, method.student_taps)).learn(
+            batch, method.running(taught, batch)
+        )
+    for name, loss in method(outputs, taught, batch).items():
+        assert not loss.sum.requires_grad
+        torch.testing.assert_close(loss.sum, expected[name].sum.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_rows_give_the_losses_of_the_sequences_apart(family: str) -> None:
+    method = method_of("makd", family)
+    lengths, ids = (5, 4), torch.randint(3, 40, (9,), generator=torch.Generator().manual_seed(2))
+    parts = ids.split(lengths)
+    apart = Batch(
+        torch.stack([nn.functional.pad(part, (0, 5 - len(part))) for part in parts]),
+        torch.stack([nn.functional.pad(torch.ones_like(part), (0, 5 - len(part))) for part in parts]),
+        torch.stack([nn.functional.pad(part, (0, 5 - len(part)), value=IGNORE_INDEX) for part in parts]),
+    )
+    labels = ids.clone()
+    labels[[0, 5]] = IGNORE_INDEX  # the last token of a sequence does not predict the next one's first
+    packed = Batch(
+        ids[None],
+        torch.tensor([[1] * 5 + [2] * 4]),
+        labels[None],
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+    )
+    student, teacher = make(family, 1), make(family, 0)
+    one = both_ways(method, student, teacher, apart).running
+    other = both_ways(method, student, teacher, packed).running
+    for name, loss in one.losses.items():
+        torch.testing.assert_close(other.losses[name].sum, loss.sum, rtol=2e-5, atol=1e-6)
+        assert other.losses[name].count == loss.count
+    for name, gradient in one.gradients.items():
+        assert (other.gradients[name] - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max()), name
