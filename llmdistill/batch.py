@@ -50,8 +50,8 @@ class Batch:
     input_ids: Tensor
     """(B, T) int64."""
     attention_mask: Tensor
-    """(B, T) int64, 1 at real tokens, 0 at padding. In a packed batch the number, from 1, of the token's sequence in its
-    row: it sees no other."""
+    """(B, T) int64, 1 at real tokens, 0 at padding. In a packed batch the number, from 1, of the token's sequence in
+    its row: it sees no other."""
     labels: Tensor
     """(B, T) int64: the token itself where it is to be learnt, else IGNORE_INDEX. Not shifted: in a decoder's batch the
     first label of a sequence has nothing before it that could predict it, and no masked word stands there either."""
@@ -63,6 +63,8 @@ class Batch:
     """(B, T) int64, from 0 in each sequence of a packed row; None where a row is one sequence."""
     label_rows: Tensor | None = None
     """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `located`."""
+    padded: bool | None = None
+    """Whether any row ends in padding, or begins with it; None until `located`."""
     targets: Tensor | None = None
     """(B,): what is to be said of each sequence. int64 classes, IGNORE_INDEX where none (next sentence: 0 it follows,
     1 it does not, as in BERT), or fp32 scores, NaN where none; None in batches without."""
@@ -82,14 +84,15 @@ class Batch:
         return ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
 
     def located(self, *, shift: bool) -> Batch:
-        """The same batch with its `label_rows`, found where it is: on a GPU that would make the host wait.
+        """The same batch with `label_rows` and `padded`, found where it is: on a GPU the host would have to wait.
 
         Args:
             shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
         """
         if self.label_rows is not None:
             return self
-        return replace(self, label_rows=(self._predicted(shift) != IGNORE_INDEX).flatten().nonzero()[:, 0])
+        rows_N = (self._predicted(shift) != IGNORE_INDEX).flatten().nonzero()[:, 0]
+        return replace(self, label_rows=rows_N, padded=bool((self.attention_mask == 0).any()))
 
     def located_labels(self, *, shift: bool) -> Tensor:
         """(N,): the label that each of `label_rows` predicts."""

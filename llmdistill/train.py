@@ -49,6 +49,8 @@ def run(arguments: Sequence[str]) -> None:
     world = init_distributed()
     try:
         quiet_libraries()
+        for plan in plans:
+            assemble.check_machine(plan, world)
         data = assemble.tokenise_texts(plans[0], data, world)
         claim_folder(plans[-1].folder, plans[-1].record(), resume=config.resume, world=world)
         for plan in plans[:-1]:

@@ -1,24 +1,54 @@
-"""Compare the package's truncated SVD with torch.linalg.svd: seconds and approximation error, in one run.
+"""Setting up: truncated SVD against torch.linalg.svd, a whole model factorised and loaded, a text tokenised and cached.
 
     python scripts/bench_factorize.py           # 2048×8192 at rank 600 and its neighbours, minutes
-    python scripts/bench_factorize.py --quick   # a smaller matrix, seconds
+    python scripts/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
+    python scripts/bench_factorize.py --quick   # smaller ones, under a minute
 
-The last line is JSON with the figures of the first row.
+Matrices are fp32. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its layers without --full), and
+is factorised from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense.
+Loading is from_pretrained, of the student and of the dense model, whose files the system has just seen.
+
+The last line is JSON with the figures of the first matrix, of the model (set_up) and of the text (tokenise).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from benching import Settings, Work, measure, median_ratio, parse
+from benching_table import Line, Table
 from torch import Tensor
 
-from llmdistill.factorize.svd import truncated_svd
-
 Factors = tuple[Tensor, Tensor, Tensor]
+
+LLAMA = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+"""Llama-3.2-1B's config."""
+TWO_LAYERS = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 16384}
+SMALL = {**TWO_LAYERS, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8}
+RANK = {"full": 606, "quick": 64}
+"""Of the layers' linears; what such a rank would enlarge stays dense."""
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: {"work": svd, model or text, ...}."""
+    rows = {"svd": svd_row, "model": model_row, "text": text_row}
+    return rows[row["work"]](row, device)
 
 
 def full_svd(matrix: Tensor, rank: int) -> Factors:
@@ -27,7 +57,7 @@ def full_svd(matrix: Tensor, rank: int) -> Factors:
     return u[:, :rank], s[:rank], vh[:rank]
 
 
-def make_matrix(n: int, m: int, spectrum: str, device: str) -> Tensor:
+def make_matrix(n: int, m: int, spectrum: str, device: torch.device) -> Tensor:
     """An fp32 matrix: "flat" is Gaussian noise, the hard case; "decaying" has σᵢ ~ 1/i, as trained weights do."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(n, m, generator=generator) / m**0.5
@@ -37,57 +67,137 @@ def make_matrix(n: int, m: int, spectrum: str, device: str) -> Tensor:
     return matrix.to(device)
 
 
-def timed(function: Callable[[Tensor, int], Factors], matrix: Tensor, rank: int) -> tuple[float, Factors]:
-    """Seconds and result of one call."""
-    start = time.perf_counter()
-    result = function(matrix, rank)
-    if matrix.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
-
-
 def error(matrix: Tensor, factors: Factors) -> float:
     """Frobenius norm of what the approximation misses, in fp64."""
     u, s, vh = (factor.double() for factor in factors)
     return torch.linalg.norm(matrix.double() - (u * s) @ vh).item()
 
 
-def bench(n: int, m: int, rank: int, spectrum: str, device: str) -> dict[str, float | int | str]:
-    """One row: seconds of both, their ratio, and ours error over the optimum's, minus 1."""
-    matrix = make_matrix(n, m, spectrum, device)
-    truncated_svd(matrix[:, :n].contiguous(), 1)  # threads and libraries are up before the clock runs
-    seconds, ours = timed(truncated_svd, matrix, rank)
-    seconds_full, full = timed(full_svd, matrix, rank)
-    return {
-        "matrix": f"{n}x{m}",
-        "spectrum": spectrum,
-        "rank": rank,
-        "seconds": round(seconds, 3),
-        "seconds_full_svd": round(seconds_full, 3),
-        "speedup": round(seconds_full / seconds, 2),
-        "relative_error_over_optimum": error(matrix, ours) / error(matrix, full) - 1,
-    }
+def svd_row(row: dict[str, Any], device: torch.device) -> Work:
+    """One decomposition, ours or the full one; and how far from the optimum its error is."""
+    from llmdistill.factorize.svd import truncated_svd
+
+    matrix = make_matrix(row["n"], row["m"], row["spectrum"], device)
+    function = truncated_svd if row["way"] == "ours" else full_svd
+    facts = {"error": error(matrix, function(matrix, row["rank"]))}
+
+    def call() -> None:
+        function(matrix, row["rank"])
+
+    return Work(call, facts)
+
+
+def model_row(row: dict[str, Any], device: torch.device) -> Work:
+    """Seconds to factorise a folder's model into another folder, and to load each of both."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from llmdistill.config import FactorizeConfig
+    from llmdistill.factorize import compress
+    from llmdistill.factorize.budget import build_reference, layer_linears
+    from llmdistill.factorize.modules import features
+
+    config = LlamaConfig(**row["config"])
+    # Keys and values are narrower than the rank, which `rank` alone would refuse.
+    shapes = {name: features(module) for name, module in layer_linears(build_reference(config)).items()}
+    ranks = {name: row["rank"] for name, (n, m) in shapes.items() if row["rank"] * (n + m) < n * m}
+    settings = FactorizeConfig(ranks=ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        dense, student = Path(folder) / "dense", Path(folder) / "student"
+        LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(dense)
+        seconds = _seconds(lambda: compress(dense, student, settings, device=device))
+        facts = {"matrices": len(ranks), "compress_seconds": seconds}
+        for name, path in (("student", student), ("dense", dense)):
+            load = partial(LlamaForCausalLM.from_pretrained, path)
+            facts[f"load_{name}_seconds"] = statistics.median(_seconds(load) for _ in range(3))
+    return Work(None, facts)
+
+
+def text_row(row: dict[str, Any], _device: torch.device) -> Work:
+    """Seconds to tokenise a text, and to have it a second time."""
+    from transformers import AutoTokenizer
+
+    from llmdistill.data.corpus import tokenise
+    from llmdistill.embedded import locate
+
+    tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text.txt"
+        text.write_text("".join(f"line {i} says that {i * 7919 % 1009} follows\n" for i in range(row["lines"])))
+        first = _seconds(lambda: tokenise(text, tokenizer, cache_dir=folder))
+        again = _seconds(lambda: tokenise(text, tokenizer, cache_dir=folder))
+        tokens = len(tokenise(text, tokenizer, cache_dir=folder).tokens)
+    return Work(None, {"tokens": tokens, "first_seconds": first, "cached_seconds": again})
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def bench_svd(settings: Settings, table: Table) -> dict[str, Any]:
+    """Three matrices; the figures of the first."""
+    n, m, rank = (768, 3072, 256) if settings.quick else (2048, 8192, 600)
+    figures: list[dict[str, Any]] = []
+    for rows, columns, spectrum in [(n, m, "flat"), (n, m, "decaying"), (m, n, "flat")][: 1 if settings.quick else 3]:
+        row = {"work": "svd", "n": rows, "m": columns, "rank": rank, "spectrum": spectrum}
+        both = {way: {**row, "way": way} for way in ("ours", "full")}
+        found = measure(__file__, both, settings, weighed=())
+        ours, full = found["ours"], found["full"]
+        of_matrix = {
+            "matrix": f"{rows}x{columns}",
+            "spectrum": spectrum,
+            "rank": rank,
+            "seconds": ours.median,
+            "seconds_full_svd": full.median,
+            "speedup": median_ratio(full.seconds, ours.seconds),
+            "relative_error_over_optimum": ours.facts["error"] / full.facts["error"] - 1,
+        }
+        detail = f"{ours.median:.3f} s / {full.median:.3f} s, error over the optimum's - 1: "
+        detail += f"{of_matrix['relative_error_over_optimum']:.1e}"
+        name = f"SVD {of_matrix['matrix']} {spectrum}, rank {rank}: speed-up"
+        table.add(Line(name, of_matrix["speedup"], None, detail))
+        figures.append(of_matrix)
+    return figures[0]
+
+
+def bench_set_up(settings: Settings, table: Table, *, full: bool) -> dict[str, Any]:
+    """A model factorised and loaded."""
+    config = LLAMA if full else SMALL if settings.quick else TWO_LAYERS
+    rank = RANK["quick" if config is SMALL else "full"]
+    row = {"work": "model", "config": config, "rank": rank}
+    facts = measure(__file__, {"model": row}, settings, timed=(), weighed=())["model"].facts
+    layers = config["num_hidden_layers"]
+    name = f"{layers} Llama layers {config['hidden_size']} wide, rank {rank}"
+    loads = facts["load_student_seconds"], facts["load_dense_seconds"]
+    table.add(
+        Line(f"{name}: compress", facts["compress_seconds"], None, f"{facts['matrices']} matrices", unit=" s"),
+        Line(f"{name}: load student / dense", loads[0] / loads[1], None, f"{loads[0]:.3f} s / {loads[1]:.3f} s"),
+    )
+    return {"layers": layers, "rank": rank, **facts}
+
+
+def bench_text(settings: Settings, table: Table) -> dict[str, Any]:
+    """A text tokenised, and taken from the cache."""
+    row = {"work": "text", "lines": 5_000 if settings.quick else 200_000}
+    facts = measure(__file__, {"text": row}, settings, timed=(), weighed=())["text"].facts
+    first, again = facts["first_seconds"], facts["cached_seconds"]
+    detail = f"{again:.4f} s / {first:.3f} s, {facts['tokens']:,} tokens"
+    table.add(Line("text from the cache / tokenised", again / first, None, detail))
+    return facts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this bench has beside the others."""
+    parser.add_argument("--full", action="store_true", help="all 16 layers and 128,256 words of Llama-3.2-1B's shapes")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a 768×3072 matrix at rank 256")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    args = parser.parse_args()
-    n, m, rank = (768, 3072, 256) if args.quick else (2048, 8192, 600)
-    cases = [(n, m, "flat"), (n, m, "decaying"), (m, n, "flat")]
-    print(f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, fp32, rank {rank}")
-    print(f"{'matrix':>12} {'spectrum':>9} {'ours s':>8} {'full SVD s':>11} {'speed-up':>9} {'error/optimum - 1':>18}")
-    rows = []
-    for case in cases:
-        row = bench(*case[:2], rank, case[2], args.device)
-        print(
-            f"{row['matrix']:>12} {row['spectrum']:>9} {row['seconds']:8} {row['seconds_full_svd']:11} "
-            f"{row['speedup']:>8}× {row['relative_error_over_optimum']:18.1e}",
-            flush=True,
-        )
-        rows.append(row)
-    print(json.dumps({"threads": torch.get_num_threads(), **rows[0]}))
+    settings, arguments = parse(__doc__, build, add=add_arguments)
+    table = Table(settings, silent=arguments.json)
+    figures = bench_svd(settings, table)
+    set_up, text = bench_set_up(settings, table, full=arguments.full), bench_text(settings, table)
+    table.finish({"threads": settings.threads, **figures, "set_up": set_up, "tokenise": text})
 
 
 if __name__ == "__main__":

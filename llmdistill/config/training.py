@@ -36,6 +36,9 @@ class TrainConfig:
     """Number format of the student's forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
     activation_checkpointing: bool = False
     """Recompute the student's activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Compile the layers of student and teacher (torch.compile): the first steps take minutes, for the sake of those
+    after them. Not under ZeRO-3. With dropout other random numbers are drawn than without it."""
     log_every: int = 10
     """Steps between two lines of the log."""
     validate_every: int = 100

@@ -137,12 +137,13 @@ def output_divergence(
         The sum over these positions, and their number.
     """
     chosen_BT = predicted_labels(labels, shift=shift) != IGNORE_INDEX
-    log_p_NV = _log_softmax(rows_of(teacher_logits, chosen_BT) / temperature)
-    log_q_NV = _log_softmax(rows_of(student_logits, chosen_BT) / temperature)
+    log_p_NV = log_softmax(rows_of(teacher_logits, chosen_BT) / temperature)
+    log_q_NV = log_softmax(rows_of(student_logits, chosen_BT) / temperature)
     return LossSum(temperature**2 * divergence(log_p_NV, log_q_NV).sum(), chosen_BT.sum())
 
 
-def _log_softmax(logits_NV: Tensor) -> Tensor:
+def log_softmax(logits_NV: Tensor) -> Tensor:
+    """Log-probabilities of each row, none below LOG_FLOOR."""
     return logits_NV.log_softmax(-1).clamp(min=LOG_FLOOR)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropies of the output: against the teacher's distribution, and against the labels."""
+"""Cross-entropy of the labels, and the rows that predict one."""
 
 from __future__ import annotations
 
@@ -7,30 +7,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.batch import IGNORE_INDEX, LossSum
-
-
-def soft_cross_entropy(
-    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, *, temperature: float = 1.0, shift: bool = True
-) -> LossSum:
-    """MaKD eq. 18: CE(softmax(z^T/t), log softmax(z^S/t)), summed over the positions that predict a label.
-
-    It differs from KL(T‖S) by the teacher's entropy, so its gradient is the same and its least value is not zero.
-
-    Args:
-        student_logits: (B, T, V).
-        teacher_logits: (B, T, V).
-        labels: (B, T), IGNORE_INDEX where nothing is learnt; only where they are counts, not what.
-        temperature: t, over zero; as in the paper there is no factor t² on the loss.
-        shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
-
-    Returns:
-        The sum over these positions, and their number.
-    """
-    chosen_BT = predicted_labels(labels, shift=shift) != IGNORE_INDEX
-    student_NV, teacher_NV = rows_of(student_logits, chosen_BT), rows_of(teacher_logits, chosen_BT)
-    teacher_p_NV = (teacher_NV / temperature).softmax(-1)
-    student_log_p_NV = (student_NV / temperature).log_softmax(-1)
-    return LossSum(-(teacher_p_NV * student_log_p_NV).sum(), chosen_BT.sum())
 
 
 def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -> LossSum:

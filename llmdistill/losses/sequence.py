@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmdistill.batch import IGNORE_INDEX, LossSum
-from llmdistill.losses.divergence import output_divergence
-from llmdistill.losses.logits import label_cross_entropy, rows_of, soft_cross_entropy
+from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, log_softmax
 
-# The losses on classes are those on words, of sequences that are one word long.
+# All sequences are computed, those without a target as zeros: picking some out would make the host wait for a GPU.
 
 
 def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
@@ -24,7 +24,9 @@ def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
     Returns:
         The sum over sequences with a target, and their number.
     """
-    return label_cross_entropy(logits[:, None], targets[:, None], shift=False)
+    has_target = targets != IGNORE_INDEX
+    loss = functional.cross_entropy(_cleared(logits, has_target), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    return LossSum(loss, has_target.sum())
 
 
 def sequence_mse(logits: Tensor, targets: Tensor) -> LossSum:
@@ -60,14 +62,11 @@ def sequence_divergence(
     Returns:
         The sum over these sequences, and their number.
     """
-    return output_divergence(
-        student_logits[:, None],
-        teacher_logits[:, None],
-        _as_labels(has_target),
-        divergence=divergence,
-        temperature=temperature,
-        shift=False,
+    log_p_BC, log_q_BC = (
+        log_softmax(_cleared(logits, has_target) / temperature) for logits in (teacher_logits, student_logits)
     )
+    values_B = torch.where(has_target, divergence(log_p_BC, log_q_BC), 0.0)
+    return LossSum(temperature**2 * values_B.sum(), has_target.sum())
 
 
 def sequence_soft_cross_entropy(
@@ -84,13 +83,10 @@ def sequence_soft_cross_entropy(
     Returns:
         The sum over these sequences, and their number.
     """
-    return soft_cross_entropy(
-        student_logits[:, None],
-        teacher_logits[:, None],
-        _as_labels(has_target),
-        temperature=temperature,
-        shift=False,
+    loss = sequence_divergence(
+        student_logits, teacher_logits, has_target, divergence=SOFT_CROSS_ENTROPY.value, temperature=temperature
     )
+    return LossSum(loss.sum / temperature**2, loss.count)
 
 
 def sequence_score_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
@@ -105,10 +101,10 @@ def sequence_score_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> 
         The sum over these sequences, and their number.
     """
     assert student.shape == teacher.shape == (len(has_target), 1), f"{tuple(student.shape)}, {tuple(teacher.shape)}"
-    error_N1 = rows_of(student, has_target) - rows_of(teacher, has_target)
-    return LossSum(error_N1.square().sum(), has_target.sum())
+    error_B1 = _cleared(student, has_target) - _cleared(teacher, has_target)
+    return LossSum(error_B1.square().sum(), has_target.sum())
 
 
-def _as_labels(has_target: Tensor) -> Tensor:
-    """(B, 1): one position a sequence, to be learnt where there is a target."""
-    return torch.where(has_target, 0, IGNORE_INDEX)[:, None]
+def _cleared(logits_BC: Tensor, has_target: Tensor) -> Tensor:
+    """In at least fp32, zero where there is no target: what stands there may be anything, NaN too."""
+    return torch.where(has_target[:, None], logits_BC, 0.0).to(torch.promote_types(logits_BC.dtype, torch.float32))

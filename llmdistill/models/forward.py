@@ -97,13 +97,25 @@ class TappedModel:
     def _run(self, batch: Batch) -> Any:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
         if batch.position_ids is None:
-            inputs["attention_mask"] = batch.attention_mask
+            inputs["attention_mask"] = self._mask(batch)
         else:
             inputs["attention_mask"] = packed_mask(batch.attention_mask, self._recorder.model.config)
             inputs["position_ids"] = batch.position_ids
         if batch.token_type_ids is not None:
             inputs["token_type_ids"] = batch.token_type_ids
         return self._forward(**inputs)
+
+    def _mask(self, batch: Batch) -> Any:
+        """What transformers is to make of the padding. It looks into a plain mask, and on a GPU the host would have to
+        wait for the answer; so that gets one which is ready, or none where nothing is padded."""
+        attention_mask = batch.attention_mask
+        if attention_mask.device.type == "cpu" or batch.padded is None:
+            return attention_mask
+        if not batch.padded:  # flash attention takes no mask
+            return None
+        if self._shift:
+            return packed_mask(attention_mask, self._recorder.model.config)
+        return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
 
     def _rows(
         self, batch: Batch, words: bool, use: Callable[[HeadInputs], Tensor] | None
@@ -134,4 +146,8 @@ def _ends(result: Any) -> tuple[Tensor, ...]:
 
 def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """(K,) fp32, without a look at what stands on the device."""
-    return torch.stack([torch.as_tensor(each, dtype=torch.float32, device=device) for each in factors])
+
+    def made(value: Tensor | float) -> Tensor:  # of a number by a kernel: a copy would be waited for
+        return value.float() if isinstance(value, Tensor) else torch.full((), value, device=device)
+
+    return torch.stack([made(each) for each in factors])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,16 @@ _SINK = "_llmdistill_sink"
 """Attribute of a tapped attention module; an attribute, so that it lives and dies with the module."""
 
 _ATTENTION_ASPECTS: tuple[Aspect, ...] = ("query", "key", "value")
+
+
+class Collected(NamedTuple):
+    """A tensor that came while a compiled part of the model ran."""
+
+    aspect: Aspect
+    layer: int
+    tensor: Tensor
+    scaling: float | None
+    """With queries."""
 
 
 class Recorder:
@@ -72,6 +82,7 @@ class Recorder:
         self._offer: Callable[[Taps, Tap], None] | None = None
         self._came: set[Tap] = set()
         self._taps: Taps | None = None
+        self._collected: list[Collected] | None = None
         self._handles: list[Any] = []
         self._tapped_attention: list[nn.Module] = []
         self._previous_attention: str | None = None
@@ -92,6 +103,32 @@ class Recorder:
         finally:
             self._armed = self._in_forward = False
             self._offer = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is inside of `recording()`."""
+        return self._armed
+
+    def collecting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Collected]]:
+        """Run a part of the model, and return its result and the tensors that are still to be kept.
+
+        A compiled graph hands its inner tensors out as results; what is done with them stays outside of it.
+        """
+        collected: list[Collected] = []
+        self._collected = collected
+        result = run(*args, **kwargs)
+        self._collected = None
+        return result, collected
+
+    def keep(self, collected: list[Collected]) -> None:
+        """Keep what was collected, as if it came now."""
+        if not self._in_forward:
+            return
+        assert self._taps is not None
+        for aspect, layer, tensor, scaling in collected:
+            if scaling is not None:
+                self._taps.scaling[layer] = scaling
+            self._keep(aspect, layer, tensor)
 
     def take(self) -> Taps:
         """What the last recorded forward pass left; the recorder forgets it."""
@@ -172,25 +209,26 @@ class Recorder:
     def _start(self, *_: object) -> None:
         if self._armed:
             self._recomputes = self._is_checkpointed()
-            self._taps, self._in_forward, self._came = Taps(), True, set()
+            self._taps, self._in_forward, self._came, self._collected = Taps(), True, set(), None
 
     def _end(self, *_: object) -> None:
         self._in_forward = False
 
     def _keep_attention(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
-        if not self._in_forward:
-            return
-        if index in self._request.get("query", ()):
-            assert self._taps is not None
-            self._taps.scaling[index] = scaling
         tensors: dict[Aspect, Tensor] = {"query": query, "key": key, "value": value}
         for aspect, tensor in tensors.items():
             if index in self._request.get(aspect, ()):
-                self._keep(aspect, index, tensor)
+                self._offered(Collected(aspect, index, tensor, scaling if aspect == "query" else None))
 
     def _keep_output(self, aspect: Aspect, index: int, _module: nn.Module, _args: object, output: Any) -> None:
-        if self._in_forward:
-            self._keep(aspect, index, output[0] if isinstance(output, tuple) else output)
+        self._offered(Collected(aspect, index, output[0] if isinstance(output, tuple) else output, None))
+
+    def _offered(self, one: Collected) -> None:
+        # Nothing else is looked at where it is collected: what a compiled graph reads, it is compiled again for.
+        if self._collected is not None:
+            self._collected.append(one)
+        else:
+            self.keep([one])
 
     def _keep(self, aspect: Aspect, index: int, tensor: Tensor) -> None:
         assert self._taps is not None

@@ -7,10 +7,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmdistill.batch import IGNORE_INDEX
-from llmdistill.losses.logits import label_cross_entropy, soft_cross_entropy
+from llmdistill.batch import IGNORE_INDEX, LossSum
+from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, output_divergence
+from llmdistill.losses.logits import label_cross_entropy
+
 
 LABELS = torch.tensor([[-100, -100, 3, 1, -100], [-100, 0, 2, 4, 4]])
+
+
+def soft_cross_entropy(
+    student: Tensor, teacher: Tensor, labels: Tensor, *, temperature: float = 1.0, shift: bool = True
+) -> LossSum:
+    """As MaKD has it: without t²."""
+    divergence = SOFT_CROSS_ENTROPY.value
+    loss = output_divergence(student, teacher, labels, divergence=divergence, temperature=temperature, shift=shift)
+    return LossSum(loss.sum / temperature**2, loss.count)
 
 
 def make(seed: int) -> Tensor:

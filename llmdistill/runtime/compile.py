@@ -1,0 +1,125 @@
+"""torch.compile for the layers of tapped models.
+
+Each layer becomes one graph (per mode and kind of mask), whose results are the layer's own and the tensors that the
+recorder asked for in it. What is done with these stays outside, so that no tap breaks a graph: losses run between two
+layers instead of inside one. Head, embedding and the losses stay as they are; they are kernels of their own already.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
+
+from llmdistill.errors import UserError
+from llmdistill.models.families import layers_of
+from llmdistill.models.taps import Recorder
+
+
+def check_compile(device: torch.device, *, student_stage: int, teacher_sharding: str) -> None:
+    """Whether models can be compiled in this run on this machine.
+
+    Args:
+        device: where the models run.
+        student_stage: the student's ZeRO stage.
+        teacher_sharding: the teacher's, as `teacher.sharding` has it.
+
+    Raises:
+        UserError: parameters are sharded, or a compiler is missing.
+    """
+    if student_stage == 3 or teacher_sharding == "zero3":
+        which = "ds_config: zero_optimization.stage 3" if student_stage == 3 else "teacher.sharding zero3"
+        raise UserError(
+            f"train.compile is true, but {which} gathers parameters module by module, which a compiled layer hides: "
+            "set train.compile to false, or shard less (ZeRO stage 2, a replicated teacher)"
+        )
+    if device.type == "cuda" and not has_triton():
+        raise UserError("train.compile is true, but Triton is missing: install it, or set train.compile to false")
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", "clang++")):
+        raise UserError(
+            "train.compile is true, but no C++ compiler was found: install one (Debian and Ubuntu: apt-get install "
+            "g++), or set train.compile to false"
+        )
+
+
+def compile_layers(recorder: Recorder, *, backend: str = "inductor") -> None:
+    """Compile the layers of a recorder's model, in place; call it last, when the recorder is built.
+
+    A layer is compiled when it runs first, which takes seconds, and again where its input differs in kind (with or
+    without mask, gradient or not, one sequence or several), not in size. Its compiled form runs wherever a tensor may
+    be kept or a gradient formed; generation and scoring, whose cache grows by a token a call, run it as it was. Results
+    are those of the layers as they were, but for rounding and, under dropout, for other random numbers.
+
+    Args:
+        recorder: of the model.
+        backend: of torch.compile.
+
+    Raises:
+        AssertionError: a layer was compiled before.
+    """
+    for layer in layers_of(recorder.model):
+        assert "forward" not in vars(layer), "the layers are compiled already"
+        layer.forward = _compiled(
+            layer, recorder, backend
+        )  # of the instance: hooks around the call stay where they are
+
+
+def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..., Any]:
+    original = cast("Callable[..., Any]", layer.forward)
+    plain, checkpoints = _without_checkpoint(layer)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return recorder.collecting(plain, *args, **kwargs)
+
+    # torch keeps a few graphs for each code object; with one for all layers these would soon be too few.
+    own = FunctionType(traced.__code__.replace(), globals(), "layer", None, traced.__closure__)
+    compiled = torch.compile(own, backend=backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _mark_sizes(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() or recorder.is_recording):
+            return original(*args, **kwargs)
+        if checkpoints and layer.training and getattr(layer, "gradient_checkpointing", False):
+            checkpoint = cast("Callable[..., Any]", layer._gradient_checkpointing_func)
+            result, collected = checkpoint(partial(run, **kwargs), *args)
+        else:
+            result, collected = run(*args, **kwargs)
+        recorder.keep(collected)
+        return result
+
+    return forward
+
+
+def _without_checkpoint(layer: nn.Module) -> tuple[Callable[..., Any], bool]:
+    """A layer's own forward pass, and whether transformers has wrapped it in its checkpointing.
+
+    It has since 5.2 or so; before, the checkpoint was around the call of the module, where it may stay.
+    """
+    function = type(layer).forward
+    if function.__code__.co_name == "forward_with_checkpointing":
+        return vars(function)["__wrapped__"].__get__(layer), True
+    return function.__get__(layer), False
+
+
+def _mark_sizes(hidden_BTW: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Tell torch which sizes of a layer's input change; with all of them open (`dynamic=True`) it takes four times as
+    long to compile."""
+    sizes = hidden_BTW.shape[:2]
+    for dim in (0, 1):
+        torch._dynamo.maybe_mark_dynamic(hidden_BTW, dim)
+    for tensor in tree_leaves((args, kwargs)):
+        if torch.is_tensor(tensor):  # masks (B, 1, T, T), positions and rotary embeddings (B or 1, T, ...)
+            for dim, size in enumerate(tensor.shape):
+                if size in sizes:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dim)

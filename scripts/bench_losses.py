@@ -1,0 +1,241 @@
+"""The losses alone, fused against plain: time, memory above the inputs, and gradients.
+
+    python scripts/bench_losses.py             # the sizes that the targets are set for, minutes
+    python scripts/bench_losses.py --quick     # smaller ones, under a minute
+
+One call is forward and backward of one loss: attention KL of one layer (12 heads of 64, batch 1), the head and the KL
+of the output together (768 wide, 50,257 words, gradients of rows and weight), the KL of one relation (48 relation
+heads, V-V of 768). Naive is the reference that stands beside each in the package: whole matrices, by autograd. The
+bare products are the four that no head does without: both models' logits, and the gradients of rows and weight, each
+in one piece. Inputs and gradients are fp32; the last lines say how far the gradients are from the naive ones, as a
+share of the largest.
+
+The last line is JSON: {"attention_kl": {"1024": {"time_over_naive": ..., "memory_over_naive": ...}}, "head_kl":
+{"4096": ...}, "relation_kl": {"512": ...}, "gradients": {"fp32": ..., "bf16": ...}}. The attention's figures are the
+worse of causal and not; each of both is there too (--quick: not causal alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from benching import Measured, Settings, Work, measure, parse, time_ratio
+from benching_table import Line, Table, in_megabytes, in_seconds
+from torch import Tensor
+
+Call = Callable[[], Tensor]
+"""The loss, a scalar whose graph is there."""
+
+FULL = {"attention": (512, 1024, 2048), "rows": (1024, 4096), "vocabulary": 50257, "relation": 512}
+QUICK = {"attention": (512,), "rows": (512,), "vocabulary": 16384, "relation": 256}
+
+ATTENTION_TARGETS = {512: (1.0, 0.14), 1024: (0.35, 0.12), 2048: (0.35, 0.06)}
+HEAD_TARGETS = {1024: (0.85, 1.15, 0.26), 4096: (0.78, 1.09, 0.06)}
+"""By rows: time over naive, time over the products, memory over naive."""
+RELATION_MEMORY = 0.12
+GRADIENTS = {"fp32": 1e-5, "bf16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Normal numbers: the same in every format, but for their rounding."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    rounded: torch.dtype = torch.float32
+    """A coarser format that the numbers have been through."""
+
+    def __call__(self, *shape: int, learnt: bool, scale: float = 1.0) -> Tensor:
+        """One tensor."""
+        numbers = (scale * torch.randn(shape)).to(self.rounded)
+        return numbers.to(self.device, self.dtype).requires_grad_(learnt)
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: {"loss": a key of LOSSES, "way": fused, naive or products, and sizes}; check takes all losses."""
+    if row["way"] == "check":
+        return Work(None, {loss: gradient_differences({**row, "loss": loss}, device) for loss in LOSSES})
+    leaves, call = LOSSES[row["loss"]](row, Draw(device))
+    if row["way"] == "products":
+        return Work(lambda: call().is_sparse)
+
+    def both_ways() -> None:
+        call().backward()
+        for leaf in leaves:
+            leaf.grad = None
+
+    return Work(both_ways)
+
+
+def attention_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
+    """Queries and keys of both models."""
+    from llmdistill.losses.attention import AttentionInputs
+    from llmdistill.losses.attention import attention_kl as fused
+    from llmdistill.losses.plain import attention_kl_plain as naive
+
+    tokens = row["tokens"]
+    student, teacher = ([draw(1, 12, tokens, 64, learnt=learnt) for _ in range(2)] for learnt in (True, False))
+    mask = torch.ones(1, tokens, dtype=torch.int64, device=draw.device)
+    function = {"fused": fused, "naive": naive}[row["way"]]
+    sides = AttentionInputs(*student, 0.125), AttentionInputs(*teacher, 0.125)
+    return student, lambda: function(*sides, mask, causal=row["causal"]).sum
+
+
+def relation_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
+    """Values of both models, 12 heads of 64 each, cut anew."""
+    from llmdistill.losses.plain import relation_kl_plain as naive
+    from llmdistill.losses.relation import RelationInputs
+    from llmdistill.losses.relation import relation_kl as fused
+
+    tokens = row["tokens"]
+    student, teacher = (draw(1, 12, tokens, 64, learnt=learnt) for learnt in (True, False))
+    mask = torch.ones(1, tokens, dtype=torch.int64, device=draw.device)
+    function = {"fused": fused, "naive": naive}[row["way"]]
+    sides = RelationInputs(student, student), RelationInputs(teacher, teacher)
+    return [student], lambda: function(*sides, mask, relation_heads=48, causal=False).sum
+
+
+def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
+    """What goes into both heads, and their weights."""
+    from llmdistill.losses.divergence import FORWARD_KL
+    from llmdistill.losses.head import HeadInputs, WordTerm, word_losses
+    from llmdistill.losses.head_plain import word_losses_plain
+
+    rows, vocabulary, width = row["tokens"], row["vocabulary"], 768
+    student, teacher = (
+        HeadInputs(draw(rows, width, learnt=learnt), draw(vocabulary, width, learnt=learnt, scale=0.05), None)
+        for learnt in (True, False)
+    )
+    leaves = [student.rows, student.weight]
+    if row["way"] == "products":
+        return leaves, lambda: _products(student, teacher)
+    labels_N = torch.randint(vocabulary, (rows,), device=draw.device)
+    factors = torch.full((1,), 1 / rows, device=draw.device)
+    terms = [WordTerm("kl", FORWARD_KL)]
+    function = {"fused": word_losses, "naive": word_losses_plain}[row["way"]]
+    return leaves, lambda: (function(student, teacher, labels_N, terms, factors) * factors).sum()
+
+
+@torch.no_grad()
+def _products(student: Any, teacher: Any) -> Tensor:
+    """The four bare matrix products, with nothing in between; the last of them."""
+    slope_NV = student.rows @ student.weight.T
+    teacher.rows @ teacher.weight.T
+    slope_NV @ student.weight
+    gradient_VK: Tensor = slope_NV.T @ student.rows
+    return gradient_VK
+
+
+LOSSES: dict[str, Callable[[dict[str, Any], Draw], tuple[list[Tensor], Call]]] = {
+    "attention_kl": attention_kl,
+    "head_kl": head_kl,
+    "relation_kl": relation_kl,
+}
+"""What is learnt, and the loss, by the row's description and where its numbers come from."""
+
+
+def gradient_differences(row: dict[str, Any], device: torch.device) -> dict[str, float]:
+    """By number format: how far the fused gradients are from the naive ones in fp32 of the very same numbers."""
+    found = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        gradients = {}
+        for way, draw in (("fused", Draw(device, dtype, dtype)), ("naive", Draw(device, rounded=dtype))):
+            torch.manual_seed(0)
+            leaves, call = LOSSES[row["loss"]]({**row, "way": way}, draw)
+            call().backward()
+            gradients[way] = [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
+        pairs = zip(gradients["fused"], gradients["naive"], strict=True)
+        found[name] = max(relative_difference(*pair) for pair in pairs)
+    return found
+
+
+def relative_difference(fused: Tensor, naive: Tensor) -> float:
+    """The largest difference, as a share of the largest number there should be."""
+    return float((fused - naive).abs().max() / naive.abs().max())
+
+
+def pair(settings: Settings, ways: tuple[str, ...], row: dict[str, Any]) -> dict[str, Measured]:
+    """One comparison of several ways of the same."""
+    return measure(__file__, {way: {**row, "way": way} for way in ways}, settings)
+
+
+def compared(
+    table: Table, name: str, found: dict[str, Measured], *, time: float | None, memory: float | None
+) -> dict[str, Any]:
+    """Fused over naive: two lines and their figures."""
+    fused, naive = found["fused"], found["naive"]
+    figures = {"time_over_naive": time_ratio(fused, naive), "memory_over_naive": fused.bytes / naive.bytes}
+    table.add(
+        Line(f"{name}: time / naive", figures["time_over_naive"], time, in_seconds(fused, naive)),
+        Line(f"{name}: memory / naive", figures["memory_over_naive"], memory, in_megabytes(fused, naive)),
+    )
+    return figures
+
+
+def bench_attention(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
+    """By tokens; the worse of causal and not, and both."""
+    figures = {}
+    for tokens in sizes["attention"]:
+        time, memory = ATTENTION_TARGETS[tokens]
+        each = {}
+        for kind in ("full",) if settings.quick else ("full", "causal"):
+            row = {"loss": "attention_kl", "tokens": tokens, "causal": kind == "causal"}
+            found = pair(settings, ("fused", "naive"), row)
+            each[kind] = compared(table, f"attention KL {kind} T={tokens}", found, time=time, memory=memory)
+        worse = {key: max(one[key] for one in each.values()) for key in each["full"]}
+        figures[str(tokens)] = {**worse, **each}
+    return figures
+
+
+def bench_head(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
+    """By rows."""
+    figures = {}
+    for rows in sizes["rows"]:
+        time, products, memory = HEAD_TARGETS.get(rows, (None, None, None))
+        row = {"loss": "head_kl", "tokens": rows, "vocabulary": sizes["vocabulary"]}
+        found = pair(settings, ("fused", "naive", "products"), row)
+        name = f"head + KL N={rows}"
+        of_size = compared(table, name, found, time=time, memory=memory)
+        of_size["time_over_products"] = time_ratio(found["fused"], found["products"])
+        detail = in_seconds(found["fused"], found["products"])
+        table.add(Line(f"{name}: time / four bare products", of_size["time_over_products"], products, detail))
+        figures[str(rows)] = of_size
+    return figures
+
+
+def bench_relation(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
+    """By tokens."""
+    tokens = sizes["relation"]
+    found = pair(settings, ("fused", "naive"), {"loss": "relation_kl", "tokens": tokens})
+    name = f"relation KL, 48 heads T={tokens}"
+    return {str(tokens): compared(table, name, found, time=None, memory=RELATION_MEMORY)}
+
+
+def bench_gradients(settings: Settings, table: Table) -> dict[str, float]:
+    """The largest over the losses, by number format; small sizes, as nothing is timed."""
+    row = {"way": "check", "tokens": 300, "causal": True, "vocabulary": 5000}
+    found = measure(__file__, {"check": row}, settings, timed=(), weighed=())["check"].facts
+    for loss, of_loss in found.items():
+        for kind, target in GRADIENTS.items():
+            table.add(Line(f"{loss}: gradients against naive, {kind}", of_loss[kind], target, ""))
+    return {kind: max(of_loss[kind] for of_loss in found.values()) for kind in GRADIENTS}
+
+
+def main() -> None:
+    settings, arguments = parse(__doc__, build)
+    table = Table(settings, silent=arguments.json)
+    sizes = QUICK if settings.quick else FULL
+    figures = {
+        "attention_kl": bench_attention(settings, table, sizes),
+        "head_kl": bench_head(settings, table, sizes),
+        "relation_kl": bench_relation(settings, table, sizes),
+        "gradients": bench_gradients(settings, table),
+    }
+    table.finish(figures)
+
+
+if __name__ == "__main__":
+    main()

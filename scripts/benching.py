@@ -1,0 +1,297 @@
+"""What the benches share: rows in fresh processes that take turns, ratios, and memory above the models.
+
+A row is one piece of work, described by a dictionary. For each row the bench starts itself again (`--row`) with a fixed
+number of threads; that process builds what it needs, works twice to warm up, and waits for orders. The rows of a
+comparison are asked in turn, ABAB..., the order turned round every time, so that the noise of a shared machine hits all
+of them alike. A ratio of times is the median of the ratios of the rounds.
+
+Memory above the models is the peak during one more call, less what the process holds right before it: weights,
+optimizer state and inputs, gradients set to None, whatever is free handed back to the system. Gradients are so part of
+it, in all rows alike. On CUDA it is what torch's allocator has given out. On a CPU it is resident memory as Linux
+counts it, in a process of its own where malloc maps every large block by itself, so that the peak is that of the
+tensors alive; this costs time, so that no clock runs there. With --quick one such process does both, which saves half
+of the starts and makes whatever allocates much look slower than it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+_MARK = "@row "
+"""Begins a line that a row says to the bench; whatever else comes is some library's."""
+
+_MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+"""glibc's settings where memory is measured. From the start: large blocks that were free in the heap before would go on
+being handed out from there."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a row's process has built."""
+
+    call: Callable[[], object] | None
+    """One call of what is measured; None for a row that has only facts. What it returns must not grow from call to
+    call, and gradients must be None when it is over."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that need no clock."""
+
+
+Build = Callable[[dict[str, Any], torch.device], Work]
+"""Of the row's description and the device."""
+
+
+@dataclass
+class Measured:
+    """What a row has said."""
+
+    seconds: list[float] = field(default_factory=list)
+    """One a round; empty where no time was asked for."""
+    bytes: float = float("nan")
+    """Peak above the models; NaN where it was not asked for or cannot be had."""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+
+def time_ratio(one: Measured, other: Measured) -> float:
+    """The median over the rounds of one's time over the other's."""
+    return median_ratio(one.seconds, other.seconds)
+
+
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Median of the ratios of pairs taken right after each other; NaN without any."""
+    assert len(ones) == len(others), f"{len(ones)} rounds of one and {len(others)} of the other"
+    return statistics.median(a / b for a, b in zip(ones, others, strict=True)) if ones else float("nan")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says."""
+
+    quick: bool
+    device: str
+    threads: int
+    repeats: int
+
+
+class RowFailed(RuntimeError):
+    """A row's process came to an end of its own; the message holds the last it wrote."""
+
+
+class _Row:
+    """The bench's end of a row's process."""
+
+    def __init__(self, script: str, row: Mapping[str, Any], settings: Settings, python: str, *, mapped: bool) -> None:
+        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
+        arguments = ["--row", json.dumps(row), "--device", settings.device, "--threads", str(settings.threads)]
+        pinned = {name: str(settings.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._process = subprocess.Popen(
+            [python, str(Path(script).resolve()), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **pinned, **(_MAPPED if mapped else {}), "HF_HUB_OFFLINE": "1"},
+        )
+
+    def asked(self, order: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # answer() says why
+            self._process.stdin.write(f"{order}\n")
+            self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+                return answer
+        self._process.wait()
+        self._errors.seek(0)
+        last = "".join(self._errors.readlines()[-12:])
+        raise RowFailed(f"a row's process ended with {self._process.returncode}:\n{last}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+def measure(
+    script: str,
+    rows: Mapping[str, Mapping[str, Any]],
+    settings: Settings,
+    *,
+    timed: Sequence[str] | None = None,
+    weighed: Sequence[str] | None = None,
+    pythons: Mapping[str, str] | None = None,
+) -> dict[str, Measured]:
+    """Take times in turn, then memory, each from processes started for it; facts come from either.
+
+    Args:
+        script: the bench's own file.
+        rows: descriptions by name.
+        settings: of the command line.
+        timed: names of the rows to time; None for all.
+        weighed: names of the rows whose memory counts; None for all.
+        pythons: interpreters of rows that need another than this one.
+
+    Raises:
+        RowFailed: a row's process died.
+    """
+    found = {name: Measured() for name in rows}
+    turn = [name for name in rows if timed is None or name in timed]
+    heavy = [name for name in rows if weighed is None or name in weighed]
+    start = partial(_started, script, rows, settings, {} if pythons is None else pythons)
+    apart = bool(turn) and bool(heavy) and not settings.quick
+    with start([name for name in rows if not apart or name in turn], mapped=not apart and bool(heavy)) as running:
+        for name, row in running.items():
+            found[name].facts = row.answer()
+        for repeat in range(-1, settings.repeats):
+            for name in turn if repeat % 2 == 0 else reversed(turn):
+                seconds = running[name].asked("time")["seconds"]
+                if repeat >= 0:  # the one before warms up
+                    found[name].seconds.append(seconds)
+        if not apart:
+            for name in heavy:
+                found[name].bytes = running[name].asked("memory")["bytes"]
+    if apart:
+        with start(heavy, mapped=True) as running:
+            for name, row in running.items():
+                found[name].facts = {**row.answer(), **found[name].facts}
+                found[name].bytes = row.asked("memory")["bytes"]
+    return found
+
+
+@contextmanager
+def _started(
+    script: str,
+    rows: Mapping[str, Mapping[str, Any]],
+    settings: Settings,
+    pythons: Mapping[str, str],
+    names: Sequence[str],
+    *,
+    mapped: bool,
+) -> Iterator[dict[str, _Row]]:
+    running: dict[str, _Row] = {}
+    try:
+        for name in names:
+            running[name] = _Row(script, rows[name], settings, pythons.get(name, sys.executable), mapped=mapped)
+        yield running
+    finally:
+        for started in running.values():
+            started.close()
+
+
+def serve(build: Build, row: dict[str, Any], device: str, threads: int) -> None:
+    """Build a row, warm up, and do what standard input says, until it ends."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    on = torch.device(device)
+    work = build(row, on)
+    facts = dict(work.facts)
+    if work.call is not None:
+        first = work.call()
+        if isinstance(first, float):
+            facts["first"] = first
+    _say(facts)
+    for order in sys.stdin:
+        assert work.call is not None, "a row of facts alone has nothing to measure"
+        _say({"seconds": _seconds(work.call, on)} if order.strip() == "time" else {"bytes": _peak(work.call, on)})
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+    print(_MARK + json.dumps(answer), flush=True)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    wait(device)
+    begun = time.perf_counter()
+    call()
+    wait(device)
+    return time.perf_counter() - begun
+
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        gc.collect()
+        wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        wait(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not sys.platform.startswith("linux"):
+        return float("nan")
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    before = _resident("VmRSS")
+    call()
+    return _resident("VmHWM") - before
+
+
+def _resident(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return 1024.0 * int(line.split()[1])
+    return float("nan")
+
+
+def parse(
+    description: str | None, build: Build, *, add: Callable[[argparse.ArgumentParser], None] | None = None
+) -> tuple[Settings, argparse.Namespace]:
+    """Read the command line; a process that was started for a row does its work here and exits."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=_positive, default=os.cpu_count(), help="of each row; all by default")
+    parser.add_argument("--repeats", type=_positive, help="timed rounds: 7, or 3 with --quick")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    if add is not None:
+        add(parser)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    if arguments.row is not None:
+        serve(build, json.loads(arguments.row), arguments.device, arguments.threads)
+        sys.exit(0)
+    repeats = arguments.repeats or (3 if arguments.quick else 7)
+    return Settings(arguments.quick, arguments.device, arguments.threads, repeats), arguments
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: give 1 or more")
+    return number

@@ -1,0 +1,81 @@
+"""What a bench prints: a line for each figure with its target and whether it is met, and JSON at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from benching import Measured, Settings
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table."""
+
+    measure: str
+    value: float
+    target: float | None
+    detail: str
+    """What the value is made of, such as seconds on both sides."""
+    unit: str = ""
+    at_least: bool = False
+    """Whether the target is a floor, not a ceiling."""
+
+    def verdict(self, *, quick: bool) -> str:
+        """ok, miss, or neither: targets are set for the full sizes alone."""
+        if self.target is None or quick or math.isnan(self.value):
+            return ""
+        return "ok" if (self.value >= self.target if self.at_least else self.value <= self.target) else "MISS"
+
+
+class Table:
+    """The lines of a run, printed as they come."""
+
+    def __init__(self, settings: Settings, *, silent: bool = False) -> None:
+        """`silent` prints the JSON line alone."""
+        self._settings, self._silent = settings, silent
+        where = torch.cuda.get_device_name() if settings.device == "cuda" else f"{settings.threads} threads"
+        sizes = "quick sizes, for which the targets are not meant" if settings.quick else "full sizes"
+        self.say(f"torch {torch.__version__}, {settings.device} ({where}), {sizes}, median of {settings.repeats}")
+        self.say(f"{'measure':<58} {'value':>9} {'target':>9} {'':<5} detail")
+
+    def say(self, text: str) -> None:
+        """Print a note."""
+        if not self._silent:
+            print(text, flush=True)
+
+    def add(self, *lines: Line) -> None:
+        """Print lines."""
+        for line in lines:
+            sign = "≥" if line.at_least else "≤"
+            target = "" if line.target is None else f"{sign} {line.target:.3g}{line.unit}"
+            value = f"{line.value:.2e}" if 0 < abs(line.value) < 1e-3 else f"{line.value:.3f}"
+            verdict = line.verdict(quick=self._settings.quick)
+            self.say(f"{line.measure:<58} {value + line.unit:>9} {target:>9} {verdict:<5} {line.detail}")
+
+    def finish(self, figures: Mapping[str, Any]) -> None:
+        """Print the JSON line, the last."""
+        print(json.dumps(_finite(figures)), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """Four digits; null stands for a figure that was not taken, as NaN is no JSON."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    return value
+
+
+def in_seconds(one: Measured, other: Measured) -> str:
+    """Both medians, for a line's detail."""
+    return f"{one.median:.4g} s / {other.median:.4g} s"
+
+
+def in_megabytes(one: Measured, other: Measured) -> str:
+    """Both peaks, for a line's detail."""
+    return f"{one.bytes / 1e6:.0f} MB / {other.bytes / 1e6:.0f} MB"

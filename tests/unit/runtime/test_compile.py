@@ -1,0 +1,156 @@
+"""Compiled layers give the losses, taps and gradients of the layers as they were."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.config import MakdConfig, MinilmConfig
+from llmdistill.errors import UserError
+from llmdistill.methods import build_method
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.runtime import compile as compiling
+from llmdistill.runtime.compile import check_compile, compile_layers
+
+SETTINGS: dict[str, Any] = {
+    "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5),
+    "minilm": MinilmConfig(value_mse=1.0),
+}
+CPU = torch.device("cpu")
+
+
+def make(family: str, seed: int, depth: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": depth}
+    kinds: dict[str, Any] = {
+        "llama": (LlamaForCausalLM, LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)),
+        "bert": (BertForMaskedLM, BertConfig(num_attention_heads=4, hidden_dropout_prob=0.0, **sizes)),
+    }
+    kind, config = kinds[family]
+    if family == "bert":
+        config.attention_probs_dropout_prob = 0.0
+    model = kind._from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than at birth, so that every term has weight
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def make_batch(sequences: int, tokens: int) -> Batch:
+    ids = torch.randint(3, 40, (sequences, tokens), generator=torch.Generator().manual_seed(tokens))
+    mask = torch.ones_like(ids)
+    mask[0, tokens - 2 :] = 0
+    return Batch(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX))
+
+
+def train(
+    family: str, method_name: str, *, backend: str | None, depth: int = 2, checkpointing: bool = False
+) -> list[dict[str, Tensor]]:
+    """Terms and gradients of two batches of different sizes."""
+    teacher, student = make(family, 0, depth).eval(), make(family, 1, depth).train()
+    if checkpointing:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in student.base_model.encoder.layer:
+            layer._gradient_checkpointing_func = partial(_checkpoint, use_reentrant=False)
+    method = build_method([method_name], SETTINGS, teacher.config, student.config)
+    recorders = [Recorder(teacher, method.teacher_taps), Recorder(student, method.student_taps)]
+    if backend is not None:
+        for recorder in recorders:
+            compile_layers(recorder, backend=backend)
+    of_teacher, of_student = (TappedModel(each.model, each) for each in recorders)
+    seen = []
+    for batch in (make_batch(3, 9), make_batch(2, 7)):
+        with torch.no_grad():
+            taught = of_teacher.teach(batch, words=method.needs_teacher_words)
+        outputs = of_student.learn(batch, method.running(taught, batch))
+        losses = method(outputs, taught, batch)
+        student.zero_grad()
+        torch.stack([weight * losses[name].sum for name, weight in method.weights.items()]).sum().backward()
+        gradients = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+        seen.append({**{name: loss.sum.detach() for name, loss in losses.items()}, **gradients})
+    return seen
+
+
+def _checkpoint(function: Any, *args: Any, use_reentrant: bool) -> Any:
+    counters["checkpoints"]["all"] += 1
+    return checkpoint(function, *args, use_reentrant=use_reentrant)
+
+
+def compare(compiled: list[dict[str, Tensor]], plain: list[dict[str, Tensor]]) -> None:
+    for ours, theirs in zip(compiled, plain, strict=True):
+        for name, tensor in theirs.items():  # a parameter without gradient may have one of zeros in a graph
+            assert (ours[name] - tensor).abs().max() <= 1e-5 * max(1.0, tensor.abs().max()), name
+        assert not any(ours[name].any() for name in ours.keys() - theirs.keys())
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize(("family", "method", "checkpointing"), [("llama", "makd", False), ("bert", "minilm", True)])
+def test_terms_and_gradients_are_those_of_plain_layers(family: str, method: str, checkpointing: bool) -> None:
+    plain = train(family, method, backend=None, checkpointing=checkpointing)
+    counters.clear()
+    compare(train(family, method, backend="aot_eager", checkpointing=checkpointing), plain)
+    assert counters["checkpoints"]["all"] == (4 if checkpointing else 0)
+    # One graph a layer, in teacher and student, whatever the size of the batch; no tap breaks it.
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+
+
+def test_generated_kernels_give_the_same() -> None:
+    try:
+        check_compile(CPU, student_stage=0, teacher_sharding="replicated")
+    except UserError as error:
+        pytest.skip(str(error))
+    compare(train("llama", "minilm", backend="inductor", depth=1), train("llama", "minilm", backend=None, depth=1))
+
+
+def test_generation_runs_the_layers_as_they_were() -> None:
+    model = make("llama", 0, 1).eval()
+    compile_layers(Recorder(model, {"query": frozenset({0})}), backend="aot_eager")
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert not counters["stats"]
+
+
+def test_layers_are_compiled_once() -> None:
+    recorder = Recorder(make("llama", 0, 1), {})
+    compile_layers(recorder, backend="aot_eager")
+    with pytest.raises(AssertionError, match="compiled already"):
+        compile_layers(recorder, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("stage", "sharding", "said"), [(3, "replicated", r"zero_optimization\.stage 3"), (2, "zero3", "teacher.sharding")]
+)
+def test_sharded_parameters_are_refused(stage: int, sharding: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"train.compile is true, but .*{said}"):
+        check_compile(CPU, student_stage=stage, teacher_sharding=sharding)
+
+
+def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"no C\+\+ compiler was found"):
+        check_compile(CPU, student_stage=2, teacher_sharding="replicated")
+    monkeypatch.setattr(compiling, "has_triton", lambda: False)
+    with pytest.raises(UserError, match="Triton is missing"):
+        check_compile(torch.device("cuda"), student_stage=2, teacher_sharding="replicated")
+
+
+def test_the_models_are_still_modules() -> None:
+    recorder = Recorder(make("llama", 0, 1), {})
+    names = set(recorder.model.state_dict())
+    compile_layers(recorder, backend="aot_eager")
+    assert set(recorder.model.state_dict()) == names
+    assert all(isinstance(module, nn.Module) for module in recorder.model.modules())

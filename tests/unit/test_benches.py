@@ -1,0 +1,193 @@
+"""The benches: their statistics, what a row and the bench say to each other, and figures that no clock decides."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_generate")
+
+TINY = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 4, "student_layers": 4, "batch": 2, "tokens": 12}
+
+
+@pytest.fixture(autouse=True)
+def _scripts_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def benching():
+    import benching
+
+    return benching
+
+
+@pytest.fixture
+def benching_table():
+    import benching_table
+
+    return benching_table
+
+
+@pytest.fixture
+def settings(benching):
+    return benching.Settings(quick=True, device="cpu", threads=1, repeats=3)
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_parser_answers_help_and_refuses_nonsense(bench, monkeypatch, capsys):
+    from importlib import import_module
+
+    module = import_module(bench)
+    for arguments, code in ((["--help"], 0), (["--threads", "0"], 2), (["--device", "tpu"], 2), (["--nonsense"], 2)):
+        monkeypatch.setattr(sys, "argv", [bench, *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            module.main()
+        assert exit_.value.code == code, arguments
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_ratio_is_the_median_of_the_rounds_ratios(benching):
+    # The machine slows down on the way: the ratio of the medians would be 2 / 3.
+    ones, others = [1.0, 2.0, 6.0], [3.0, 4.0, 3.0]
+    assert benching.median_ratio(ones, others) == 0.5
+    assert str(benching.median_ratio([], [])) == "nan"
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "at_least", "expected"),
+    [(1.0, 1.0, False, "ok"), (1.01, 1.0, False, "MISS"), (1.0, 1.1, True, "MISS"), (1.2, 1.1, True, "ok")],
+)
+def test_verdict(benching_table, value, target, at_least, expected):
+    line = benching_table.Line("x", value, target, "", at_least=at_least)
+    assert line.verdict(quick=False) == expected
+    assert line.verdict(quick=True) == ""
+
+
+def test_no_verdict_without_target_or_value(benching_table):
+    assert benching_table.Line("x", 1.0, None, "").verdict(quick=False) == ""
+    assert benching_table.Line("x", float("nan"), 1.0, "").verdict(quick=False) == ""
+
+
+def test_json_line_has_no_nan(benching_table, settings, capsys):
+    benching_table.Table(settings, silent=True).finish({"a": {"b": float("nan"), "c": -2.61234e-12, "d": 3}})
+    assert json.loads(capsys.readouterr().out) == {"a": {"b": None, "c": -2.612e-12, "d": 3}}
+
+
+BENCH = """
+    import os, time
+    import torch
+    from benching import Work, parse
+
+    def build(row, device):
+        if row["kind"] == "broken":
+            raise ValueError("this row cannot be built")
+        facts = {"threads": torch.get_num_threads(), "omp": os.environ["OMP_NUM_THREADS"], "process": os.getpid()}
+        calls = []
+        def call():
+            print("a library says something")
+            calls.append(1)
+            time.sleep(row["seconds"])
+            part = torch.ones(row["megabytes"] * 250_000)
+            del part
+            return float(len(calls))
+        return Work(None if row["kind"] == "facts" else call, facts)
+
+    if __name__ == "__main__":
+        parse(None, build)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A bench whose rows sleep, and fill memory."""
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    path = tmp_path / "bench.py"
+    path.write_text(textwrap.dedent(BENCH))
+    return path
+
+
+def test_rows_are_processes_of_their_own_that_take_turns(benching, settings, script):
+    rows = {
+        "small": {"kind": "work", "seconds": 0.01, "megabytes": 20},
+        "large": {"kind": "work", "seconds": 0.03, "megabytes": 80},
+        "facts": {"kind": "facts"},
+    }
+    found = benching.measure(str(script), rows, settings, timed=("small", "large"), weighed=("small", "large"))
+    assert len({one.facts["process"] for one in found.values()}) == 3
+    assert all((one.facts["threads"], one.facts["omp"]) == (1, "1") for one in found.values())
+    assert found["small"].facts["first"] == 1.0
+    assert [len(one.seconds) for one in found.values()] == [3, 3, 0]
+    assert all(seconds >= 0.03 for seconds in found["large"].seconds)
+    assert all(seconds >= 0.01 for seconds in found["small"].seconds)
+    if sys.platform.startswith("linux"):
+        # What was alive at once, neither the two calls' together nor what the allocator keeps.
+        assert found["small"].bytes / 1e6 == pytest.approx(20, abs=2)
+        assert found["large"].bytes / 1e6 == pytest.approx(80, abs=2)
+    assert str(found["facts"].bytes) == "nan"
+
+
+def test_row_that_dies_says_why(benching, settings, script):
+    with pytest.raises(benching.RowFailed, match="this row cannot be built"):
+        benching.measure(str(script), {"broken": {"kind": "broken"}}, settings)
+
+
+def test_naive_makd_is_the_same_loss_as_ours():
+    from step_rows import build
+
+    row = {"task": "makd", **TINY, "rank": 4}
+    losses = {way: build({**row, "way": way}, torch.device("cpu")).call() for way in ("ours", "naive")}
+    assert losses["ours"] == pytest.approx(losses["naive"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes"), [("kd", {"student_layers": 2, "labelled": 0.4}), ("encoder", {"student_layers": 2})]
+)
+def test_steps_leave_no_gradient_and_barely_move(task, sizes):
+    from step_rows import floor, make_setting, ours
+
+    row = {"task": task, "way": "ours", **TINY, **sizes}
+    for way in (floor, ours):
+        setting = make_setting(row, torch.device("cpu"))
+        step = way(setting, row)
+        first, second = step(), step()
+        assert first == pytest.approx(second, rel=1e-4)
+        assert all(parameter.grad is None for parameter in setting.student.parameters())
+
+
+def test_labelled_share_stands_at_the_end():
+    from step_rows import make_setting
+
+    row = {"task": "kd", "way": "floor", **TINY, "tokens": 10, "labelled": 0.4}
+    setting = make_setting(row, torch.device("cpu"))
+    assert (setting.labels != -100).tolist() == [[False] * 6 + [True] * 4] * 2
+    assert setting.labels[:, 6:].equal(setting.ids[:, 6:])
+
+
+@pytest.mark.parametrize("loss", ["attention_kl", "head_kl", "relation_kl"])
+def test_gradients_of_the_fused_losses(loss):
+    from bench_losses import GRADIENTS, gradient_differences
+
+    row = {"loss": loss, "tokens": 20, "causal": True, "vocabulary": 50}
+    found = gradient_differences(row, torch.device("cpu"))
+    assert all(found[kind] <= limit for kind, limit in GRADIENTS.items()), found
+
+
+def test_factorised_student_has_fewer_multiply_adds():
+    from bench_generate import build
+
+    sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 2, "batch": 1, "prompt": 3, "new": 2}
+    counts = {
+        rank: build({**sizes, **({} if rank is None else {"rank": rank})}, torch.device("cpu")) for rank in (None, 2)
+    }
+    # Of a layer's matrices: 12 W² for a dense one, 2 (4 + 2 + 5 + 5) W at rank 2; the head's come on top of both.
+    per_layer = 12 * 16**2 - 2 * (4 + 2 + 5 + 5) * 16
+    dense, factorised = (counts[rank].facts["multiply_adds"] for rank in (None, 2))
+    # Three tokens of prompt, then one new one that is read for the second.
+    assert dense - factorised == 2 * per_layer * (3 + 1)

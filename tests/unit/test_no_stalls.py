@@ -1,0 +1,185 @@
+"""A training step never makes the host wait for the device.
+
+It runs on torch's meta device, which has shapes but no values: whoever asks for a value (`.item()`, `.tolist()`,
+`.cpu()`, a tensor as a truth value, indexing by a boolean mask) fails there, where a GPU would be waited for. As on a
+GPU, the paths that a CPU may take by looking at values are closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.config import (
+    DistilbertConfig,
+    KdConfig,
+    MakdConfig,
+    MinilmConfig,
+    Minilmv2Config,
+    TinybertConfig,
+    TrainConfig,
+)
+from llmdistill.methods import build_method
+from llmdistill.methods.objective import Objective
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.log import Stopwatch
+from llmdistill.trainer import Trainer
+
+WORLD = World(rank=0, size=1, device=torch.device("meta"))
+SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(num_key_value_heads=2, **SIZES)),
+    "mistral": (MistralForCausalLM, MistralConfig(num_key_value_heads=2, sliding_window=4, **SIZES)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=32)),
+    "bert": (BertForPreTraining, BertConfig(max_position_embeddings=32, **SIZES)),
+}
+SETTINGS: dict[str, Any] = {
+    "sft": None,
+    "kd": KdConfig(ratio=0.7, temperature=2.0, divergence="skew_reverse_kl"),
+    "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5),
+    "minilm": MinilmConfig(layers="uniform", value_mse=1.0),
+    "minilmv2": Minilmv2Config(relation_heads=8, relations=("qq", "kk", "qk")),
+    "distilbert": DistilbertConfig(),
+    "tinybert": TinybertConfig(soft=1.0),
+}
+
+
+class SlowCopies(TorchFunctionMode):
+    """Fails where something is copied to the device in a way that the host waits for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and not torch.is_tensor(args[0]):
+            assert not result.is_meta, "Python numbers are copied to the device: torch.full makes them there"
+        if func is torch.Tensor.to and result.is_meta and args[0].device.type == "cpu":
+            assert (kwargs or {}).get("non_blocking"), "a copy to the device is waited for"
+        return result
+
+
+class Engine:
+    """Autograd and an optimizer in DeepSpeed's clothes."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Batches:
+    def micro_batches(self, step: int) -> list[Batch]:
+        raise NotImplementedError
+
+
+def make_model(family: str) -> PreTrainedModel:
+    kind, config = MODELS[family]
+    with torch.device("meta"):
+        return kind._from_config(config, attn_implementation="sdpa").train()
+
+
+def make_batch(family: str) -> Batch:
+    ids = torch.randint(3, 40, (3, 9), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = mask[1, 7:] = 0
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels[:, :4] = IGNORE_INDEX
+    targets = torch.tensor([1, IGNORE_INDEX, 0]) if family == "bert" else None
+    return Batch(ids, mask, labels, targets=targets)
+
+
+def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
+    teacher, student = make_model(family).eval(), make_model(family)
+    objective = Objective(words=True, sequences="classes" if family == "bert" else None)
+    method = build_method([method_name], SETTINGS, teacher.config, student.config, objective)
+    if settings.get("activation_checkpointing"):
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    projectors = nn.ModuleDict(
+        {name: nn.Linear(*widths, bias=False, device="meta") for name, widths in method.projections.items()}
+    )
+    return Trainer(
+        engine=Engine(student),
+        student=TappedModel(student, Recorder(student, method.student_taps, projectors)),
+        teacher=TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None,
+        method=method,
+        loader=Batches(),
+        settings=TrainConfig(**settings),
+        seed=0,
+        folder=Path(),
+        world=WORLD,
+    )
+
+
+CASES = [
+    *(pytest.param(name, family) for name in SETTINGS for family in ("llama", "bert")),
+    *(pytest.param("makd", family) for family in ("gpt2", "mistral")),
+]
+
+
+@pytest.mark.parametrize(("method", "family"), CASES)
+def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
+    trainer, batch = make_trainer(method, family), make_batch(family)
+    with SlowCopies():
+        totals, counts = trainer.train_step([batch, batch], Stopwatch(torch.device("cpu")))
+    assert totals.shape == (len(trainer.method.weights),)
+    assert counts.shape == (3,)
+
+
+def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
+    trainer = make_trainer("kd", "llama", activation_checkpointing=True)
+    with SlowCopies():
+        trainer.train_step([replace(make_batch("llama"), own_answers=True)], Stopwatch(torch.device("cpu")))
+
+
+def test_nor_does_one_on_packed_rows() -> None:
+    batch = make_batch("llama")
+    positions = torch.cat([torch.arange(5), torch.arange(4)]).expand(3, 9)
+    packed = replace(batch, attention_mask=torch.tensor([1] * 5 + [2] * 4).expand(3, 9), position_ids=positions)
+    trainer = make_trainer("makd", "llama")
+    with SlowCopies():
+        trainer.train_step([packed], Stopwatch(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: bool(x.all()),
+        lambda x: float(x[0]),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.masked_select(x > 0),
+        lambda x: torch.tensor([1.0, 2.0], device=x.device),
+        lambda x: torch.ones(3).to(x.device),
+    ],
+)
+def test_looks_are_found(look: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), SlowCopies():
+        look(torch.ones(3, device="meta"))
