@@ -11,7 +11,6 @@ from llmdistill.batch import IGNORE_INDEX, LossSum
 from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, output_divergence
 from llmdistill.losses.logits import label_cross_entropy
 
-
 LABELS = torch.tensor([[-100, -100, 3, 1, -100], [-100, 0, 2, 4, 4]])
 
 
