@@ -156,11 +156,11 @@ class Outputs:
     logits: Tensor | None
     """(B, T, V); None for a model without language-model head, or where its rows stand in `words`."""
     taps: Taps
-    words: HeadInputs | None = None
-    """In place of the logits: what goes into the head's last product, and its parameters."""
-    losses: dict[str, LossSum] = field(default_factory=dict)
-    """The losses that were computed while the model ran."""
     sequence_logits: Tensor | None = None
     """(B, C), of a next-sentence or classification head (C = 1 where scores are predicted); None without one."""
     ends: tuple[Tensor, ...] = ()
     """All that the forward pass returned, whatever the head; a loss that touches it reaches every parameter."""
+    words: HeadInputs | None = None
+    """In place of the logits: what goes into the head's last product, and its parameters."""
+    losses: dict[str, LossSum] = field(default_factory=dict)
+    """The losses that were computed while the model ran."""
