@@ -43,6 +43,11 @@ class LossSum(NamedTuple):
     """Scalar, number of positions."""
 
 
+def predicted_labels(labels: Tensor, *, shift: bool) -> Tensor:
+    """The label that each position predicts: (B, T)."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro batch. Padding may stand on either side."""
@@ -91,16 +96,13 @@ class Batch:
         """
         if self.label_rows is not None:
             return self
-        rows_N = (self._predicted(shift) != IGNORE_INDEX).flatten().nonzero()[:, 0]
+        rows_N = (predicted_labels(self.labels, shift=shift) != IGNORE_INDEX).flatten().nonzero()[:, 0]
         return replace(self, label_rows=rows_N, padded=bool((self.attention_mask == 0).any()))
 
     def located_labels(self, *, shift: bool) -> Tensor:
         """(N,): the label that each of `label_rows` predicts."""
         assert self.label_rows is not None, "the batch is not located"
-        return self._predicted(shift).flatten().index_select(0, self.label_rows)
-
-    def _predicted(self, shift: bool) -> Tensor:
-        return functional.pad(self.labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else self.labels
+        return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_rows)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

@@ -24,7 +24,7 @@ from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import set_learning_rate
 from llmdistill.runtime.log import RunLog, Stopwatch
 from llmdistill.runtime.schedule import learning_rate
-from llmdistill.teacher.stream import StreamedTeacher
+from llmdistill.teacher.stream import StreamedTeacher, Teacher
 
 
 class Loader(Protocol):
@@ -40,14 +40,6 @@ class Student(Protocol):
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
         """Run it on a batch, and compute these losses on the way."""
-        ...
-
-
-class Teacher(Protocol):
-    """The model that is learnt from."""
-
-    def teach(self, batch: Batch, *, words: bool) -> Outputs:
-        """Run it on a batch; `words` asks for its output at the labels."""
         ...
 
 

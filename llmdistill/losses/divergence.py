@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import IGNORE_INDEX, LossSum
-from llmdistill.losses.logits import predicted_labels, rows_of
+from llmdistill.batch import IGNORE_INDEX, LossSum, predicted_labels
+from llmdistill.losses.logits import rows_of
 
 LOG_FLOOR = -1e5
 """Least log-probability: far below what fp32 can turn into a probability, and still finite. A forbidden word (logit

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmdistill.batch import IGNORE_INDEX, LossSum
+from llmdistill.batch import IGNORE_INDEX, LossSum, predicted_labels
 
 
 def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -> LossSum:
@@ -24,11 +24,6 @@ def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -
     chosen_BT = targets_BT != IGNORE_INDEX
     loss = functional.cross_entropy(rows_of(logits, chosen_BT), targets_BT[chosen_BT], reduction="sum")
     return LossSum(loss, chosen_BT.sum())
-
-
-def predicted_labels(labels: Tensor, *, shift: bool) -> Tensor:
-    """The label that each position predicts: (B, T)."""
-    return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
 
 
 def rows_of(logits: Tensor, chosen_BT: Tensor) -> Tensor:
