@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs the tests. Further arguments go to pytest, for example: scripts/test.sh tests/unit -k svd
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec python -m pytest "$@"
+# Two tests at a time (`-n 0`: one), each on one thread: most are too small for more.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec python -m pytest -n 2 --dist loadgroup "$@"
