@@ -2,6 +2,7 @@
 
 python eval/glue.py --model DIR --data_dir glue --tasks rte,cola,sst2 [--protocol minilmv2] [--json]
 python eval/glue.py --model DIR --teacher runs/glue/TEACHER --method kd --tasks rte
+python eval/glue.py --model DIR --tasks rte --tsne runs/glue/TEACHER,runs/glue/OTHER
 deepspeed --num_gpus 2 eval/glue.py --model DIR --data_dir glue
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the checkout itself is not on the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in llmdistill/train.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
 
 from llmdistill.glue.command import main
 

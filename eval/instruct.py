@@ -13,7 +13,7 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the checkout itself is not on the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in llmdistill/train.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
 
 from llmdistill.scoring.command import main
 

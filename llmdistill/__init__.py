@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from llmdistill.factorize import hub
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 hub.register()

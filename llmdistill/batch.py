@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,6 +111,14 @@ class Batch:
             return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
         return Batch(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
+
+
+class Loader(Protocol):
+    """Where a step's batches come from."""
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step (from 0)."""
+        ...
 
 
 @dataclass

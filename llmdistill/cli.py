@@ -73,29 +73,61 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.embedded import locate
     from llmdistill.factorize import compress as compress_folder
     from llmdistill.factorize import summarise
+    from llmdistill.factorize.kronecker_search import needs_search, search_folder, table
+
+    parsed = parse(_compress_parser(), arguments)
+    settings, model, method = build(parsed, FactorizeConfig), locate(parsed.model), parsed.method
+    if parsed.output is None and not parsed.dry_run:
+        raise UserError("--output is missing: name the student's folder, or add --dry_run")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    if needs_search(settings, method):
+        found = search_folder(model, settings, device=device)
+        settings = found[0].settings
+    elif parsed.candidates:
+        raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
+    if parsed.dry_run:
+        result = summarise(model, settings, method)
+    else:
+        result = compress_folder(model, Path(parsed.output), settings, method, device=device)
+    if found:
+        result["settings"] = found[0].row()["settings"]
+    if parsed.candidates and parsed.json:
+        result["candidates"] = [candidate.row() for candidate in found]
+    elif parsed.candidates:
+        print(table(found, result["teacher_params"]) + "\n")
+    shown = (
+        "teacher_params",
+        "student_params",
+        "ratio",
+        "rank",
+        "flops_per_token",
+        "teacher_flops_per_token",
+        "settings",
+    )
+    _show(result, parsed.json, [key for key in shown if key in result])
+
+
+def _compress_parser() -> ArgumentParser:
+    from llmdistill.factorize.kinds import KINDS
 
     parser = ArgumentParser(
         prog="llmdistill compress",
         exit_on_error=False,
-        description="Factorise a model: every linear of its layers becomes a product of two. "
-        "With --dry_run nothing but config.json is needed.",
+        description="Factorise a model: every linear of its layers becomes a product of two, low-rank or Kronecker. "
+        "With --dry_run nothing but config.json is needed, save for --method kronecker with --target_params, which "
+        "looks at the weights.",
     )
     parser.add_argument("--model", type=str, required=True, help="Model folder.")
     parser.add_argument("--output", type=str, help="Folder of the student; needed without --dry_run.")
-    parser.add_argument("--method", choices=["svd"], default="svd", help="Kind of factorisation.")
+    parser.add_argument("--method", choices=list(KINDS), default="svd", help="Kind of factorisation.")
+    text = "With --method kronecker and --target_params: also tell the best combinations of shapes, each that of the "
+    text += "first factor where there are as many outputs as inputs or more; elsewhere it is transposed."
+    parser.add_argument("--candidates", action="store_true", help=text)
     parser.add_argument("--dry_run", action="store_true", help="Only count.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_class_arguments(FactorizeConfig, None)
-    parsed = parse(parser, arguments)
-    settings = build(parsed, FactorizeConfig)
-    if parsed.dry_run:
-        result = summarise(locate(parsed.model), settings)
-    elif parsed.output is None:
-        raise UserError("--output is missing: name the student's folder, or add --dry_run")
-    else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        result = compress_folder(locate(parsed.model), Path(parsed.output), settings, device=device)
-    _show(result, parsed.json, ("teacher_params", "student_params", "ratio", "rank"))
+    return parser
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -171,8 +203,10 @@ def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = No
     if as_json:
         print(json.dumps(result))
         return
-    for key in keys or result:
-        print(f"{key:20}{_readable(result[key])}")
+    shown = list(keys or result)
+    width = max(20, *(len(key) + 2 for key in shown))
+    for key in shown:
+        print(f"{key:{width}}{_readable(result[key])}")
 
 
 def _readable(value: Any) -> str:

@@ -153,6 +153,30 @@ def _part(field: Field[Any], value: Any) -> Any:
     return build(value, field.default_factory) if is_part else value  # type: ignore[arg-type]
 
 
+def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
+    """A part of a configuration with some of its values changed, checked as those of a recipe are.
+
+    Args:
+        section: the part.
+        values: what changes.
+        key: where they stand, for messages.
+
+    Raises:
+        UserError: an unknown key, or a value that does not fit.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(type(section), None)
+    known = _keys(parser)
+    for name in values:
+        if not _is_known(name, known):
+            raise UserError(f"{key}.{name}: there is no such setting{_nearest(name, known, f'{key}.')}")
+    try:
+        parsed = parser.parse_object({**asdict(section), **values})  # type: ignore[call-overload]
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise UserError(f"{key}.{_one_sentence(str(error))}") from error
+    return build(parsed, type(section))
+
+
 def extended(parser: ArgumentParser, path: Path) -> list[Path]:
     """A recipe and all that it extends, the last of them first: each one's settings win over those before it.
 

@@ -16,7 +16,10 @@ from llmdistill.config import RunConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize import build_reference, count_parameters, summarise
-from llmdistill.factorize.modules import install
+from llmdistill.factorize.budget import embedding_size
+from llmdistill.factorize.counting import forward_flops
+from llmdistill.factorize.install import install
+from llmdistill.factorize.kinds import kind_of
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.objective import Objective
 from llmdistill.models.families import family_of, shape_of
@@ -123,16 +126,20 @@ class Plan:
             + "".join(f"\nNote        {note}" for note in self.notes)
         )
 
-    def estimate(self) -> dict[str, float]:
+    def estimate(self) -> dict[str, float] | None:
         """What the training costs at most: every sequence at its full length, and no time but that of the arithmetic.
 
-        6 FLOP a parameter and token for the student's forward and backward pass (all of it, adapters or not), 2 for the
-        teacher's forward pass, at 30 % of an A100's 312 TFLOP/s in bf16.
+        6 FLOP a parameter and token for the student's forward and backward pass (all of it, adapters or not; more where
+        Kronecker products use theirs many times), 2 for the teacher's forward pass, at 30 % of an A100's 312 TFLOP/s in
+        bf16.
+        None while the steps of train.epochs are not counted.
         """
         train = self.config.train
+        if train.epochs is not None:
+            return None
         tokens = train.steps * train.global_batch_size * self.config.data.max_length
         of_teacher = 2 * self.sizes["teacher_params"] if self.method.needs_teacher else 0
-        flops = tokens * (6 * self.sizes["student_params"] + of_teacher)
+        flops = tokens * (3 * self.sizes["forward_flops"] + of_teacher)
         return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
     def describe(self) -> dict[str, Any]:
@@ -145,12 +152,16 @@ class Plan:
             "accumulation_steps": self.split.accumulation_steps,
         }
         terms = dict(self.method.weights)
+        notes, epochs = list(self.notes), self.config.train.epochs
+        if epochs is not None:
+            config["train"]["steps"] = None
+            notes.append(f"the steps of train.epochs {epochs}, and so the cost, are known once the text is tokenised")
         return {
             **self.sizes,
             "batch": batch,
             "terms": terms,
             "estimate": self.estimate(),
-            "notes": self.notes,
+            "notes": notes,
             "config": config,
             "ds_config": self.ds_config,
         }
@@ -244,7 +255,8 @@ def _student(config: RunConfig, teacher: PreTrainedConfig) -> tuple[PreTrainedCo
     """The student's config, and what is said of the sizes."""
     settings = config.student
     if settings.model is None and settings.shape is None:
-        return teacher, summarise(teacher, settings.factorize)  # a factorised student has its teacher's shape
+        # A factorised student has its teacher's shape.
+        return teacher, summarise(teacher, settings.factorize, settings.method)
     if settings.model is not None:
         student, how = _model_config(config, "student.model", settings.model), "given"
     else:
@@ -254,12 +266,13 @@ def _student(config: RunConfig, teacher: PreTrainedConfig) -> tuple[PreTrainedCo
         if settings.init != "random":
             teacher_layers(settings.layers, shape.depth, shape_of(teacher).num_layers, key="student.layers")
     reference = build_reference(student)
-    if settings.model is None and settings.factorize.embedding_rank is not None:
-        install(reference, {}, settings.factorize.embedding_rank)
-        how += f", embedding of rank {settings.factorize.embedding_rank}"
+    embedding = embedding_size(settings.factorize, settings.method)
+    if settings.model is None and embedding is not None:
+        install(reference, {}, embedding, settings.method)
+        how += f", {kind_of(settings.method).embedding_key} {embedding}"
     params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
     sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
-    return student, sizes
+    return student, {**sizes, "forward_flops": forward_flops(reference)}
 
 
 def _objective(config: RunConfig, teacher: PreTrainedConfig) -> Objective:
@@ -271,7 +284,7 @@ def _objective(config: RunConfig, teacher: PreTrainedConfig) -> Objective:
     if config.data.kind != "text":
         return Objective()
     wanted = config.data.text.next_sentence
-    uses_output = bool({"makd", "kd", "distilbert", "sft"} & set(config.methods()))
+    uses_output = bool({"makd", "kd", "distilbert", "kroneckerbert", "sft"} & set(config.methods()))
     if wanted is None:
         wanted = uses_output and (teacher.architectures or [""])[0] == "BertForPreTraining"
     if wanted and teacher.model_type != "bert":

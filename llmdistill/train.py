@@ -12,13 +12,14 @@ from pathlib import Path
 if not __package__:
     # Run as a script, this folder is first on the path, and the repository is not on it at all.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    # Read when torch is loaded. Threads that spin while they wait make a run on busy cores several times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch is loaded. Threads that spin for long while they wait make a run on busy cores several times
+    # slower, threads that sleep at once make the small operations of a loss twice as slow on idle ones.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmdistill import assemble, parsing
 from llmdistill.data.stream import StreamLoader
@@ -32,6 +33,9 @@ from llmdistill.runtime.log import RunLog, print_main, quiet_libraries, warn_mai
 from llmdistill.search import search_layer
 from llmdistill.teacher.live import LiveTeacher
 
+if TYPE_CHECKING:
+    from llmdistill.stages import TasksPlan
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
@@ -42,29 +46,45 @@ def run(arguments: Sequence[str]) -> None:
     """Resolve and check, then distil, unless a dry run is all that is wanted."""
     config, flags = parsing.parse_run(arguments)
     plans = make_plans(config)
+    tasks = second_stage(plans)
     if flags.dry_run:
-        print(json.dumps(describe(plans), indent=None if flags.json else 2))
+        print(json.dumps(describe(plans, tasks), indent=None if flags.json else 2))
         return
     data = assemble.read_data(plans[0])
+    if tasks is not None:
+        tasks.check_data()
     world = init_distributed()
     try:
         quiet_libraries()
         for plan in plans:
             assemble.check_machine(plan, world)
         data = assemble.tokenise_texts(plans[0], data, world)
+        plans = [assemble.count_steps(plan, data, world) for plan in plans]
         claim_folder(plans[-1].folder, plans[-1].record(), resume=config.resume, world=world)
         for plan in plans[:-1]:
             print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
             part_of_run(plan, data, world)
         distil(plans[-1], data, world)
+        if tasks is not None:
+            tasks.run(world)
     finally:
         shut_down()
 
 
-def describe(plans: Sequence[Plan]) -> dict[str, Any]:
-    """What a dry run prints: the run, and the assistants before it."""
+def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
+    """What follows on tasks, if anything."""
+    if not plans[-1].config.tasks.names:
+        return None
+    from llmdistill.stages import plan_tasks  # with scikit-learn, for which other runs need not wait
+
+    return plan_tasks(plans)
+
+
+def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
+    """What a dry run prints: the run, the assistants before it, and the tasks after it."""
     assistants = [plan.describe() for plan in plans[:-1]]
-    return {**plans[-1].describe(), **({"assistants": assistants} if assistants else {})}
+    described = {**plans[-1].describe(), **({"assistants": assistants} if assistants else {})}
+    return described if tasks is None else {**described, "tasks": tasks.describe()}
 
 
 def part_of_run(plan: Plan, data: assemble.RunData, world: World) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from llmdistill.batch import POSITIONS, Batch, Outputs
+from llmdistill.batch import POSITIONS, Batch, Loader, Outputs
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import RunningTerms
@@ -25,14 +25,6 @@ from llmdistill.runtime.engine import set_learning_rate
 from llmdistill.runtime.log import RunLog, Stopwatch
 from llmdistill.runtime.schedule import learning_rate
 from llmdistill.teacher.stream import StreamedTeacher, Teacher
-
-
-class Loader(Protocol):
-    """Where a step's batches come from."""
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0); a pure function of it."""
-        ...
 
 
 class Student(Protocol):

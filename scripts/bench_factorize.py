@@ -1,14 +1,18 @@
-"""Setting up: truncated SVD against torch.linalg.svd, a whole model factorised and loaded, a text tokenised and cached.
+"""Setting up: truncated SVD and nearest Kronecker products against torch.linalg.svd, a whole model factorised and
+loaded, a text tokenised and cached.
 
     python scripts/bench_factorize.py           # 2048×8192 at rank 600 and its neighbours, minutes
     python scripts/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
     python scripts/bench_factorize.py --quick   # smaller ones, under a minute
 
-Matrices are fp32. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its layers without --full), and
-is factorised from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense.
-Loading is from_pretrained, of the student and of the dense model, whose files the system has just seen.
+Matrices are fp32. A Kronecker product is found by an SVD of the rearranged matrix, which is thin or nearly square by
+the shape of the factors; a whole BERT-base is its 72 linears and its embedding, by KroneckerBERT_21's shapes and by
+square ones. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its layers without --full), and is
+factorised from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense. Loading
+is from_pretrained, of the student and of the dense model, whose files the system has just seen.
 
-The last line is JSON with the figures of the first matrix, of the model (set_up) and of the text (tokenise).
+The last line is JSON with the figures of the first matrix, of the Kronecker products (kronecker), of the model (set_up)
+and of the text (tokenise).
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ RANK = {"full": 606, "quick": 64}
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"work": svd, model or text, ...}."""
-    rows = {"svd": svd_row, "model": model_row, "text": text_row}
+    """One row: {"work": svd, kronecker, bert, model or text, ...}."""
+    rows = {"svd": svd_row, "kronecker": kronecker_row, "bert": bert_row, "model": model_row, "text": text_row}
     return rows[row["work"]](row, device)
 
 
@@ -87,19 +91,55 @@ def svd_row(row: dict[str, Any], device: torch.device) -> Work:
     return Work(call, facts)
 
 
+def kronecker_row(row: dict[str, Any], device: torch.device) -> Work:
+    """The nearest Kronecker product of one matrix, ours or by all singular values; and its error."""
+    from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker, rearrange
+
+    shape = KroneckerShape(row["m1"], row["n1"])
+    weight = torch.randn(row["m"], row["n"], generator=torch.Generator().manual_seed(0)).to(device)
+
+    def full() -> tuple[Tensor, Tensor]:
+        u, s, vh = full_svd(rearrange(weight, shape), 1)
+        return u * s.sqrt(), s.sqrt() * vh
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return nearest_kronecker(weight, shape)
+
+    call = ours if row["way"] == "ours" else full
+    a, b = (factor.double().reshape(-1) for factor in call())
+    # ‖R - a bᵀ‖² without another matrix of R's size.
+    missed = weight.double().square().sum() - 2 * a @ (rearrange(weight, shape).double() @ b) + a @ a * (b @ b)
+    return Work(call, {"error": missed.item() ** 0.5})
+
+
+def bert_row(row: dict[str, Any], device: torch.device) -> Work:
+    """Seconds for the nearest Kronecker products of all linears of a BERT and of its embedding, one after the other."""
+    from transformers import BertConfig, BertModel
+
+    from llmdistill.config import FactorizeConfig
+    from llmdistill.factorize import factorize, plan
+
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(num_hidden_layers=row["layers"]))
+    shapes = {"*.attention.*": "384x48", "*.intermediate.dense": row["up"], "*.output.dense": row["down"]}
+    sizes = plan(model, FactorizeConfig(shapes=shapes), "kronecker")
+    seconds = _seconds(lambda: factorize(model, sizes, method="kronecker", embedding=16, device=device))
+    return Work(None, {"matrices": len(sizes) + 1, "seconds": seconds})
+
+
 def model_row(row: dict[str, Any], device: torch.device) -> Work:
     """Seconds to factorise a folder's model into another folder, and to load each of both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from llmdistill.config import FactorizeConfig
     from llmdistill.factorize import compress
-    from llmdistill.factorize.budget import build_reference, layer_linears
-    from llmdistill.factorize.modules import features
+    from llmdistill.factorize.counting import build_reference, layer_linears
+    from llmdistill.factorize.install import features
 
     config = LlamaConfig(**row["config"])
     # Keys and values are narrower than the rank, which `rank` alone would refuse.
     shapes = {name: features(module) for name, module in layer_linears(build_reference(config)).items()}
-    ranks = {name: row["rank"] for name, (n, m) in shapes.items() if row["rank"] * (n + m) < n * m}
+    ranks = {name: row["rank"] for name, (m, n) in shapes.items() if row["rank"] * (n + m) < n * m}
     settings = FactorizeConfig(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         dense, student = Path(folder) / "dense", Path(folder) / "student"
@@ -161,6 +201,39 @@ def bench_svd(settings: Settings, table: Table) -> dict[str, Any]:
     return figures[0]
 
 
+KRONECKER = {
+    "attention": {"m": 768, "n": 768, "m1": 384, "n1": 48},
+    "feed-forward, thin": {"m": 3072, "n": 768, "m1": 16, "n1": 2},
+    "feed-forward, square": {"m": 3072, "n": 768, "m1": 64, "n1": 24},
+    "embedding": {"m": 30522, "n": 768, "m1": 30522, "n1": 48},
+}
+"""BERT-base's matrices with the shapes of KroneckerBERT_21, and with factors of one size."""
+
+
+def bench_kronecker(settings: Settings, table: Table) -> dict[str, Any]:
+    """Single matrices against the full SVD, and all of BERT-base."""
+    figures: dict[str, Any] = {}
+    for name, matrix in list(KRONECKER.items())[: 1 if settings.quick else None]:
+        both = {way: {"work": "kronecker", **matrix, "way": way} for way in ("ours", "full")}
+        found = measure(__file__, both, settings, weighed=())
+        ours, full = found["ours"], found["full"]
+        speedup = median_ratio(full.seconds, ours.seconds)
+        excess = ours.facts["error"] / full.facts["error"] - 1
+        detail = f"{ours.median:.3f} s / {full.median:.3f} s, error over the optimum's - 1: {excess:.1e}"
+        table.add(Line(f"Kronecker, {name} {matrix['m']}x{matrix['n']}: speed-up", speedup, None, detail))
+        seconds = {"seconds": ours.median, "seconds_full_svd": full.median}
+        figures[name] = {**matrix, **seconds, "speedup": speedup, "relative_error_over_optimum": excess}
+    layers = 1 if settings.quick else 12
+    ways = {"thin": {"up": "16x2", "down": "2x16"}, "square": {"up": "64x24", "down": "24x64"}}
+    for name, shapes in list(ways.items())[: 1 if settings.quick else None]:
+        row = {"work": "bert", "layers": layers, **shapes}
+        facts = measure(__file__, {"bert": row}, settings, timed=(), weighed=())["bert"].facts
+        text = f"Kronecker, {layers} BERT-base layers and embedding, feed-forward {name}"
+        table.add(Line(text, facts["seconds"], None, f"{facts['matrices']} matrices", unit=" s"))
+        figures[f"all, {name}"] = facts
+    return figures
+
+
 def bench_set_up(settings: Settings, table: Table, *, full: bool) -> dict[str, Any]:
     """A model factorised and loaded."""
     config = LLAMA if full else SMALL if settings.quick else TWO_LAYERS
@@ -196,8 +269,10 @@ def main() -> None:
     settings, arguments = parse(__doc__, build, add=add_arguments)
     table = Table(settings, silent=arguments.json)
     figures = bench_svd(settings, table)
+    kronecker = bench_kronecker(settings, table)
     set_up, text = bench_set_up(settings, table, full=arguments.full), bench_text(settings, table)
-    table.finish({"threads": settings.threads, **figures, "set_up": set_up, "tokenise": text})
+    found = {"threads": settings.threads, **figures, "kronecker": kronecker, "set_up": set_up, "tokenise": text}
+    table.finish(found)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,14 @@ class _Row:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, **pinned, **(_MAPPED if mapped else {}), "HF_HUB_OFFLINE": "1"},
+            # Threads wait as they do in the main job (llmdistill/train.py).
+            env={
+                "GOMP_SPINCOUNT": "1000",
+                **os.environ,
+                **pinned,
+                **(_MAPPED if mapped else {}),
+                "HF_HUB_OFFLINE": "1",
+            },
         )
 
     def asked(self, order: str) -> dict[str, Any]:

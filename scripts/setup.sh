@@ -53,6 +53,7 @@ install() {
 install
 # The deepspeed launcher looks for ninja and python on the path.
 export PATH="$VENV/bin:$PATH"
-# Threads that spin while they wait make everything several times slower where other programs use the cores too.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+# Threads that spin for long while they wait make everything several times slower where other programs use the cores too;
+# threads that sleep at once make the small operations of a loss twice as slow where none does.
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
 cd "$ROOT"

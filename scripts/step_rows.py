@@ -84,7 +84,8 @@ def low_rank(model: PreTrainedModel, rank: int) -> None:
     """Factorised modules of random weights: a step costs the same whatever they hold."""
     from llmdistill.config import FactorizeConfig
     from llmdistill.factorize import plan
-    from llmdistill.factorize.modules import LowRankLinear, install
+    from llmdistill.factorize.install import install
+    from llmdistill.factorize.lowrank_modules import LowRankLinear
 
     install(model, plan(model, FactorizeConfig(rank=rank)), None)
     for module in model.modules():

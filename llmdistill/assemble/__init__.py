@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmdistill.assemble.data import RunData, check_responses, make_loader, read_data, tokenise_texts
+from llmdistill.assemble.data import RunData, check_responses, count_steps, make_loader, read_data, tokenise_texts
 from llmdistill.assemble.models import check_machine, load_scored, make_teacher, prepare_student
 from llmdistill.assemble.training import make_score_book, make_trainer
 
@@ -10,6 +10,7 @@ __all__ = [
     "RunData",
     "check_machine",
     "check_responses",
+    "count_steps",
     "load_scored",
     "make_loader",
     "make_score_book",

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.batch import Batch
+from llmdistill.batch import Batch, Loader
 from llmdistill.data.collate import collate, collate_packed
 from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.data.instruct import Encoded, Example, InstructData, encode
@@ -20,6 +20,7 @@ from llmdistill.data.text import TextLoader
 from llmdistill.data.text import validation_batches as text_validation_batches
 from llmdistill.data.validation import validation_batches
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
 from llmdistill.generation.provenance import check_teacher
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.models.load import load_tokenizer
@@ -27,7 +28,6 @@ from llmdistill.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.scoring.book import VALID
 from llmdistill.scoring.instruct import check_sets
-from llmdistill.trainer import Loader
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,44 @@ def tokenise_texts(plan: Plan, data: RunData, world: World) -> RunData:
     if settings.kind != "text":
         return data
 
-    def tokenised(reference: str) -> Corpus:
+    def tokenised(reference: str, fraction: float) -> Corpus:
         make = partial(
             tokenise,
             locate(reference),
             data.tokenizer,
             field=settings.text.field,
             cache_dir=settings.text.cache_dir,
+            fraction=fraction,
+            seed=plan.config.seed,
         )
         on_main(lambda: make().report(), world)
         return make()
 
-    text = tokenised(settings.train)
-    valid = None if settings.valid is None else tokenised(settings.valid)
-    return replace(data, text=text, valid_text=valid, report=text.report())
+    fraction = settings.text.fraction
+    text = tokenised(settings.train, fraction)
+    valid = None if settings.valid is None else tokenised(settings.valid, 1.0)
+    share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
+    return replace(data, text=text, valid_text=valid, report=share + text.report())
+
+
+def count_steps(plan: Plan, data: RunData, world: World) -> Plan:
+    """The plan with train.epochs as a number of steps, now that its text is tokenised; other plans as they are.
+
+    The same text gives the same number, so a run that is resumed finds its own again.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    if data.text is None or plan.config.method == "none":
+        return plan
+    config, train = plan.config, plan.config.train
+    sequences = len(_text_loader(plan, data, world))  # also where steps are given: a text may be too short
+    if train.epochs is None:
+        return plan
+    steps = -(-train.epochs * sequences // train.global_batch_size)
+    note = f"{train.epochs} epoch(s) of {sequences:,} sequences are {steps:,} steps"
+    counted = replace(config, train=replace(train, steps=steps, epochs=None))
+    return replace(plan, config=counted, notes=[*plan.notes, note])
 
 
 def check_responses(plan: Plan) -> list[str]:
@@ -115,16 +139,9 @@ def check_responses(plan: Plan) -> list[str]:
 
 def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader[Encoded] | StreamLoader | TextLoader:
     """The training batches of this rank."""
-    config = plan.config
-    arguments: dict[str, Any] = {
-        "seed": config.seed,
-        "global_batch_size": config.train.global_batch_size,
-        "micro_batch_size": plan.split.micro_batch_size,
-        "rank": world.rank,
-        "world_size": world.size,
-    }
     if data.text is not None:
-        return TextLoader(data.text, data.tokenizer, **_reading(plan), **arguments)
+        return _text_loader(plan, data, world)
+    config, arguments = plan.config, _share(plan, world)
     arguments["pad_token_id"] = data.tokenizer.pad_token_id
     packing = config.data.packing
     arguments["collate"] = partial(collate_packed, max_length=config.data.max_length) if packing else collate
@@ -138,6 +155,28 @@ def make_loader(plan: Plan, data: RunData, world: World) -> TrainLoader[Encoded]
         shuffle_buffer=config.data.shuffle_buffer,
         **arguments,
     )
+
+
+def _text_loader(plan: Plan, data: RunData, world: World) -> TextLoader:
+    assert data.text is not None, "the text is not tokenised yet"
+    try:
+        return TextLoader(data.text, data.tokenizer, **_reading(plan), **_share(plan, world))
+    except UserError as error:
+        fraction = plan.config.data.text.fraction
+        if fraction == 1:
+            raise
+        raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
+
+
+def _share(plan: Plan, world: World) -> dict[str, Any]:
+    """Which batches of a run are this rank's."""
+    return {
+        "seed": plan.config.seed,
+        "global_batch_size": plan.config.train.global_batch_size,
+        "micro_batch_size": plan.split.micro_batch_size,
+        "rank": world.rank,
+        "world_size": world.size,
+    }
 
 
 def prepare_loader(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import TapRequest
 from llmdistill.embedded import locate
 from llmdistill.factorize import compress
+from llmdistill.factorize.budget import embedding_size
 from llmdistill.factorize.checkpoint import merge_adapter
 from llmdistill.factorize.shape import make_student
 from llmdistill.models.adapters import add_lora, is_adapter
@@ -45,7 +46,7 @@ def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
     if settings.shape is None:
         # An encoder's folder may hold other heads than the run needs; a decoder comes as its folder says.
         head = None if plan.causal else plan.student_head
-        compress(plan.teacher_path, folder, settings.factorize, device=device, head=head)
+        compress(plan.teacher_path, folder, settings.factorize, settings.method, device=device, head=head)
         return
     make_student(
         plan.teacher_path,
@@ -53,7 +54,8 @@ def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
         parse_shape(settings.shape),
         init=settings.init,
         layers=settings.layers,
-        embedding_rank=settings.factorize.embedding_rank,
+        embedding=embedding_size(settings.factorize, settings.method),
+        method=settings.method,
         seed=plan.config.seed,
         head=plan.student_head,
     )

@@ -38,7 +38,7 @@ class Launcher:
     def run(self, command: Sequence[str], log: Path) -> str | None:
         """Run a command with its output in a file; returns None, or in one sentence why it failed."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+        environment = {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 command,

@@ -9,14 +9,17 @@ from llmdistill.config.data import DataConfig, TextConfig
 from llmdistill.config.methods import (
     DistilbertConfig,
     KdConfig,
+    KroneckerbertConfig,
     MakdConfig,
     MinilmConfig,
     Minilmv2Config,
     SearchConfig,
+    TeacherMethod,
     TinybertConfig,
 )
 from llmdistill.config.scoring import GenerationConfig
 from llmdistill.config.student import FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
+from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.training import TrainConfig
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "FactorizeConfig",
     "GenerationConfig",
     "KdConfig",
+    "KroneckerbertConfig",
     "LoraConfig",
     "MakdConfig",
     "MinilmConfig",
@@ -32,14 +36,13 @@ __all__ = [
     "RunConfig",
     "SearchConfig",
     "StudentConfig",
+    "TasksConfig",
     "TeacherConfig",
+    "TeacherMethod",
     "TextConfig",
     "TinybertConfig",
     "TrainConfig",
 ]
-
-TeacherMethod = Literal["makd", "kd", "minilm", "minilmv2", "distilbert", "tinybert"]
-"""Methods that learn from a teacher at work beside the student."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +57,13 @@ class RunConfig:
     """auto: continue where the folder's last checkpoint stands; never: stop if the folder holds a run already."""
     seed: int = 0
     """Seed of the data order and of everything random in training."""
-    method: Literal["makd", "kd", "minilm", "minilmv2", "distilbert", "tinybert", "sft", "seqkd", "none"] = "makd"
+    method: Literal[
+        "makd", "kd", "minilm", "minilmv2", "distilbert", "tinybert", "kroneckerbert", "sft", "seqkd", "none"
+    ] = "makd"
     """makd: the depth-partitioned losses set under makd; kd: the output's divergence set under kd; minilm, minilmv2,
-    distilbert, tinybert: as set under their names; sft: cross-entropy on the labels alone, without teacher; seqkd: sft
-    on answers that the teacher wrote (data.train is what `llmdistill generate` made of the training set); none: no
-    training, only scores."""
+    distilbert, tinybert, kroneckerbert: as set under their names; sft: cross-entropy on the labels alone, without
+    teacher; seqkd: sft on answers that the teacher wrote (data.train is what `llmdistill generate` made of the training
+    set); none: no training, only scores."""
     also: list[TeacherMethod] = field(default_factory=list)
     """Methods whose terms are added to those of `method`, each as set under its name."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -79,10 +84,14 @@ class RunConfig:
     """DistilBERT, where method is distilbert."""
     tinybert: TinybertConfig = field(default_factory=TinybertConfig)
     """TinyBERT, where method is tinybert."""
+    kroneckerbert: KroneckerbertConfig = field(default_factory=KroneckerbertConfig)
+    """KroneckerBERT, where method is kroneckerbert."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training."""
     scoring: GenerationConfig = field(default_factory=GenerationConfig)
     """Scoring."""
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    """The second stage, on tasks."""
 
     def __post_init__(self) -> None:
         """Refuse what no run can do.
@@ -99,6 +108,8 @@ class RunConfig:
             )
         if self.method == "kd" and self.data.on_policy == 1 and self.kd.ratio < 1:
             raise ValueError("data.on_policy 1 leaves no labels to learn, but kd.ratio keeps some: set kd.ratio to 1")
+        if self.train.epochs is not None and self.data.kind != "text":
+            raise ValueError("train.epochs counts passes over a text, but data.kind is instructions: give train.steps")
         self._check_methods()
         self._check_shapes()
 

@@ -20,6 +20,9 @@ class TextConfig:
     next_sentence: bool | None = None
     """Whether an encoder sees pairs of segments and says if the second follows the first (BERT). Without it: where the
     teacher is a BERT whose next-sentence head the method learns from."""
+    fraction: float = 1.0
+    """Share of the training text's documents that is used, over 0 and up to 1: one of each 1/fraction successive ones,
+    drawn by seed. Only they are tokenised. The validation text stays whole."""
     valid_sequences: int = 512
     """Of data.valid the first so many sequences are looked at."""
     cache_dir: str | None = None
@@ -34,6 +37,8 @@ class TextConfig:
         """
         if not 0 < self.mask_share < 1:
             raise ValueError(f"data.text.mask_share is {self.mask_share}: give a share between 0 and 1, 0.15 is usual")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"data.text.fraction is {self.fraction}: give a share over 0 and up to 1, 0.1 for a tenth")
         if self.valid_sequences < 1:
             raise ValueError(f"data.text.valid_sequences is {self.valid_sequences}: give 1 or more")
 

@@ -6,21 +6,21 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmdistill.config import TeacherMethod
 from llmdistill.config.methods import (
     DistilbertConfig,
     KdConfig,
+    KroneckerbertConfig,
     MakdConfig,
     MinilmConfig,
     Minilmv2Config,
+    TeacherMethod,
     TinybertConfig,
 )
-
-ProtocolName = Literal["makd", "minilmv2", "custom"]
+from llmdistill.config.tasks import GridConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueConfig:
+class GlueConfig(GridConfig):
     """What is fine-tuned on which tasks of GLUE, by which settings."""
 
     model: str
@@ -32,8 +32,6 @@ class GlueConfig:
     """Folder or hub name of a model to compare size and speed with; default: the first task's teacher."""
     tasks: list[str] | None = None
     """Tasks, separated by commas, such as rte,cola,sst2; default: all nine."""
-    data_dir: str | None = None
-    """GLUE's own download, with a folder a task (RTE/train.tsv ...); without it the hub's."""
     output_dir: str | None = None
     """Folder of all that is written; default: runs/glue/MODEL, with the method's name where there is a teacher."""
     ds_config: str | None = None
@@ -43,34 +41,15 @@ class GlueConfig:
     sft without. Where a method does not look at the output, as minilm and minilmv2, the labels are learnt beside it."""
     also: list[TeacherMethod] = field(default_factory=list)
     """Methods whose terms are added to those of `method`, each as set under its name."""
-    protocol: ProtocolName = "makd"
-    """What is tried. makd: MaKD's four learning rates x 5 seeds (the paper does not say its epochs: 3 here); minilmv2:
-    MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; custom: 2e-5, 3 epochs, 1 seed. All of
-    them: batches of 32, 128 tokens, a tenth of the steps warm-up, weight decay 0.01. The settings below win over it."""
-    learning_rates: list[float] | None = None
-    """Peak learning rates to try, separated by commas; the best on dev is taken."""
-    epochs: list[int] | None = None
-    """Numbers of epochs to try, separated by commas."""
-    seeds: list[int] | None = None
-    """Seeds of each setting, separated by commas: of the classifier's first weights, the data order and dropout."""
-    batch_size: int | None = None
-    """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: int | None = None
-    """Sequences per rank and forward pass; without it the whole share of a rank at once."""
-    max_length: int | None = None
-    """Tokens of an example; the longer sentence is cut first."""
-    warmup_ratio: float | None = None
-    """Share of the steps in which the learning rate rises; it falls linearly to 0 in the rest."""
-    weight_decay: float | None = None
-    """AdamW's weight decay; biases and norms have none."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
-    limit: int | None = None
-    """Learn only the first so many training examples of each task, for a quick look."""
     keep_models: bool = False
     """Keep the model of every run; by default only each task's best."""
     speed: bool = True
     """Measure latency and throughput."""
+    tsne: list[str] | None = None
+    """Draw what a layer makes of each task's dev set (t-SNE, KroneckerBERT Figure 4): by this run's best model and by
+    those of earlier runs, such as the teacher's, whose folders are given here, separated by commas."""
     makd: MakdConfig = field(default_factory=MakdConfig)
     """MaKD, where method is makd."""
     kd: KdConfig = field(default_factory=KdConfig)
@@ -83,6 +62,8 @@ class GlueConfig:
     """DistilBERT, where method is distilbert."""
     tinybert: TinybertConfig = field(default_factory=TinybertConfig)
     """TinyBERT, where method is tinybert."""
+    kroneckerbert: KroneckerbertConfig = field(default_factory=KroneckerbertConfig)
+    """KroneckerBERT, where method is kroneckerbert."""
 
     def methods(self) -> list[str]:
         """All methods of the run, the first one first."""
@@ -95,7 +76,7 @@ class GlueConfig:
         Raises:
             ValueError: a number is out of its range, or the methods contradict the teacher or each other.
         """
-        for key in ("batch_size", "micro_batch_size", "max_length", "limit"):
+        for key in ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"--{key} {value}: give 1 or more")
@@ -107,6 +88,7 @@ class GlueConfig:
         _check_list("learning_rates", self.learning_rates, fits=_least(self.learning_rates) > 0, wanted="all over 0")
         _check_list("epochs", self.epochs, fits=_least(self.epochs) >= 1, wanted="all 1 or more")
         _check_list("seeds", self.seeds, fits=_least(self.seeds) >= 0, wanted="none below 0")
+        _check_list("tsne", self.tsne, fits=True, wanted="such as runs/glue/TEACHER")
         self._check_methods()
 
     def _check_methods(self) -> None:
@@ -117,6 +99,8 @@ class GlueConfig:
             raise ValueError(
                 f"method {', '.join(methods)} needs a teacher: name fine-tuned ones with --teacher, or take method sft"
             )
+        if self.copy_classifier and self.teacher is None:
+            raise ValueError("--copy_classifier true: there is no teacher to copy it from; name one with --teacher")
         if len(set(methods)) < len(methods):
             raise ValueError(f"--also {self.also}, with method {methods[0]}: name each method once")
         if "minilmv2" in methods and self.minilmv2.teacher_layer == "auto":

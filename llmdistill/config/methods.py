@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+TeacherMethod = Literal["makd", "kd", "minilm", "minilmv2", "distilbert", "tinybert", "kroneckerbert"]
+"""Methods that learn from a teacher at work beside the student."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MakdConfig:
@@ -207,6 +210,35 @@ class TinybertConfig:
         check_weights("tinybert", self, ("attention", "hidden", "embedding", "soft"))
         if not self.temperature > 0:
             raise ValueError(f"tinybert.temperature is {self.temperature}: give a number over 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KroneckerbertConfig:
+    """KroneckerBERT's loss (eq. 14), between all layers of a teacher and of its factorised self. A weight of 0 drops
+    the term; in the paper all are 1."""
+
+    embedding: float = 1.0
+    """Weight of the MSE of the embedding's output."""
+    attention: float = 1.0
+    """Weight of the MSE of the attention scores before the softmax, summed over layers."""
+    ffn: float = 1.0
+    """Weight of the MSE of the feed-forward outputs (of the down projection), summed over layers."""
+    logits: float = 1.0
+    """Weight of the soft cross-entropy on the logits, of words and of sequences."""
+    label: float = 1.0
+    """Weight of the loss on the labels: masked words and next sentences, next words, or a task's labels."""
+    temperature: float = 1.0
+    """Of the soft cross-entropy (not in the paper)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            ValueError: a negative weight, none at all, or no temperature.
+        """
+        check_weights("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
+        if not self.temperature > 0:
+            raise ValueError(f"kroneckerbert.temperature is {self.temperature}: give a number over 0")
 
 
 def check_weights(method: str, settings: object, keys: tuple[str, ...]) -> None:

@@ -8,19 +8,36 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class FactorizeConfig:
-    """How the teacher's matrices become products of two (MaKD §3.1). One of rank, ranks, target_params."""
+    """How the teacher's matrices become products of two smaller ones, by svd or by kronecker.
+
+    svd (MaKD §3.1) takes one of rank, ranks and target_params, kronecker (KroneckerBERT §3.2) one of shapes and
+    target_params; each setting says whose it is.
+    """
 
     rank: int | None = None
-    """One rank for every factorised linear."""
+    """svd: one rank for every factorised linear."""
     ranks: dict[str, int] | None = None
-    """Rank per module pattern, as {glob over module names: rank}; the first pattern that matches counts."""
+    """svd: rank per module pattern, as {glob over module names: rank}; the first pattern that matches counts."""
     target_params: str | int | None = None
     """Parameters the student may have: a number (690000000), a short form (0.69B, 77.25M) or a share of the
-    teacher (62%); the largest single rank that stays below it is taken."""
+    teacher (62%). svd takes the largest single rank that stays below it; kronecker, in `llmdistill compress` alone,
+    the shapes with the smallest squared error over all matrices, as far as those of three layers tell."""
     embedding_rank: int | None = None
-    """Also factorise the token embedding (and a tied head with it) to this rank."""
+    """svd: also factorise the token embedding (and a tied head with it) to this rank."""
     sigma: Literal["left", "balanced"] = "left"
-    """Where the singular values go: into A = UΣ (left, the paper's choice), or √Σ on both sides (balanced)."""
+    """svd: where the singular values go: into A = UΣ (left, the paper's choice), or √Σ on both sides (balanced, which
+    kronecker always does)."""
+    shapes: dict[str, str] | None = None
+    """kronecker: rows x columns of the first factor A of W ≈ A ⊗ B per module pattern, W with a row an output, as
+    {glob over module names: 384x48}, or dense for what stays; the first pattern that matches counts."""
+    sums: int = 1
+    """kronecker: products A ⊗ B that are added up for each matrix."""
+    embedding_columns: int | None = None
+    """kronecker: also make each row of the token embedding (and of a tied head) a product a ⊗ b, with a b of so many
+    columns that all rows share; 1 keeps the table as it is, and without it a search for target_params chooses."""
+    max_flops: str | None = None
+    """kronecker: FLOPs that the layers' linears may take in the search for target_params, as a share of the teacher's
+    such as 30%; without it they are not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +98,12 @@ class StudentConfig:
     model: str | None = None
     """Folder or hub name of a student made before (by `llmdistill compress`, another run, or anyone); with it
     student.shape and student.factorize are not looked at, and with neither it nor a shape the teacher is factorised."""
-    method: Literal["svd"] = "svd"
-    """How the teacher becomes the student's starting point, where it is factorised."""
+    method: Literal["svd", "kronecker"] = "svd"
+    """How the teacher becomes the student's starting point, where it is factorised: low-rank or Kronecker products."""
     shape: str | None = None
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12, or with its feed-forward
-    width as a fourth number; without that the teacher's proportion is kept. Of student.factorize only embedding_rank is
-    then looked at."""
+    width as a fourth number; without that the teacher's proportion is kept. Of student.factorize only embedding_rank,
+    or embedding_columns by the method, is then looked at."""
     init: Literal["random", "layers", "slice"] = "random"
     """Weights of a student with a shape: random; layers: those of teacher layers, at the teacher's width; slice: the
     same, of each matrix the first rows and columns, of each head the first features."""
@@ -100,3 +117,15 @@ class StudentConfig:
     """The factorisation."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do.
+
+        Raises:
+            ValueError: adapters on a student that has no linears for them.
+        """
+        if self.method == "kronecker" and self.lora.rank is not None and self.model is None and self.shape is None:
+            raise ValueError(
+                "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are "
+                "none: leave it out to train all weights, or take student.method svd"
+            )

@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+DEFAULT_STEPS = 1000
+"""Where neither steps nor epochs say how long to train."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Optimisation. The global batch is what is given; how it is split over ranks and accumulation is derived."""
 
-    steps: int = 1000
+    steps: int = DEFAULT_STEPS
     """Optimizer steps of the whole run."""
+    epochs: int | None = None
+    """Passes over the training text in place of steps, which then must not be given too. They become a number of steps,
+    rounded up, once the text is tokenised. Only where data.kind is text."""
     global_batch_size: int = 64
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     micro_batch_size: int | None = None
@@ -57,6 +63,7 @@ class TrainConfig:
         """
         for key in (
             "steps",
+            "epochs",
             "global_batch_size",
             "micro_batch_size",
             "log_every",
@@ -70,3 +77,8 @@ class TrainConfig:
         for key in ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self, key) < 0:
                 raise ValueError(f"train.{key} is {getattr(self, key)}: give 0 or more")
+        if self.epochs is not None and self.steps != DEFAULT_STEPS:
+            raise ValueError(
+                f"train.epochs is {self.epochs} and train.steps {self.steps}: both say how long to train; leave one "
+                f"out (a recipe's is undone by --train.epochs null, or by --train.steps {DEFAULT_STEPS}, the default)"
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,21 +14,15 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.sources import stream_rows
+from llmdistill.data.segments import Segments, draw_documents, file_kind, read_segments, text_files, unreadable
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json
 
 _FORMAT = 1
 """To be raised with every change of what stands in the files or of how a text becomes tokens."""
 
-_ROWS = (".jsonl", ".json", ".parquet", ".csv")
-"""Endings of files that hold rows; any other is plain text."""
-
 _AT_ONCE = 512
 """Segments that are tokenised, and then written, together."""
-
-_Segments = Iterator[tuple[tuple[int, int], str]]
-"""The lines of a text, each with the document that it is of: number of the file and number in the file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +48,8 @@ def tokenise(
     *,
     field: str = "text",
     cache_dir: str | Path | None = None,
+    fraction: float = 1.0,
+    seed: int = 0,
 ) -> Corpus:
     """The tokens of a text, without special tokens; they are made once for the same text, tokenizer and field.
 
@@ -70,53 +65,32 @@ def tokenise(
         field: the key of the text in rows.
         cache_dir: the tokens go to its folder ``corpora``; $LLMDISTILL_CACHE by default, or else ~/.cache/llmdistill. A
             local text is known by what stands in it, wherever it lies, and one on the hub by its name.
+        fraction: the share of the documents that is taken, over 0 and up to 1; see `draw_documents`.
+        seed: which ones.
 
     Raises:
-        UserError: nothing there, no text in it, a row without the text, what is not UTF-8, or no room in the cache.
+        UserError: nothing there, no text in it or in the share, a row without the text, what is not UTF-8, or no room
+            in the cache.
     """
-    files = _files(reference)
+    files = text_files(reference)
     keep_ends = tokenizer.mask_token_id is None
     request = {
         "format": _FORMAT,
-        "text": str(reference) if files is None else [[_kind(file), _content(file)] for file in files],
+        "text": str(reference) if files is None else [[file_kind(file), _content(file)] for file in files],
         "tokenizer": _fingerprint(tokenizer),
         "line_ends": keep_ends,
         "field": field,
+        # Not of a whole text, whose key is as old as the cache.
+        **({"fraction": fraction, "seed": seed} if fraction < 1 else {}),
     }
     key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
     folder = _cache(cache_dir) / "corpora" / key[:16]
     if not _is_there(folder):
-        segments = _rows(0, reference, field, keep_ends) if files is None else _lines(files, field, keep_ends)
+        segments = read_segments(reference, files, field=field, keep_ends=keep_ends)
+        if fraction < 1:
+            segments = draw_documents(segments, fraction, seed)
         _make(folder, segments, tokenizer, {"reference": str(reference), **request})
     return _open(folder)
-
-
-def _files(reference: str | Path) -> list[Path] | None:
-    """The files of a text in order, None where it is not a local one."""
-    path = Path(reference)
-    if path.is_dir():
-        inside = sorted(path.rglob("*"))
-        files = [each for each in inside if each.is_file() and not _is_hidden(each.relative_to(path))]
-        if not files:
-            raise UserError(f"{reference}: a folder without files; put the text in or name a file")
-        return files
-    if path.exists():
-        return [path]
-    if path.is_absolute() or path.suffix.lower() == ".txt":
-        raise UserError(
-            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet or CSV file, a folder of them, "
-            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
-        )
-    return None
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _kind(file: Path) -> str:
-    suffix = file.suffix.lower()
-    return suffix if suffix in _ROWS else "text"
 
 
 def _content(file: Path) -> str:
@@ -126,7 +100,7 @@ def _content(file: Path) -> str:
             while part := content.read(1 << 20):
                 digest.update(part)
     except OSError as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
     return digest.hexdigest()
 
 
@@ -150,76 +124,18 @@ def _cache(cache_dir: str | Path | None) -> Path:
     return Path(os.environ.get("LLMDISTILL_CACHE") or "~/.cache/llmdistill").expanduser()
 
 
-def _lines(files: list[Path], field: str, keep_ends: bool) -> _Segments:
-    """The segments of files, whatever their kind."""
-    for number, file in enumerate(files):
-        if _kind(file) == "text":
-            yield from _text(number, file, keep_ends)
-        else:
-            yield from _rows(number, file, field, keep_ends)
-
-
-def _text(file_number: int, file: Path, keep_ends: bool) -> _Segments:
-    document = 0
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for line in lines:
-                if not line.strip():
-                    document += 1
-                    continue
-                yield (file_number, document), line if keep_ends else line.strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: Path, error: Exception) -> UserError:
-    return UserError(f"{file}: cannot be read as UTF-8 text ({type(error).__name__}: {error}); give a readable file")
-
-
-def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> _Segments:
-    for document, (row, source) in enumerate(stream_rows(reference)):
-        text = row.get(field)
-        if text is None:
-            raise UserError(
-                f'{source}: the key "{field}" is missing (there are {sorted(row)}); '
-                "name the key of the text as data.text.field"
-            )
-        if not isinstance(text, str):
-            raise UserError(
-                f'{source}: "{field}" is a {type(text).__name__}, not a string (there are {sorted(row)}); quote it, '
-                "or name the key of the text as data.text.field"
-            )
-        for line in _row_lines(text, keep_ends):
-            yield (file_number, document), line
-
-
-def _row_lines(text: str, keep_ends: bool) -> list[str]:
-    # Only newlines end a line here; str.splitlines would also cut at other separators.
-    lines = text.split("\n")
-    if not keep_ends:
-        return [line.strip() for line in lines if line.strip()]
-    segments: list[str] = []
-    for place, line in enumerate(lines):
-        ended = line + "\n" if place < len(lines) - 1 else line
-        if line.strip():
-            segments.append(ended)
-        elif segments:
-            segments[-1] += ended
-    return segments
-
-
 def _is_there(folder: Path) -> bool:
     return (folder / "meta.json").is_file()
 
 
-def _make(folder: Path, segments: _Segments, tokenizer: PreTrainedTokenizerBase, meta: dict[str, Any]) -> None:
+def _make(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase, meta: dict[str, Any]) -> None:
     """Write a corpus; where another process has written the same one meanwhile, that one stays."""
     try:
         with new_folder(folder) as part:
             bar = tqdm(segments, desc="tokenising", unit="segment", disable=None, leave=False)
             counts = _write(part, iter(bar), tokenizer)
             if counts["tokens"] == 0:
-                raise UserError(f"{meta['reference']}: holds no text; give at least one line of it")
+                raise _no_text(meta)
             write_json(part / "meta.json", {**meta, **counts})
     except (OSError, UserError) as error:
         if _is_there(folder):
@@ -231,7 +147,16 @@ def _make(folder: Path, segments: _Segments, tokenizer: PreTrainedTokenizerBase,
         ) from error
 
 
-def _write(folder: Path, segments: _Segments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _no_text(meta: dict[str, Any]) -> UserError:
+    if "fraction" in meta:
+        return UserError(
+            f"{meta['reference']}: data.text.fraction {meta['fraction']} takes no document of it; raise the "
+            "fraction, or give a longer text"
+        )
+    return UserError(f"{meta['reference']}: holds no text; give at least one line of it")
+
+
+def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Write tokens and offsets piece by piece, so that a text may be larger than memory."""
     dtype = np.dtype(np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32)
     num_tokens = num_segments = num_documents = 0

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch
-
-
-class StepLoader(Protocol):
-    """A loader whose batches follow from the step alone, not from the model or from torch's random numbers."""
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step."""
-        ...
+from llmdistill.batch import Batch, Loader
 
 
 class Prefetched:
@@ -30,7 +22,7 @@ class Prefetched:
 
     def __init__(
         self,
-        loader: StepLoader,
+        loader: Loader,
         *,
         steps: int,
         device: torch.device,
@@ -39,7 +31,8 @@ class Prefetched:
         """Wrap a loader.
 
         Args:
-            loader: the loader; from now on nobody else may ask it for batches.
+            loader: the loader, whose batches follow from the step alone, not from the model or from torch's random
+                numbers; from now on nobody else may ask it for batches.
             steps: steps of the run; nothing is made ahead beyond them.
             device: where the batches will go; for a GPU they are kept in pinned memory, which it copies from by itself.
             prepare: what is still to be done with each batch, on the CPU.

@@ -138,6 +138,10 @@ class TextLoader:
         self.rank = rank
         self.world_size = world_size
 
+    def __len__(self) -> int:
+        """Sequences of an epoch."""
+        return len(self._sequences)
+
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, T at most max_length."""
         size = len(self._sequences)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.budget import count_parameters
 from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
+from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.hub import NAME
-from llmdistill.factorize.modules import LowRankEmbedding, LowRankLinear, replace
+from llmdistill.factorize.install import replace
+from llmdistill.factorize.kinds import FACTORISED_EMBEDDINGS, FACTORISED_LINEARS
 from llmdistill.files import new_folder
 from llmdistill.models.load import load_config
 
@@ -37,12 +38,11 @@ def merge(model: PreTrainedModel) -> None:
     with torch.device("meta"):
         stock = type(model)(config)
     for name, module in list(model.named_modules()):
-        if isinstance(module, LowRankLinear):
-            bias = module.B.bias
-            product = _product(module.A.weight.T, module.B.weight.T)
-            replace(model, name, _dense_linear(type(stock.get_submodule(name)), product, bias))
-        elif isinstance(module, LowRankEmbedding):
-            table = _product(module.A.weight, module.B.weight)
+        if isinstance(module, FACTORISED_LINEARS):
+            bias = dict(module.named_parameters()).get(module.bias_name)
+            replace(model, name, _dense_linear(type(stock.get_submodule(name)), _product(module), bias))
+        elif isinstance(module, FACTORISED_EMBEDDINGS):
+            table = _product(module)
             replace(model, name, nn.Embedding.from_pretrained(table, freeze=False, padding_idx=module.padding_idx))
     vars(model).pop("_tied_weights_keys", None)
     vars(model.config).pop("quantization_config", None)
@@ -82,18 +82,19 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
     return {"output": str(out_dir), "params": params, "largest_difference": difference}
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(module: Any) -> Tensor:
     # In fp64, so that the one rounding is that of the stored matrix.
-    return (a.double() @ b.double()).to(a.dtype)
+    product: Tensor = module.dense(torch.float64)
+    return product.to(next(module.parameters()).dtype)
 
 
 def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """A Conv1D or nn.Linear with that weight (n, m)."""
-    n, m = weight.shape
+    """A Conv1D or nn.Linear with that weight (m, n)."""
+    m, n = weight.shape
     dense: Any
     with torch.device("meta"):
         dense = Conv1D(m, n) if kind is Conv1D else nn.Linear(n, m, bias=bias is not None)
-    dense.weight = nn.Parameter(weight if kind is Conv1D else weight.T.contiguous())
+    dense.weight = nn.Parameter(weight.T.contiguous() if kind is Conv1D else weight)
     if bias is not None:
         dense.bias = bias
     return dense

@@ -1,7 +1,7 @@
 """How transformers loads a student: the factorisation stands in config.json, and a hook exchanges the modules.
 
 transformers calls its hook for changed modules "quantizer"; nothing is quantised here. Before the weights are read,
-while the model is on the meta device, the named linears become low-rank; from then on loading is the stock one
+while the model is on the meta device, the named linears are factorised; from then on loading is the stock one
 (sharded files, dtype, device_map, tied weights). Without `import llmdistill` transformers warns of an unknown
 quantization type and loads the dense architecture with fresh random weights.
 """
@@ -20,15 +20,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.modules import install
+from llmdistill.factorize.install import install
+from llmdistill.factorize.kinds import KINDS, Size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
-METHODS = {"svd": install}
-"""How each `method` of a student's config.json exchanges the modules of a model on the meta device."""
 
 
 class FactorizedConfig(QuantizationConfigMixin):
@@ -39,26 +38,45 @@ class FactorizedConfig(QuantizationConfigMixin):
     def __init__(
         self,
         method: str = "svd",
-        modules: dict[str, int] | None = None,
-        embedding_rank: int | None = None,
+        modules: dict[str, Any] | None = None,
         quant_method: str = NAME,
-        **unknown: Any,
+        **embedding: int | None,
     ) -> None:
-        """`modules` maps names inside the base model to ranks. UserError for what this version does not know."""
-        if method not in METHODS or unknown:
-            what = f"keys {sorted(unknown)}" if unknown else f"method {method!r}"
-            raise UserError(
-                f"the student's config.json gives {what} under quantization_config, which this version of llmdistill "
-                "does not know; install the version that made the student"
-            )
+        """`modules` maps names inside the base model to sizes, ranks or [m1, n1, sums].
+
+        The size of the token embedding is under the key of its method, embedding_rank or embedding_columns. UserError
+        for what this version does not know.
+        """
+        if method not in KINDS:
+            raise _unknown(f"method {method!r}")
+        kind = KINDS[method]
+        unknown = embedding.keys() - {kind.embedding_key}
+        if unknown:
+            raise _unknown(f"keys {sorted(unknown)}")
         self.quant_method = quant_method
         self.method = method
-        self.modules = dict(modules or {})
-        self.embedding_rank = embedding_rank
+        try:
+            self.modules = {name: kind.write_size(kind.read_size(size)) for name, size in (modules or {}).items()}
+        except (TypeError, ValueError) as error:
+            raise _unknown(f"a size that the method {method} does not have ({error})") from error
+        setattr(self, kind.embedding_key, embedding.get(kind.embedding_key))
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Give a dense model, perhaps on the meta device, the modules of fresh weights that this names."""
+        kind = KINDS[self.method]
+        sizes: dict[str, Size] = {name: kind.read_size(size) for name, size in self.modules.items()}
+        install(model, sizes, getattr(self, kind.embedding_key), self.method)
+
+
+def _unknown(what: str) -> UserError:
+    return UserError(
+        f"the student's config.json gives {what} under quantization_config, which this version of llmdistill "
+        "does not know; install the version that made the student"
+    )
 
 
 def install_saved(model: PreTrainedModel) -> None:
-    """Give a fresh model the low-rank modules that its config asks for, if any; what loading does, without weights.
+    """Give a fresh model the factorised modules that its config asks for, if any; what loading does, without weights.
 
     For counting: a model that transformers builds from a config alone is always dense.
     """
@@ -66,11 +84,11 @@ def install_saved(model: PreTrainedModel) -> None:
     if isinstance(saved, dict) and saved.get("quant_method") == NAME:
         saved = FactorizedConfig.from_dict(saved)
     if isinstance(saved, FactorizedConfig):
-        METHODS[saved.method](model, saved.modules, saved.embedding_rank)
+        saved.install(model)
 
 
 class FactorizedLoader(HfQuantizer):
-    """Makes the modules low-rank before the weights are read, and leaves an ordinary model behind."""
+    """Exchanges the modules before the weights are read, and leaves an ordinary model behind."""
 
     quantization_config: FactorizedConfig
 
@@ -83,8 +101,7 @@ class FactorizedLoader(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        config = self.quantization_config
-        METHODS[config.method](model, config.modules, config.embedding_rank)
+        self.quantization_config.install(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         # Nothing is quantised, so nothing should say so: transformers refuses .float(), .half() and training, and

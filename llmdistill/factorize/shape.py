@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -12,7 +12,8 @@ from llmdistill.factorize.budget import plan
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.export import merge
-from llmdistill.factorize.modules import is_factorised
+from llmdistill.factorize.install import is_factorised
+from llmdistill.factorize.kinds import kind_of
 from llmdistill.files import new_folder
 from llmdistill.models.load import Head, auto_class, load_config, load_model
 from llmdistill.models.shapes import StudentShape, initialise, shaped_config, teacher_layers
@@ -30,7 +31,8 @@ def make_student(
     *,
     init: Init,
     layers: str,
-    embedding_rank: int | None,
+    embedding: int | None,
+    method: str = "svd",
     seed: int,
     head: Head,
 ) -> None:
@@ -42,7 +44,8 @@ def make_student(
         shape: depth, width, heads, and perhaps feed-forward width.
         init: random, as the architecture's own training would start; layers or slice, as `initialise` says.
         layers: the teacher's layers for the latter two, as `teacher_layers` reads them.
-        embedding_rank: rank that the token embedding is factorised to, None leaves it dense.
+        embedding: rank or columns that the token embedding is factorised to, None leaves it dense.
+        method: of that factorisation.
         seed: of the random weights; torch's own generator is left as it was.
         head: what stands on the student.
 
@@ -57,15 +60,17 @@ def make_student(
         chosen = teacher_layers(layers, shape.depth, config.num_hidden_layers, key="student.layers")
     with new_folder(output) as folder:
         student = _random_student(shaped, head, seed)
-        # Before the teacher is read, as a rank that does not fit should not wait for that.
-        ranks = {} if embedding_rank is None else plan(student, FactorizeConfig(embedding_rank=embedding_rank))
+        # Before the teacher is read, as a size that does not fit should not wait for that.
+        if embedding is not None:
+            settings: dict[str, Any] = {kind_of(method).embedding_key: embedding}
+            plan(student, FactorizeConfig(**settings), method)
         if init != "random":
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)
             if is_factorised(teacher):
                 merge(teacher)
             initialise(student, teacher, init=init, layers=chosen)
-        if embedding_rank is not None:
-            factorize(student, ranks, embedding_rank=embedding_rank)
+        if embedding is not None:
+            factorize(student, {}, method=method, embedding=embedding)
         student.save_pretrained(folder)
         copy_companions(teacher_path, folder)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
 FULL_SVD_SIDE = 512
@@ -16,7 +17,11 @@ SMALLEST_RATIO = 1e-6
 """The Gram matrix squares the singular values, so fp64 loses those under about 1e-8 of the largest; a kept one
 below this share of the largest sends the matrix to the full SVD."""
 CHUNK = 2048
-"""Columns taken to fp64 at a time, so that no fp64 copy of a whole embedding matrix exists."""
+"""Columns taken to fp64 at a time at least, so that no fp64 copy of a whole embedding matrix exists."""
+CHUNK_ELEMENTS = 2**20
+"""Elements taken to fp64 at a time, where that is more: of a matrix with a few rows and millions of columns."""
+LANCZOS_SIDE, LANCZOS_SHARE = 256, 32
+"""Larger Gram matrices of which fewer than one eigenvector in so many is wanted go to Lanczos' method on a CPU."""
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,16 +33,22 @@ def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     n, m = matrix.shape
     assert 1 <= rank <= min(n, m), (rank, n, m)
-    dtype = torch.float64 if matrix.dtype == torch.float64 else torch.float32
     if min(n, m) <= FULL_SVD_SIDE:
-        factors = _full(matrix, rank)
-    elif n <= m:
-        factors = _by_gram(matrix, rank)
-    else:
-        left, values, right = _by_gram(matrix.T, rank)
-        factors = right.T, values, left.T
-    u, s, vh = factors
-    return u.to(dtype), s.to(dtype), vh.to(dtype)
+        return _stored(_full(matrix, rank), matrix)
+    return leading_svd(matrix, rank)
+
+
+def leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `truncated_svd`, for a few singular values of a matrix with a very short side or a very long one.
+
+    It always goes by the Gram matrix of the shorter side: that of 2.9 million rows of 8 has 64 entries.
+    """
+    n, m = matrix.shape
+    assert 1 <= rank <= min(n, m), (rank, n, m)
+    if n <= m:
+        return _stored(_by_gram(matrix, rank), matrix)
+    left, values, right = _by_gram(matrix.T, rank)
+    return _stored((right.T, values, left.T), matrix)
 
 
 def place_sigma(u: Tensor, s: Tensor, vh: Tensor, sigma: Literal["left", "balanced"]) -> tuple[Tensor, Tensor]:
@@ -47,6 +58,12 @@ def place_sigma(u: Tensor, s: Tensor, vh: Tensor, sigma: Literal["left", "balanc
     assert sigma == "balanced", sigma
     root = s.sqrt()
     return u * root, root[:, None] * vh
+
+
+def _stored(factors: tuple[Tensor, Tensor, Tensor], matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+    u, s, vh = factors
+    return u.to(dtype), s.to(dtype), vh.to(dtype)
 
 
 def _full(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,19 +78,33 @@ def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     into the result.
     """
     n, m = wide.shape
+    columns = max(CHUNK, CHUNK_ELEMENTS // n)
     gram = torch.zeros(n, n, dtype=torch.float64, device=wide.device)
-    for chunk in wide.split(CHUNK, dim=1):
+    for chunk in wide.split(columns, dim=1):
         chunk_64 = chunk.double()
         gram.addmm_(chunk_64, chunk_64.T)
-    vectors = torch.linalg.eigh(gram).eigenvectors
-    u = vectors[:, n - rank :].flip(1)
+    u = _leading_vectors(gram, rank)
     scaled = torch.empty(rank, m, dtype=torch.float64 if wide.dtype == torch.float64 else torch.float32).to(wide.device)
     squares = torch.zeros(rank, dtype=torch.float64, device=wide.device)
-    for start, chunk in zip(range(0, m, CHUNK), wide.split(CHUNK, dim=1), strict=True):
+    for start, chunk in zip(range(0, m, columns), wide.split(columns, dim=1), strict=True):
         product = u.T @ chunk.double()
         squares += product.square().sum(dim=1)
-        scaled[:, start : start + CHUNK] = product
+        scaled[:, start : start + columns] = product
     s = squares.sqrt()
     if s[-1] <= SMALLEST_RATIO * s[0]:
         return _full(wide, rank)
     return u, s, scaled / s.to(scaled.dtype)[:, None]
+
+
+def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
+    """Eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), these falling."""
+    n = len(gram)
+    if gram.device.type == "cpu" and n > LANCZOS_SIDE and rank * LANCZOS_SHARE <= n:
+        start = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        try:
+            _, vectors = eigsh(gram.numpy(), k=rank, which="LA", v0=start.numpy())
+        except ArpackError:  # it did not converge, or the matrix is zero
+            pass
+        else:
+            return torch.from_numpy(vectors).flip(1)
+    return torch.linalg.eigh(gram).eigenvectors[:, n - rank :].flip(1)

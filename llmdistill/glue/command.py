@@ -8,7 +8,7 @@ from pathlib import Path
 
 if not __package__:  # run as a script by the launcher: the checkout itself is not on the path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in llmdistill/train.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
 
 import argparse
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from llmdistill.config.glue import GlueConfig
 from llmdistill.parsing import as_lists, build, parse
 from llmdistill.runtime.exit import exit_code
 
-_LISTS = ("--tasks", "--learning_rates", "--epochs", "--seeds", "--also")
+_LISTS = ("--tasks", "--learning_rates", "--epochs", "--seeds", "--also", "--tsne")
 
 
 def build_parser(prog: str) -> ArgumentParser:

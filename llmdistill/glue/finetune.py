@@ -6,13 +6,15 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Outputs
@@ -24,6 +26,7 @@ from llmdistill.data.sampler import TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import new_folder
+from llmdistill.glue.classifier import set_classifier
 from llmdistill.glue.grid import Cell, Grid
 from llmdistill.glue.predict import main_score, predict, score, write_answers
 from llmdistill.glue.tasks import TaskData
@@ -34,6 +37,7 @@ from llmdistill.models.taps import Recorder
 from llmdistill.runtime.distributed import World, barrier, on_main
 from llmdistill.runtime.engine import (
     TORCH_DTYPES,
+    BatchSplit,
     add_projectors,
     build_engine,
     full_state_dict,
@@ -61,6 +65,8 @@ class Job:
     method: Method
     teacher: Callable[[], TappedModel]
     """Loads the teacher when it is first called; it is not where the method needs none."""
+    classifier: Callable[[], Mapping[str, Tensor]] | None
+    """Reads the classifier that the student's starts as; None where it starts from random numbers."""
     ds_config: dict[str, Any]
     ds_path: str
     dtype: Literal["fp32", "bf16"]
@@ -73,21 +79,39 @@ class Job:
         return self.grid.batch_size if self.micro_batch_size is None else self.micro_batch_size
 
 
-def train_settings(job: Job, cell: Cell) -> TrainConfig:
+def train_settings(
+    grid: Grid, cell: Cell, num_examples: int, *, dtype: Literal["fp32", "bf16"], micro_batch_size: int | None
+) -> TrainConfig:
     """The optimisation of a run. Within it nothing is saved: a kill loses this run alone."""
-    steps = cell.epochs * steps_per_epoch(len(job.train), job.grid.batch_size)
+    steps = cell.epochs * steps_per_epoch(num_examples, grid.batch_size)
     return TrainConfig(
         steps=steps,
-        global_batch_size=job.grid.batch_size,
-        micro_batch_size=job.micro_batch_size,
+        global_batch_size=grid.batch_size,
+        micro_batch_size=micro_batch_size,
         learning_rate=cell.learning_rate,
         schedule="linear",
-        warmup_steps=math.ceil(job.grid.warmup_ratio * steps),
-        weight_decay=job.grid.weight_decay,
-        dtype=job.dtype,
+        warmup_steps=math.ceil(grid.warmup_ratio * steps),
+        weight_decay=grid.weight_decay,
+        dtype=dtype,
         log_every=math.ceil(steps / _LOG_LINES),
         save_every=None,
     )
+
+
+def resolve_engine(
+    ds_config: dict[str, Any], ds_path: str, settings: TrainConfig, world_size: int, folder: Path
+) -> tuple[BatchSplit, dict[str, Any]]:
+    """How a run's batch is split, and its whole DeepSpeed configuration.
+
+    Raises:
+        UserError: the batch does not divide by the ranks, or the file and the run disagree.
+    """
+    try:
+        split = split_batch(settings.global_batch_size, settings.micro_batch_size, world_size)
+    except UserError as error:  # there, these settings are the part `train` of a run
+        named = str(error).replace("train.global_batch_size", "--batch_size")
+        raise UserError(named.replace("train.micro_batch_size", "--micro_batch_size")) from error
+    return split, student_ds_config(ds_config, ds_path, settings, split, output_dir=str(folder))
 
 
 def load_classifier(job: Job, dtype: torch.dtype) -> PreTrainedModel:
@@ -116,7 +140,7 @@ def finetune(job: Job, cell: Cell, folder: Path) -> dict[str, Any]:
     """
     began = time.perf_counter()
     on_main(lambda: _empty(folder), job.world)
-    settings = train_settings(job, cell)
+    settings = train_settings(job.grid, cell, len(job.train), dtype=job.dtype, micro_batch_size=job.micro_batch_size)
     trainer, student = _make_trainer(job, cell, settings, folder)
     log = RunLog(folder, start=0, steps=settings.steps, world=job.world, monitor=None)
     trainer.run(0, log)
@@ -143,15 +167,12 @@ def _empty(folder: Path) -> None:
 
 def _make_trainer(job: Job, cell: Cell, settings: TrainConfig, folder: Path) -> tuple[Trainer, TappedModel]:
     world = job.world
-    try:
-        split = split_batch(settings.global_batch_size, settings.micro_batch_size, world.size)
-    except UserError as error:  # there, these settings are the part `train` of a run
-        named = str(error).replace("train.global_batch_size", "--batch_size")
-        raise UserError(named.replace("train.micro_batch_size", "--micro_batch_size")) from error
-    ds_config = student_ds_config(job.ds_config, job.ds_path, settings, split, output_dir=str(folder))
+    split, ds_config = resolve_engine(job.ds_config, job.ds_path, settings, world.size, folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cell.seed)  # of the classifier, the same on every rank
         model = load_classifier(job, TORCH_DTYPES[job.dtype])
+    if job.classifier is not None:
+        set_classifier(model, job.classifier())
     projectors = add_projectors(model, job.method.projections, cell.seed)
     engine = build_engine(model, ds_config, settings)
     student = TappedModel(engine, Recorder(engine.module, job.method.student_taps, projectors))
@@ -170,7 +191,12 @@ def _make_trainer(job: Job, cell: Cell, settings: TrainConfig, folder: Path) -> 
         student=student,
         teacher=job.teacher() if job.method.needs_teacher else None,
         method=job.method,
-        loader=Prefetched(loader, steps=settings.steps, device=world.device),
+        loader=Prefetched(
+            loader,
+            steps=settings.steps,
+            device=world.device,
+            prepare=partial(Batch.located, shift=job.method.shift),
+        ),
         settings=settings,
         seed=cell.seed,
         folder=folder,
@@ -186,9 +212,9 @@ def _save(job: Job, engine: Any, output: Path) -> None:
         with torch.random.fork_rng(devices=[]):
             model = load_classifier(job, next(iter(state.values())).dtype)
         model.load_state_dict(state)
-        with new_folder(output) as partial:
-            model.save_pretrained(partial)
-            copy_companions(job.model, partial)
+        with new_folder(output) as part:
+            model.save_pretrained(part)
+            copy_companions(job.model, part)
     barrier()
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmdistill.config.glue import GlueConfig, ProtocolName
+from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import ProtocolName
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,17 @@ PROTOCOLS: dict[ProtocolName, Grid] = {
     "makd": Grid(learning_rates=(1e-5, 2.3e-5, 3.5e-5, 4.8e-5), epochs=(3,), seeds=(1, 2, 3, 4, 5)),
     # MiniLMv2 appendix C.
     "minilmv2": Grid(learning_rates=(1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5), epochs=(3, 5, 10), seeds=(1, 2, 3, 4)),
+    # KroneckerBERT appendix A.1, "single runs"; of the epochs it gives the range, and Table 8 has a 1e-5 outside of its
+    # own range of learning rates.
+    "kroneckerbert": Grid(learning_rates=(5e-5, 1e-4, 5e-4), epochs=(5, 10, 15), seeds=(1,)),
     "custom": Grid(learning_rates=(2e-5,), epochs=(3,), seeds=(1,)),
 }
 
-LONGER: dict[tuple[ProtocolName, str], tuple[int, ...]] = {("minilmv2", "CoLA"): (25,)}
-"""Epochs of a task that differ from its protocol's (MiniLMv2 appendix C)."""
+LONGER: dict[tuple[ProtocolName, str], tuple[int, ...]] = {
+    ("minilmv2", "CoLA"): (25,),
+    ("kroneckerbert", "CoLA"): (15, 20, 30),
+}
+"""Epochs of a task that differ from its protocol's (MiniLMv2 appendix C, KroneckerBERT appendix A.1)."""
 
 
 def grid_of(config: GlueConfig, task: str) -> Grid:

@@ -116,11 +116,11 @@ def table_cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
 
 def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
     if role == "model":
-        return _spread(task["dev"][column][metric], 1)
+        return spread(task["dev"][column][metric], 1)
     return f"{task['teacher']['dev'][column][metric]:.1f}" if role == "teacher" else ""
 
 
-def _spread(value: Mapping[str, Any], decimals: int) -> str:
+def spread(value: Mapping[str, Any], decimals: int) -> str:
     """The mean, and the standard deviation where there are several seeds."""
     mean, std = (f"{value[key]:.{decimals}f}" for key in ("mean", "std"))
     return f"{mean} ± {std}" if len(value["seeds"]) > 1 else mean
@@ -160,17 +160,18 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     lines = [
         f"# GLUE: {results['model']}",
         "",
-        *_markdown(header, rows),
+        *markdown_table(header, rows),
         "",
         f"{_title(results)}. {_explained(results)}",
         "",
         *(f"**Warning: {warning}**\n" for warning in results["warnings"]),
         "## What was chosen on dev",
         "",
-        *_markdown(*_choices(results)),
+        *markdown_table(*_choices(results)),
         "",
         "Train: examples to learn from; chance: what the best single answer to everything would get.",
         "",
+        *_tsne_lines(results),
         *(_speed_lines(results) if results["speed"] is not None else []),
         *_submission_lines(results),
         "",
@@ -188,7 +189,8 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     write_text(folder / "report.md", "\n".join(lines))
 
 
-def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A table's lines, the first column to the left, the others to the right."""
     rule = "|".join("---" if number == 0 else "---:" for number in range(len(header)))
     return ["| " + " | ".join(header) + " |", f"|{rule}|", *("| " + " | ".join(row) + " |" for row in rows)]
 
@@ -211,7 +213,7 @@ def _choices(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             ", ".join(map(str, task["seeds"])),
             task["best_run"],
             "; ".join(
-                f"{column} {metric} {_spread(value, 2)}"
+                f"{column} {metric} {spread(value, 2)}"
                 for column, metrics in task["dev"].items()
                 for metric, value in metrics.items()
             ),
@@ -242,7 +244,18 @@ def _speed_lines(results: Mapping[str, Any]) -> list[str]:
         f"Batches of {asked['batch_size']} x {asked['length']} tokens on {asked['hardware']}; "
         "medians, and in brackets their interquartile ranges."
     )
-    return ["## Speed", "", *_markdown(header, rows), "", said, ""]
+    return ["## Speed", "", *markdown_table(header, rows), "", said, ""]
+
+
+def _tsne_lines(results: Mapping[str, Any]) -> list[str]:
+    figures = {name: task["tsne"] for name, task in results["tasks"].items() if task.get("tsne") is not None}
+    if not figures:
+        return []
+    said = [
+        f"{name}, {figure['examples']} examples:\n\n![t-SNE of {name}]({figure['file']})\n"
+        for name, figure in figures.items()
+    ]
+    return ["## A layer's output by t-SNE (KroneckerBERT Figure 4)", "", *said]
 
 
 def _submission_lines(results: Mapping[str, Any]) -> list[str]:

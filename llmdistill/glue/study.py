@@ -8,20 +8,22 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from llmdistill.config.glue import GlueConfig
-from llmdistill.data.glue import TASKS, column_of
+from llmdistill.data.glue import column_of
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.glue.cache import drop_models, is_kept, keep_best, read_result, write_result
+from llmdistill.glue.classifier import read_classifier
 from llmdistill.glue.finetune import Job, answers_of, finetune, predict_items
 from llmdistill.glue.grid import Cell, Choice, Grid, choose, grid_of
 from llmdistill.glue.predict import chance_score, main_score, score
 from llmdistill.glue.results import summarise
 from llmdistill.glue.tasks import TaskData
 from llmdistill.glue.teachers import BEST
-from llmdistill.methods import Method, build_method
-from llmdistill.methods.objective import Objective
+from llmdistill.methods import Method
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.load import load_config, load_tokenizer
+from llmdistill.models.load import load_tokenizer
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.engine import TORCH_DTYPES
@@ -31,23 +33,6 @@ from llmdistill.teacher.live import load_teacher
 
 SUBMISSION = "predictions"
 """Folder of the files for the GLUE server."""
-
-
-def task_method(config: GlueConfig, task: str, teacher: str | None) -> Method:
-    """The method of a task; labels are learnt too where nothing else teaches the classifier.
-
-    Raises:
-        UserError: a method's settings do not fit the models.
-    """
-    student = load_config(config.model)
-    objective = Objective(words=False, sequences="classes" if TASKS[task].classes else "scores")
-    names = config.methods()
-    settings = {name: getattr(config, name, None) for name in names}
-    model = student if teacher is None else load_config(teacher)
-    method = build_method(names, settings, model, student, objective)
-    if "sequences" in method.positions.values():
-        return method
-    return build_method([*names, "sft"], settings, model, student, objective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +45,10 @@ class TaskStudy:
     method: Method
     teacher: str | None
     """Folder or hub name."""
+    copies_classifier: bool
+    """Whether the student's classifier starts as the teacher's."""
+    drawn: Mapping[str, str]
+    """The models that t-SNE draws: folder or hub name by title; empty where none is wanted."""
     fingerprints: Mapping[str, str]
     """Of the model and the teacher, by their paths."""
     ds_config: dict[str, Any]
@@ -80,10 +69,11 @@ class TaskStudy:
     def settings(self, cell: Cell) -> dict[str, Any]:
         """What makes two runs the same run. Ranks and micro batches do not change what is learnt."""
         methods = self.config.methods()
-        learns_from = self.teacher if self.method.needs_teacher else None
+        learns_from = self.teacher if self.method.needs_teacher or self.copies_classifier else None
         return {
             "model": self.fingerprints[self.config.model],
             "teacher": None if learns_from is None else self.fingerprints[learns_from],
+            **({"copy_classifier": True} if self.copies_classifier else {}),
             "examples": self.data.digest,
             "methods": methods,
             **{name: asdict(getattr(self.config, name)) for name in methods if name != "sft"},
@@ -107,6 +97,7 @@ class TaskStudy:
             grid=self.grid,
             method=self.method,
             teacher=cache(self._load_teacher),
+            classifier=cache(self._read_classifier) if self.copies_classifier else None,
             # Each run has its metrics.jsonl; hundreds of TensorBoard folders would help nobody.
             ds_config={key: value for key, value in self.ds_config.items() if key != "tensorboard"},
             ds_path=self.ds_path,
@@ -114,6 +105,10 @@ class TaskStudy:
             micro_batch_size=self.config.micro_batch_size,
             world=self.world,
         )
+
+    def _read_classifier(self) -> dict[str, Tensor]:
+        assert self.teacher is not None
+        return read_classifier(self.teacher)
 
     def _load_teacher(self) -> TappedModel:
         assert self.teacher is not None
@@ -140,6 +135,7 @@ class TaskStudy:
             "terms": dict(self.method.weights),
             "teacher": teacher,
             "predictions": self._submit(),
+            "tsne": self._draw() if self.drawn else None,
             "warnings": warnings,
         }
 
@@ -227,3 +223,20 @@ class TaskStudy:
                 indices = [example.index for example in examples]
                 on_main(partial(write_predictions, path.parent, self.data.name, split, answers, indices), self.world)
         return [str(path.relative_to(self.root)) for path in paths.values()]
+
+    def _draw(self) -> dict[str, Any]:
+        """The t-SNE figure of the task."""
+        from llmdistill.glue.tsne import draw  # scikit-learn's manifolds take a second to import
+
+        figure = partial(
+            draw,
+            self.drawn,
+            self.data,
+            folder=self.folder,
+            name="tsne",
+            layer=self.config.tsne_layer,
+            max_length=self.grid.max_length,
+            dtype=TORCH_DTYPES[self.dtype],
+            device=self.world.device,
+        )
+        return {"file": f"{self.data.name}/tsne.png", **on_main(figure, self.world)}

@@ -14,6 +14,7 @@ from llmdistill.config import KdConfig
 from llmdistill.methods.combined import combine
 from llmdistill.methods.distilbert import build_distilbert
 from llmdistill.methods.kd import make_kd
+from llmdistill.methods.kroneckerbert import build_kroneckerbert
 from llmdistill.methods.layer_map import same_direction
 from llmdistill.methods.makd import build_makd
 from llmdistill.methods.method import Method
@@ -69,6 +70,7 @@ METHODS: dict[str, Callable[[Any, PreTrainedConfig, PreTrainedConfig, Objective]
     "minilmv2": build_minilmv2,
     "distilbert": build_distilbert,
     "tinybert": build_tinybert,
+    "kroneckerbert": build_kroneckerbert,
     "sft": _build_sft,
     "seqkd": _build_sft,  # the same loss; the answers are the teacher's
     "none": _build_sft,  # never trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -100,6 +101,26 @@ def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method:
             f"student {of_student.num_heads}: give the student {of_teacher.num_heads} "
             f"(student.shape DEPTHxWIDTHx{of_teacher.num_heads}), or take method minilmv2, which is free of that"
         )
+
+
+def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
+    """Every layer is compared with its like, and head with head: all sizes must agree, whatever the factors.
+
+    Raises:
+        UserError: they do not.
+    """
+    if family_of(teacher) != family_of(student):
+        raise UserError(
+            f"{method} compares like with like, but the teacher is {teacher.model_type} and the student "
+            f"{student.model_type}: take a student of the teacher's architecture"
+        )
+    of_teacher, of_student = asdict(shape_of(teacher)), asdict(shape_of(student))
+    for name, size in of_teacher.items():
+        if of_student[name] != size:
+            raise UserError(
+                f"{method} compares layer with layer and head with head, but {name} is {size} in the teacher and "
+                f"{of_student[name]} in the student: factorise the teacher instead of reshaping it"
+            )
 
 
 def attention_of(taps: Taps, layer: int) -> AttentionInputs:

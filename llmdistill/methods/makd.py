@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import cast
 
 from torch import Tensor
@@ -16,9 +15,9 @@ from llmdistill.losses.attention import attention_kl
 from llmdistill.losses.hidden import hidden_mse
 from llmdistill.losses.matrix import matrix_mse
 from llmdistill.losses.terms import LayerTerm
-from llmdistill.methods.layer_map import LayerPair, attention_of, layer_term
+from llmdistill.methods.layer_map import LayerPair, attention_of, check_same_shape, layer_term
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import WORDS, Objective, OutputTerm
+from llmdistill.methods.objective import LOGITS, WORDS, Objective
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import family_of, shape_of
@@ -31,9 +30,6 @@ LAYER_TERMS = ("attention", "hidden")
 
 TERMS = (*MATRIX_TERMS, *LAYER_TERMS, "logits", "label")
 """All terms, in the order of the log. Each is also a setting, its weight."""
-
-LOGITS = OutputTerm("logits", "sequence_logits")
-"""Soft cross-entropy (eq. 18): of the language model's head, and of the one for next sentences or a task."""
 
 
 def make_makd(
@@ -120,7 +116,7 @@ def build_makd(
     Raises:
         UserError: the models' sizes differ, or the settings do not fit them.
     """
-    check_same_shape(teacher, student)
+    check_same_shape(teacher, student, method="makd")
     family, shape = family_of(student), shape_of(student)
     return make_makd(
         settings,
@@ -130,23 +126,3 @@ def build_makd(
         windows=shape.windows,
         objective=objective,
     )
-
-
-def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig) -> None:
-    """MaKD compares layer with layer and head with head: all sizes but the ranks must agree.
-
-    Raises:
-        UserError: they do not.
-    """
-    if family_of(teacher) != family_of(student):
-        raise UserError(
-            f"MaKD compares like with like, but the teacher is {teacher.model_type} and the student "
-            f"{student.model_type}: take a student of the teacher's architecture"
-        )
-    teacher_shape, student_shape = asdict(shape_of(teacher)), asdict(shape_of(student))
-    for name, size in teacher_shape.items():
-        if student_shape[name] != size:
-            raise UserError(
-                f"MaKD compares layer with layer and head with head, but {name} is {size} in the teacher and "
-                f"{student_shape[name]} in the student: factorise the teacher instead of reshaping it"
-            )

@@ -44,3 +44,6 @@ class OutputTerm(NamedTuple):
 
 LABEL = OutputTerm("label", "sequence_label")
 """What the data itself says."""
+
+LOGITS = OutputTerm("logits", "sequence_logits")
+"""Soft cross-entropy (MaKD eq. 18): of the language model's head, and of the one for next sentences or a task."""

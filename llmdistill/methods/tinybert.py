@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from transformers import PreTrainedConfig
 
-from llmdistill.batch import Aspect, LossSum, Taps
+from llmdistill.batch import Aspect
 from llmdistill.config import TinybertConfig
-from llmdistill.losses.attention import attention_score_mse
-from llmdistill.losses.hidden import hidden_mse
 from llmdistill.losses.terms import LayerTerm
-from llmdistill.methods.layer_map import (
-    LayerPair,
-    attention_of,
-    check_heads,
-    layer_term,
-    pair_layers,
-    same_direction,
-    uniform_map,
-)
+from llmdistill.methods.layer_map import LayerPair, check_heads, pair_layers, same_direction, uniform_map
+from llmdistill.methods.layer_terms import score_term, state_term
 from llmdistill.methods.method import Method
 from llmdistill.methods.objective import WORDS, Objective, OutputTerm
 from llmdistill.methods.output import soft_terms
@@ -53,11 +43,12 @@ def build_tinybert(
     if "attention" in weights:
         check_heads(teacher, student, method="tinybert.attention")
         pairs = pair_layers(layers, teacher, student, method="tinybert.attention")
-        terms += [_attention(pair, causal) for pair in pairs]
+        terms += [score_term(pair, causal=causal) for pair in pairs]
     if "hidden" in weights:
-        terms += [_state("hidden", mine, theirs, mapped="hidden" in projections) for mine, theirs in layers]
+        pairs = [LayerPair(mine, theirs, None) for mine, theirs in layers]
+        terms += [state_term("hidden", "hidden", pair, mapped="hidden" in projections) for pair in pairs]
     if "embedding" in weights:
-        terms.append(_state("embedding", 0, 0, mapped="embedding" in projections))
+        terms.append(state_term("embedding", "embedding", LayerPair(0, 0, None), mapped="embedding" in projections))
     output = soft_terms(SOFT, settings.soft, objective, temperature=settings.temperature)
     return Method(
         weights={**weights, **output.weights},
@@ -67,21 +58,3 @@ def build_tinybert(
         shift=causal,
         projections=projections,
     )
-
-
-def _attention(pair: LayerPair, causal: bool) -> LayerTerm:
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        of_student, of_teacher = attention_of(student, pair.student), attention_of(teacher, pair.teacher)
-        return attention_score_mse(of_student, of_teacher, mask, causal=causal, window=pair.window)
-
-    return layer_term("attention", ("query", "key"), pair, loss)
-
-
-def _state(aspect: Aspect, student_layer: int, teacher_layer: int, *, mapped: bool) -> LayerTerm:
-    """Hidden states or embedding; the student's as wide as the teacher's."""
-
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        of_student = student.projected[aspect] if mapped else getattr(student, aspect)
-        return hidden_mse(of_student[student_layer], getattr(teacher, aspect)[teacher_layer], mask)
-
-    return layer_term(aspect, (aspect,), LayerPair(student_layer, teacher_layer, None), loss)

@@ -130,7 +130,7 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
     The model keeps its class and the names of its modules, so taps see the adapted outputs.
 
     Raises:
-        UserError: a target that fits no linear of the layers.
+        UserError: a target that fits no linear of the layers, or layers of Kronecker factors.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -201,6 +201,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
     """Full names of the linears to adapt; a target may also name the linear whose factors they are."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
+    _refuse_kronecker(layers, targets)
     names = [f"{prefix}.{name}" for name, module in layers.named_modules() if type(module) in _LINEAR_TYPES]
     if targets is None:
         return names
@@ -214,6 +215,19 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
             )
         chosen += found
     return [name for name in names if name in set(chosen)]
+
+
+def _refuse_kronecker(layers: nn.ModuleList, targets: list[str] | None) -> None:
+    """The factors of a Kronecker product are parameters of one module and no linears that an adapter goes on."""
+    own = {name: {key for key, _ in module.named_parameters(recurse=False)} for name, module in layers.named_modules()}
+    kronecker = [name for name, keys in own.items() if {"A", "B"} <= keys]
+    asked = kronecker if targets is None else [n for n in kronecker if any(_ends(n, target) for target in targets)]
+    if asked:
+        remedy = "name dense linears in student.lora.targets" if targets is None else f"take {asked[0]} out of targets"
+        raise UserError(
+            f"student.lora.rank: adapters go on linears, but {asked[0]} of the student's layers is a Kronecker "
+            f"product: {remedy}, or leave the rank out to train all weights"
+        )
 
 
 def _unfactored(name: str) -> str:

@@ -27,7 +27,7 @@ COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.parse_math": False,  # a $ in a name is a $
@@ -50,6 +50,7 @@ _STYLE: dict[Any, Any] = {
     "figure.facecolor": PAPER,
     "svg.fonttype": "none",
 }
+"""How all figures look."""
 
 
 class Style(NamedTuple):
@@ -110,8 +111,8 @@ def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> 
 
 def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
     """Average ROUGE-L of each method, its standard deviation and its seeds, with the teacher as a line."""
-    with rc_context(_STYLE):
-        figure = _figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
+    with rc_context(STYLE):
+        figure = new_figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
         axes = figure.subplots()
         for line, item in enumerate(dots):
             axes.plot(item.values, [line] * len(item.values), "|", color=item.style.color, alpha=0.7, markersize=11)
@@ -149,8 +150,8 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
 
 def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figure:
     """One line a method against the step, its band from the lowest to the highest seed."""
-    with rc_context(_STYLE):
-        figure = _figure(7.0, 3.6)
+    with rc_context(STYLE):
+        figure = new_figure(7.0, 3.6)
         axes = figure.subplots()
         for label, style, curve in curves:
             _draw_curve(axes, label, style, curve)
@@ -166,8 +167,8 @@ def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
     """The terms of one method's loss, a panel each."""
     columns = min(3, len(terms))
     lines = math.ceil(len(terms) / columns)
-    with rc_context(_STYLE):
-        figure = _figure(7.0, 0.3 + 1.55 * lines)
+    with rc_context(STYLE):
+        figure = new_figure(7.0, 0.3 + 1.55 * lines)
         grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
         panels = list(grid.flat)
         for axes, (name, curve) in zip(panels, terms.items(), strict=False):
@@ -187,8 +188,8 @@ def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
 
 def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None) -> Figure:
     """Average ROUGE-L against the number of parameters, a line a method, the teacher as a dashed line."""
-    with rc_context(_STYLE):
-        figure = _figure(7.0, 3.6)
+    with rc_context(STYLE):
+        figure = new_figure(7.0, 3.6)
         axes = figure.subplots()
         for label, style, pairs in points:
             params, averages = zip(*sorted(pairs), strict=True)
@@ -217,7 +218,7 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     # The salt makes ids reproducible, and those of two plots in one page different.
-    with rc_context({**_STYLE, "svg.hashsalt": name}):
+    with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         figure.savefig(folder / f"{name}.png", dpi=160, metadata={"Software": None})
     (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")
@@ -238,7 +239,8 @@ def inline_svg(svg: str, label: str) -> str:
     return re.sub(r"<svg [^>]*>", lambda _: f'<svg {box.group()} role="img" aria-label="{label}">', svg, count=1)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches; inside of `rc_context(STYLE)`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

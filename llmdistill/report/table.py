@@ -47,7 +47,7 @@ def _cpu() -> str:
 def run_record(decoding: str, world_size: int, metrics_file: Path, teacher_params: int) -> dict[str, Any]:
     """What must stand beside a result: command, hardware, versions, time, sizes, and what the training cost."""
     return {
-        "command": _command(world_size),
+        "command": typed_command(world_size),
         "hardware": describe_hardware(world_size),
         "versions": {
             "llmdistill": llmdistill.__version__,
@@ -60,8 +60,8 @@ def run_record(decoding: str, world_size: int, metrics_file: Path, teacher_param
     }
 
 
-def _command(world_size: int) -> str:
-    """What the user typed, as far as the launcher tells."""
+def typed_command(world_size: int) -> str:
+    """What the user typed to start the main job, as far as the launcher tells."""
     arguments = [word for word in sys.argv if not word.startswith("--local_rank")]
     return " ".join(["deepspeed", *(["--num_gpus", str(world_size)] if world_size > 1 else []), *arguments])
 

@@ -20,7 +20,7 @@ from llmdistill.runtime.distributed import World, barrier, on_main
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"
 _FREE_KEYS = (
-    *("output_dir", "resume", "ds_config", "scoring", "data.tests", "data.valid"),
+    *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
 )
 _LOCKS: list[IO[str]] = []  # open as long as the process lives, and the locks with them

@@ -8,7 +8,7 @@ from pathlib import Path
 
 if not __package__:  # run as a script by the launcher: the checkout itself is not on the path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in llmdistill/train.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
 
 import argparse
 import json

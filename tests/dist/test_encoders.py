@@ -119,11 +119,23 @@ METHODS = {
         *("--minilmv2.relations", '["qq", "kk", "vv", "qk"]'),
     ),
     "projectors": ("--method", "tinybert", "--also", '["distilbert"]', "--distilbert.cosine", "0"),
+    "kroneckerbert": (
+        *("--method", "kroneckerbert", "--data.text.next_sentence", "true", "--student.method", "kronecker"),
+        *(
+            "--student.factorize.shapes",
+            json.dumps({"*.attention.*": "16x8", "*.intermediate.dense": "8x2", "*": "2x8"}),
+        ),
+        *("--student.factorize.embedding_columns", "4"),
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "ds_config"), [("makd", "zero2"), ("relations", "zero2"), ("projectors", "zero3"), ("relations", "zero3")]
+    ("name", "ds_config"),
+    [
+        *(("makd", "zero2"), ("relations", "zero2"), ("kroneckerbert", "zero2")),
+        *(("projectors", "zero3"), ("relations", "zero3"), ("kroneckerbert", "zero3")),
+    ],
 )
 def test_two_ranks_equal_one(bert, settings, launch, tmp_path, name, ds_config):
     teacher = without_dropout(bert, tmp_path / "teacher")
@@ -196,6 +208,30 @@ def test_projectors_are_trained_kept_for_a_resumed_run_and_not_shipped(bert, set
     for gone in ("student", "checkpoints/step-4"):
         shutil.rmtree(tmp_path / "killed" / gone)
     (tmp_path / "killed" / "checkpoints" / "latest").write_text("step-2")
+    assert largest_difference(whole, here(tmp_path / "killed", *arguments)) == 0
+
+
+def test_epochs_of_a_share_of_the_text_end_where_they_should_and_resume_exactly(bert, settings, tmp_path, capsys):
+    share = ("--data.text.fraction", "0.2", "--train.epochs", "2", "--train.steps", "1000")
+    arguments = settings(bert, *METHODS["kroneckerbert"], *share)
+    whole = here(tmp_path / "whole", *arguments)
+    said = capsys.readouterr().out
+    assert "20 % of it: 8 documents, 64 segments" in said
+    train = json.loads((whole / "run.json").read_text())["config"]["train"]
+    steps = rows(whole)[-1]["step"]
+    assert (train["steps"], train["epochs"]) == (steps, None)
+    assert 4 < steps < 20
+    assert f"are {steps} steps" in said
+    assert {"embedding", "attention", "ffn", "logits", "sequence_logits", "label", "sequence_label"} <= {
+        *rows(whole)[1]
+    }
+    # As a kill between the last two checkpoints leaves it.
+    shutil.copytree(whole, tmp_path / "killed")
+    earlier, last = sorted(int(path.name.removeprefix("step-")) for path in (whole / "checkpoints").glob("step-*"))
+    assert last == steps
+    for gone in ("student", f"checkpoints/step-{last}"):
+        shutil.rmtree(tmp_path / "killed" / gone)
+    (tmp_path / "killed" / "checkpoints" / "latest").write_text(f"step-{earlier}")
     assert largest_difference(whole, here(tmp_path / "killed", *arguments)) == 0
 
 

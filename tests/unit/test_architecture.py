@@ -12,7 +12,19 @@ PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
 LOWEST = {"batch", "config", "errors", "files", "parsing"}
 PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "scoring", "embedded", "kernels"}
-ABOVE_PARTS = {"methods", "plan", "trainer", "assemble", "search", "train", "compare", "glue", "cli", "report"}
+ABOVE_PARTS = {
+    "methods",
+    "plan",
+    "trainer",
+    "assemble",
+    "search",
+    "train",
+    "compare",
+    "glue",
+    "stages",
+    "cli",
+    "report",
+}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "parsing": PARTS | ABOVE_PARTS,
@@ -22,11 +34,12 @@ FORBIDDEN = {
     "trainer": {"assemble", "train", "compare", "cli", "models", "factorize", "generation", "scoring"},
     "report": ABOVE_PARTS - {"report"},
     "plan": ABOVE_PARTS - {"plan", "methods"} | {"data", "generation", "teacher"},
-    "assemble": {"train", "compare", "cli"},
-    "search": {"trainer", "assemble", "train", "compare", "glue", "cli"},  # who does a run is handed to it
-    "glue": {"assemble", "search", "train", "compare", "cli", "plan"},
+    "assemble": {"stages", "train", "compare", "cli"},
+    "search": {"trainer", "assemble", "stages", "train", "compare", "glue", "cli"},  # who does a run is handed to it
+    "glue": {"assemble", "search", "stages", "train", "compare", "cli", "plan"},
+    "stages": {"assemble", "search", "train", "compare", "cli"},
     "train": {"compare", "glue", "cli"},
-    "compare": {"trainer", "assemble", "methods", "train", "cli"},  # it starts runs as processes of their own
+    "compare": {"trainer", "assemble", "methods", "stages", "train", "cli"},  # it starts runs as processes of their own
 }
 """Room -> the rooms it must not import."""
 

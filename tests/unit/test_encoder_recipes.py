@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
 
-from llmdistill.config import RunConfig
+from llmdistill.config import KroneckerbertConfig, RunConfig
 from llmdistill.factorize import build_reference, count_parameters
 from llmdistill.models.families import layers_of
 from llmdistill.parsing import parse_run, recipe_names, recipe_path
@@ -79,6 +79,15 @@ SIZES: dict[str, tuple[str | None, str, tuple[int, ...]]] = {
 the latter for all but base-size students), and vocabulary, depth, width, feed-forward width, rank, rank of the
 embedding."""
 
+KRONECKER: dict[str, tuple[str | None, float, tuple[tuple[int, int], tuple[int, int], int, int]]] = {
+    "kroneckerbert/bert-8": (None, 5.5, ((384, 384), (8, 2), 1, 8)),  # the paper has 14.3M and 5.2B
+    "kroneckerbert/bert-21": ("5.2M", 1.4, ((384, 48), (16, 2), 1, 16)),
+    "kroneckerbert/bert-5": (None, 21.9, ((384, 384), (384, 384), 4, 12)),  # the paper has 20M and 9.4B
+}
+"""Recipe -> the published number where the shapes give it, 10^9 FLOPs, and by Table 1 the shapes (m1, n1) of the first
+factor of an attention matrix and of the first feed-forward matrix, the number of sums, and the columns of the
+embedding's second factor."""
+
 TERMS: dict[str, set[str]] = {
     "makd": {"query", "key", "value", "ffn_up", "ffn_down", "attention", "hidden", "logits"},
     "minilm": {"attention", "value_relation"},
@@ -88,6 +97,7 @@ TERMS: dict[str, set[str]] = {
     "mlm-kd": {"forward_kl"},
     "small": {"label"},
     "truncated": {"label"},  # of which nothing is trained
+    "kroneckerbert": {"embedding", "attention", "ffn", "logits", "sequence_logits", "label", "sequence_label"},
 }
 """What the recipes of a folder learn by."""
 
@@ -137,15 +147,40 @@ def counted(
     return words + depth * layer + (positions + types) * width + norm + pooler, words + depth * layer
 
 
+def kronecker_counted(
+    attention: tuple[int, int], up: tuple[int, int], sums: int, columns: int
+) -> tuple[int, int, float]:
+    """As `counted`, of BERT-base as Kronecker products; and 10^9 FLOPs of its linears for 128 tokens (eq. 7)."""
+    numbers = flops = 0
+    for m, n, (m1, n1), times in ((768, 768, attention, 4), (3072, 768, up, 1), (768, 3072, up[::-1], 1)):
+        m2, n2 = m // m1, n // n1
+        numbers += times * (sums * (m1 * n1 + m2 * n2) + m)
+        right = (2 * n2 - 1) * m2 * n1 + (2 * n1 - 1) * m2 * m1
+        left = (2 * n1 - 1) * n2 * m1 + (2 * n2 - 1) * m2 * m1
+        flops += times * (sums * min(right, left) + (sums - 1) * m)
+    words, norm, pooler = 30_522 * (768 // columns) + columns, 2 * 768, 768 * 768 + 768
+    layers = words + 12 * (numbers + 2 * norm)
+    return layers + (512 + 2) * 768 + norm + pooler, layers, 12 * flops * 128 / 1e9
+
+
+def expected_sizes(name: str) -> tuple[str | None, str, int, int]:
+    """The published number, what it counts, and the parameters of the whole model and of word embedding and layers."""
+    if name in KRONECKER:
+        published, _, factors = KRONECKER[name]
+        whole, layers, _ = kronecker_counted(*factors)
+        return published, "whole", whole, layers
+    published, counting, shape = SIZES[name]
+    return published, counting, *counted(*shape)
+
+
 def test_every_encoder_recipe_is_tested() -> None:
-    assert set(RECIPES) == set(SIZES)
+    assert set(RECIPES) == {*SIZES, *KRONECKER}
 
 
 @EVERY
 def test_sizes_are_the_tables(name: str, plans_of: Callable[[str], list[Plan]]) -> None:
     plan = plans_of(name)[-1]
-    published, counting, shape = SIZES[name]
-    whole, layers = counted(*shape)
+    published, counting, whole, layers = expected_sizes(name)
     assert plan.sizes["student_params"] == whole
     dense = build_reference(plan.student_config)
     around = (
@@ -163,6 +198,24 @@ def test_sizes_are_the_tables(name: str, plans_of: Callable[[str], list[Plan]]) 
 def test_makd_is_exact(plans_of: Callable[[str], list[Plan]]) -> None:
     assert plans_of("makd/bert-256")[0].sizes["student_params"] == 67_014_912
     assert plans_of("makd/bert-64")[0].sizes["student_params"] == 24_083_070
+
+
+@pytest.mark.parametrize("name", KRONECKER)
+def test_kronecker_recipes_say_what_table_1_counts(name: str) -> None:
+    _, stated, factors = KRONECKER[name]
+    whole, _, flops = kronecker_counted(*factors)
+    text = " ".join(recipe_path(name).read_text(encoding="utf-8").split())
+    assert round(flops, 1) == stated
+    assert f"{stated}B" in text
+    assert f"{whole - 768 * 769:,} without pooler" in text
+
+
+def test_kroneckerbert_21_has_the_papers_size_and_bert_base_its_flops() -> None:
+    whole, layers, flops = kronecker_counted(*KRONECKER["kroneckerbert/bert-21"][2])
+    assert (whole, layers) == (5_228_272, 4_241_392)
+    assert flops == pytest.approx(1.4, rel=0.05)
+    dense = 12 * (4 * (2 * 768 - 1) * 768 + (2 * 768 - 1) * 3072 + (2 * 3072 - 1) * 768)
+    assert 128 * dense / 1e9 == pytest.approx(21.7, abs=0.05)
 
 
 @EVERY
@@ -185,7 +238,7 @@ def test_the_header_says_how_to_run_it(name: str) -> None:
     assert command in text
 
 
-@EVERY
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in KRONECKER])
 def test_training_is_the_papers(name: str) -> None:
     config = parse(name)
     folder = name.partition("/")[0]
@@ -199,6 +252,15 @@ def test_training_is_the_papers(name: str) -> None:
     assert train.betas == (0.9, second)
     assert (train.schedule, train.warmup_steps, train.weight_decay) == ("linear", 4000, 0.01)
     assert (config.data.kind, config.data.max_length) == ("text", 512)
+
+
+@pytest.mark.parametrize("name", KRONECKER)
+def test_kroneckerbert_trains_on_a_tenth_of_the_text(name: str) -> None:
+    config, train = parse(name), parse(name).train
+    assert (config.data.text.fraction, train.epochs, config.data.max_length) == (0.1, 3, 512)
+    assert (train.global_batch_size, train.learning_rate, train.betas) == (64, 1e-3, (0.9, 0.999))
+    assert config.kroneckerbert == KroneckerbertConfig()
+    assert config.data.text.next_sentence is True
 
 
 def test_minilmv2_takes_heads_and_layer_by_the_teacher() -> None:
@@ -229,8 +291,11 @@ def test_layer_to_layer_and_starting_points() -> None:
     assert parse("mlm-kd/6x384").kd.ratio == 1
 
 
-@pytest.mark.parametrize(("name", "accumulation"), [("minilmv2/6x384-bert-base", 1), ("makd/bert-256", 2)])
-def test_eight_ranks_share_the_batch(name: str, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "micro", "accumulation"),
+    [("minilmv2/6x384-bert-base", 32, 1), ("makd/bert-256", 32, 2), ("kroneckerbert/bert-21", 8, 1)],
+)
+def test_eight_ranks_share_the_batch(name: str, micro: int, accumulation: int) -> None:
     train = parse(name).train
     split = split_batch(train.global_batch_size, train.micro_batch_size, 8)
-    assert (split.micro_batch_size, split.accumulation_steps) == (32, accumulation)
+    assert (split.micro_batch_size, split.accumulation_steps) == (micro, accumulation)

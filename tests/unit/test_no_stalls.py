@@ -32,6 +32,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import (
     DistilbertConfig,
     KdConfig,
+    KroneckerbertConfig,
     MakdConfig,
     MinilmConfig,
     Minilmv2Config,
@@ -62,6 +63,7 @@ SETTINGS: dict[str, Any] = {
     "minilmv2": Minilmv2Config(relation_heads=8, relations=("qq", "kk", "qk")),
     "distilbert": DistilbertConfig(),
     "tinybert": TinybertConfig(soft=1.0),
+    "kroneckerbert": KroneckerbertConfig(),
 }
 
 

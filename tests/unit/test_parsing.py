@@ -211,3 +211,17 @@ def test_lists_may_be_written_with_commas():
     assert as_lists(given, ("--tasks", "--seeds", "--epochs", "--learning_rates")) == [
         *("--tasks", "[rte,cola]", "--seeds=[1,2]", "--epochs", "[3,5]", "--model", "a,b", "--learning_rates", "[1e-5]")
     ]
+
+
+def test_a_part_changes_as_a_recipe_would_change_it():
+    part = RunConfig(ds_config="zero2.json").minilmv2
+    found = parsing.changed(part, {"relation_heads": 12, "teacher_layer": 3}, key="k")
+    assert found == dataclasses.replace(part, relation_heads=12, teacher_layer=3)
+    assert parsing.changed(part, {}, key="k") == part
+    for values, said in (
+        ({"relation_head": 1}, r"k\.relation_head: there is no such setting; did you mean k\.relation_heads\?"),
+        ({"relation_heads": "many"}, r"k\.relation_heads: 'many' does not fit; expected int"),
+        ({"relation_heads": 0}, "minilmv2.relation_heads is 0: give 1 or more"),
+    ):
+        with pytest.raises(UserError, match=said):
+            parsing.changed(part, values, key="k")

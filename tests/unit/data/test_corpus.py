@@ -3,9 +3,12 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 import os
+import shutil
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import corpus as module
-from llmdistill.data import sources
+from llmdistill.data import segments, sources
 from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.errors import UserError
 
@@ -176,7 +179,7 @@ class TestRows:
         assert len(asked) == 2, "another name is another text"
 
     def test_endings_are_those_that_sources_reads(self) -> None:
-        assert set(module._ROWS) == set(sources._READERS)
+        assert set(segments.ROWS) == set(sources._READERS)
 
     @pytest.mark.parametrize(
         ("row", "what"),
@@ -305,6 +308,74 @@ class TestCache:
         (tmp_path / "taken").write_text("a file", encoding="utf-8")
         with pytest.raises(UserError, match=r"name another folder as data\.text\.cache_dir$"):
             make(TEXT, cache_dir=tmp_path / "taken")
+
+
+def numbered(path: Path, documents: int) -> Path:
+    """Each document is its number, in one or two lines."""
+    texts = [f"{number}\n{number}" if number % 3 == 0 else str(number) for number in range(documents)]
+    path.write_text("\n\n".join(texts), encoding="utf-8")
+    return path
+
+
+class TestFraction:
+    """What is taken of a text whose documents are numbers."""
+
+    def taken(self, path: Path, fraction: float, seed: int = 0, tokenizer: Counting | None = None) -> list[int]:
+        corpus = tokenise(path, letters() if tokenizer is None else tokenizer, fraction=fraction, seed=seed)
+        return [int(document[0]) for document in read(corpus)]
+
+    @pytest.mark.parametrize("fraction", [0.001, 0.07, 0.1, 0.25, 0.3, 0.333, 0.5, 0.7, 0.9, 0.999])
+    def test_the_number_of_documents_is_the_fraction_of_any_number(self, fraction: float) -> None:
+        for number in (1, 2, 9, 10, 30, 99, 1000):
+            lines = (((0, document), f"{document}-{line}") for document in range(number) for line in range(2))
+            taken = [text for _, text in segments.draw_documents(lines, fraction, seed=3)]
+            documents = [int(text.partition("-")[0]) for text in taken[::2]]
+            exact = number * Decimal(str(fraction))
+            assert math.floor(exact) <= len(documents) <= math.ceil(exact)
+            assert documents == sorted(set(documents))
+            assert taken == [f"{document}-{line}" for document in documents for line in range(2)], "whole documents"
+
+    def test_they_come_from_all_over_the_text_and_every_one_may_be_taken(self, tmp_path: Path, cache: Path) -> None:
+        path = numbered(tmp_path / "a.txt", 40)
+        drawn = [self.taken(path, 0.1, seed) for seed in range(60)]
+        assert all([number // 10 for number in taken] == [0, 1, 2, 3] for taken in drawn)
+        assert {number for taken in drawn for number in taken} == set(range(40))
+
+    def test_the_seed_decides(self, tmp_path: Path, cache: Path) -> None:
+        path = numbered(tmp_path / "a.txt", 200)
+        first = self.taken(path, 0.1, seed=1)
+        assert self.taken(path, 0.1, seed=2) != first
+        for other in (path.rename(tmp_path / "b.txt"), numbered(tmp_path / "c.txt", 200)):
+            assert self.taken(other, 0.1, seed=1) == first
+        shutil.rmtree(cache)
+        assert self.taken(path.with_name("b.txt"), 0.1, seed=1) == first, "not only out of the cache"
+
+    def test_only_what_is_taken_is_tokenised_and_kept_apart(self, tmp_path: Path, cache: Path) -> None:
+        path, tokenizer = numbered(tmp_path / "a.txt", 60), letters()
+        assert self.taken(path, 1.0, tokenizer=tokenizer) == list(range(60))
+        assert tokenizer.texts == 80
+        taken = [self.taken(path, fraction, seed, tokenizer) for fraction in (0.1, 0.2) for seed in (0, 1)]
+        texts = sum(2 if number % 3 == 0 else 1 for numbers in taken for number in numbers)
+        assert tokenizer.texts == 80 + texts
+        assert len(list((cache / "corpora").iterdir())) == 5
+        assert self.taken(path, 1.0, 7, tokenizer) == list(range(60)), "the whole text knows no seed"
+        assert self.taken(path, 0.1, 1, tokenizer) == taken[1]
+        assert tokenizer.texts == 80 + texts
+
+    def test_rows_and_files_are_counted_through(self, tmp_path: Path, cache: Path) -> None:
+        folder = tmp_path / "texts"
+        folder.mkdir()
+        for part in range(4):
+            rows = "".join(json.dumps({"text": str(10 * part + row)}) + "\n" for row in range(10))
+            (folder / f"{part}.jsonl").write_text(rows, encoding="utf-8")
+        taken = self.taken(folder, 0.05)
+        assert [number // 20 for number in taken] == [0, 1]
+
+    def test_a_share_without_a_document(self, tmp_path: Path, cache: Path) -> None:
+        path = numbered(tmp_path / "a.txt", 5)
+        with pytest.raises(UserError, match=r"a\.txt: data\.text\.fraction 1e-06 takes no document of it; raise the"):
+            self.taken(path, 1e-6)
+        assert not list((cache / "corpora").iterdir())
 
 
 class TestBadInput:

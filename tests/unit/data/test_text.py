@@ -137,6 +137,7 @@ class TestDecoders:
         assert batch.input_ids[1, 8:].tolist() == [SEP] * 8
 
     def test_the_report(self) -> None:
+        assert len(loader(numbered([32]), objective="next")) == 2
         report = loader(numbered([32]), objective="next").report()
         assert report == "2 sequences of up to 16 tokens, 100% filled"
         assert loader(numbered([24]), objective="next").report() == "2 sequences of up to 16 tokens, 75% filled"

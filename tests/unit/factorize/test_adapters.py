@@ -107,6 +107,18 @@ def test_adapters_of_a_student_reach_both_factors(tmp_path: Path) -> None:
     assert not any("embed" in name or "lm_head" in name for name in adapted)
 
 
+def test_kronecker_factors_take_no_adapters(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "other")
+    shapes = {"*.mlp.*": "dense", "*": "4x4"}
+    compress(tmp_path / "base", tmp_path / "student", FactorizeConfig(shapes=shapes), "kronecker")
+    for targets in (None, ["up_proj", "q_proj"]):
+        model = load_model(tmp_path / "student", dtype=torch.float32)
+        with pytest.raises(UserError, match=r"0\.self_attn\.q_proj of the student's layers is a Kronecker product"):
+            add_lora(model, LoraConfig(rank=2, targets=targets), seed=0)
+    add_lora(model, LoraConfig(rank=2, targets=["up_proj"]), seed=0)  # a dense one beside them
+    assert sum(hasattr(module, "lora_A") for module in model.modules()) == 2
+
+
 def test_no_adapter_and_a_taken_folder(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter")
     with pytest.raises(UserError, match=r"base: no adapter there \(no adapter_config\.json\)"):

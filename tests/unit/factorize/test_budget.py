@@ -29,8 +29,8 @@ from transformers import (
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import build_reference, count_parameters, factorize, plan, summarise
-from llmdistill.factorize.budget import layer_linears, parse_target
-from llmdistill.factorize.modules import install
+from llmdistill.factorize.counting import layer_linears, parse_target
+from llmdistill.factorize.install import install
 
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -207,7 +207,7 @@ def test_summarise_refuses_what_is_no_model(tmp_path: Path, content: str | None)
 def test_reference_of_a_student_is_factorised(tmp_path: Path) -> None:
     torch.manual_seed(0)
     student = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_DECODER, tie_word_embeddings=True))
-    factorize(student, plan(student, FactorizeConfig(rank=5)), embedding_rank=20)
+    factorize(student, plan(student, FactorizeConfig(rank=5)), embedding=20)
     student.save_pretrained(tmp_path)
     for config in (student.config, AutoConfig.from_pretrained(tmp_path)):
         assert count_parameters(build_reference(config)) == count_parameters(student)

@@ -22,8 +22,11 @@ from transformers import (
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import compress, count_parameters, factorize, plan
-from llmdistill.factorize.modules import LowRankLinear, matrix
+from llmdistill.factorize import compress, count_parameters, factorize, plan, summarise
+from llmdistill.factorize.install import matrix
+from llmdistill.factorize.kinds import FACTORISED_LINEARS
+from llmdistill.factorize.kronecker import KroneckerShape, most_sums, nearest_kronecker
+from llmdistill.factorize.lowrank_modules import LowRankLinear
 
 
 def tiny(kind: str) -> PreTrainedModel:
@@ -65,9 +68,44 @@ def test_full_rank_changes_nothing(kind: str, sigma: Any) -> None:
     teacher = tiny(kind)
     student = copy.deepcopy(teacher)
     full = {name: min(matrix(module).shape) for name, module in student.named_modules() if name in plan_all(student)}
-    factorize(student, full, sigma=sigma, embedding_rank=32)
+    factorize(student, full, sigma=sigma, embedding=32)
     assert sum(isinstance(module, LowRankLinear) for module in student.modules()) == len(full) + 1  # the tied head
     torch.testing.assert_close(outputs(student), outputs(teacher), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_all_kronecker_sums_change_nothing(kind: str) -> None:
+    teacher = tiny(kind)
+    student = copy.deepcopy(teacher)
+    full = {}
+    for name in plan_all(student):
+        m, n = matrix(student.get_submodule(name)).shape
+        full[name] = KroneckerShape(8, 4, most_sums(m, n, KroneckerShape(8, 4)))
+    factorize(student, full, method="kronecker")
+    assert sum(isinstance(module, FACTORISED_LINEARS) for module in student.modules()) == len(full)
+    torch.testing.assert_close(outputs(student), outputs(teacher), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_each_module_is_the_nearest_kronecker_product_and_keeps_its_bias(kind: str) -> None:
+    teacher = tiny(kind)
+    student = copy.deepcopy(teacher)
+    shapes = plan(student, FactorizeConfig(shapes={"*": "8x4"}, sums=2), "kronecker")
+    factorize(student, shapes, method="kronecker", embedding=4)
+    for name, shape in shapes.items():
+        dense: Any = teacher.get_submodule(name)
+        factorised: Any = student.get_submodule(name)
+        a, b = nearest_kronecker(matrix(dense), shape)
+        product = sum(torch.kron(one, other) for one, other in zip(a, b, strict=True))
+        torch.testing.assert_close(factorised.weight, product, rtol=0, atol=1e-5)
+        x = torch.randn(3, product.shape[1])
+        bias = 0 if dense.bias is None else dense.bias
+        torch.testing.assert_close(factorised(x), x @ product.T + bias, rtol=0, atol=1e-5)
+    table = teacher.get_input_embeddings().weight.double()
+    a, b = nearest_kronecker(table, KroneckerShape(96, 8))
+    torch.testing.assert_close(
+        student.get_input_embeddings()(torch.arange(96)).double(), torch.kron(a[0], b[0]), rtol=0, atol=1e-5
+    )
 
 
 def plan_all(model: PreTrainedModel) -> dict[str, int]:
@@ -84,7 +122,7 @@ def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str) -> 
     for name in ranks:
         dense, low_rank = teacher.get_submodule(name), student.get_submodule(name)
         assert isinstance(low_rank, LowRankLinear)
-        weight = matrix(dense).detach().double()
+        weight = matrix(dense).detach().double().T
         u, s, vh = torch.linalg.svd(weight, full_matrices=False)
         best = (u[:, :5] * s[:5]) @ vh[:5]
         product = (low_rank.A.weight.T @ low_rank.B.weight.T).detach()
@@ -99,10 +137,10 @@ def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str) -> 
 def test_dtype_is_kept_and_computed_finer() -> None:
     teacher = tiny("llama").to(torch.bfloat16)
     student = copy.deepcopy(teacher)
-    factorize(student, plan(student, FactorizeConfig(rank=8)), embedding_rank=16)
+    factorize(student, plan(student, FactorizeConfig(rank=8)), embedding=16)
     assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
     name = "model.layers.0.mlp.up_proj"
-    weight = matrix(teacher.get_submodule(name)).float()
+    weight = matrix(teacher.get_submodule(name)).float().T
     u, s, _ = torch.linalg.svd(weight, full_matrices=False)
     low_rank = student.get_submodule(name)
     # One rounding to bf16 (half of 2⁻⁷) and no more; an SVD in bf16 would be off by far more.
@@ -141,7 +179,7 @@ def test_tied_in_config_but_not_in_fact_is_refused() -> None:
     model = tiny("llama")
     model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32))
     with pytest.raises(UserError, match="lm_head"):
-        factorize(model, {}, embedding_rank=8)
+        factorize(model, {}, embedding=8)
 
 
 @pytest.mark.parametrize(("kind", "auto"), [("llama", AutoModelForCausalLM), ("bert", AutoModelForMaskedLM)])
@@ -152,12 +190,23 @@ def test_compress_from_folder_to_folder(tmp_path: Path, kind: str, auto: Any) ->
     settings = FactorizeConfig(rank=6, embedding_rank=16)
     summary = compress(tmp_path / "teacher", tmp_path / "new/student", settings)
     student = auto.from_pretrained(tmp_path / "new/student")
-    factorize(teacher, plan(teacher, settings), embedding_rank=16)
+    factorize(teacher, plan(teacher, settings), embedding=16)
     assert torch.equal(outputs(student), outputs(teacher))
     assert (tmp_path / "new/student/tokenizer.json").read_text() == "{}"
     if kind == "llama":  # counted on the causal LM; an encoder's base model differs from the one with its head
         assert summary["student_params"] == count_parameters(student)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["student"]
+
+
+def test_compress_to_kronecker_products(tmp_path: Path) -> None:
+    teacher = tiny("bert")
+    teacher.save_pretrained(tmp_path / "teacher")
+    settings = FactorizeConfig(shapes={"*": "8x4"}, embedding_columns=4)
+    summary = compress(tmp_path / "teacher", tmp_path / "student", settings, "kronecker")
+    student = AutoModelForMaskedLM.from_pretrained(tmp_path / "student")
+    factorize(teacher, plan(teacher, settings, "kronecker"), method="kronecker", embedding=4)
+    assert torch.equal(outputs(student), outputs(teacher))
+    assert summary["student_params"] == summarise(tmp_path / "teacher", settings, "kronecker")["student_params"]
 
 
 def test_compress_refuses_a_full_folder_before_reading_weights(tmp_path: Path) -> None:

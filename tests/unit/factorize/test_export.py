@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import export, export_dense, factorize, plan
+from llmdistill.factorize.budget import embedding_size
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -57,8 +58,21 @@ assert not any(name.startswith("llmdistill") for name in sys.modules)
 """
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "svd": {"rank": 9, "embedding_rank": 20},
+    "kronecker": {"shapes": {"*": "8x4"}, "sums": 2, "embedding_columns": 4},
+}
+METHODS = pytest.mark.parametrize("method", SETTINGS)
+
+
+def factorised(model: PreTrainedModel, method: str) -> PreTrainedModel:
+    settings = FactorizeConfig(**SETTINGS[method])
+    factorize(model, plan(model, settings, method), method=method, embedding=embedding_size(settings, method))
+    return model
+
+
 def save_student(
-    folder: Path, auto: Any, config: PreTrainedConfig, dtype: torch.dtype = torch.float32
+    folder: Path, auto: Any, config: PreTrainedConfig, dtype: torch.dtype = torch.float32, method: str = "svd"
 ) -> PreTrainedModel:
     torch.manual_seed(0)
     model = auto.from_config(config).eval()
@@ -66,20 +80,20 @@ def save_student(
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(dtype)
-    factorize(model, plan(model, FactorizeConfig(rank=9)), embedding_rank=20)
-    model.save_pretrained(folder)
+    factorised(model, method).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("not a model's file")
     return model
 
 
-def test_export_loads_without_llmdistill(tmp_path: Path) -> None:
+@METHODS
+def test_export_loads_without_llmdistill(tmp_path: Path, method: str) -> None:
     cases = {
         "llama": (AutoModelForCausalLM, LLAMA),
         "gpt2": (AutoModelForCausalLM, GPT2),
         "bert": (AutoModelForMaskedLM, BertConfig(**ENCODER)),
     }
-    students = {name: save_student(tmp_path / f"{name}-student", *case) for name, case in cases.items()}
+    students = {name: save_student(tmp_path / f"{name}-student", *case, method=method) for name, case in cases.items()}
     for name in cases:
         export_dense(tmp_path / f"{name}-student", tmp_path / name)
     # Outside of the checkout, so that llmdistill cannot be imported from it by accident.
@@ -91,11 +105,12 @@ def test_export_loads_without_llmdistill(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
+@METHODS
 @pytest.mark.parametrize(("auto", "config"), [
     (AutoModelForCausalLM, GPT2), (AutoModelForMaskedLM, RobertaConfig(**ENCODER)), (AutoModel, BertConfig(**ENCODER)),
 ])  # fmt: skip
-def test_export_is_a_whole_folder(tmp_path: Path, auto: Any, config: PreTrainedConfig) -> None:
-    save_student(tmp_path / "student", auto, config)
+def test_export_is_a_whole_folder(tmp_path: Path, auto: Any, config: PreTrainedConfig, method: str) -> None:
+    save_student(tmp_path / "student", auto, config, method=method)
     export_dense(tmp_path / "student", tmp_path / "dense")
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
     files = {path.name for path in (tmp_path / "dense").iterdir()}
@@ -103,11 +118,11 @@ def test_export_is_a_whole_folder(tmp_path: Path, auto: Any, config: PreTrainedC
     assert files == {"config.json", "model.safetensors", "tokenizer.json"} | companions
 
 
-def test_gpt2_gets_its_conv1d_back() -> None:
+@METHODS
+def test_gpt2_gets_its_conv1d_back(method: str) -> None:
     model = AutoModelForCausalLM.from_config(GPT2)
     kinds = {name: type(module) for name, module in model.named_modules()}
-    factorize(model, plan(model, FactorizeConfig(rank=9)), embedding_rank=20)
-    export.merge(model)
+    export.merge(factorised(model, method))
     assert {name: type(module) for name, module in model.named_modules()} == kinds
     assert Conv1D in kinds.values()
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -115,8 +130,9 @@ def test_gpt2_gets_its_conv1d_back() -> None:
     factorize(model, plan(model, FactorizeConfig(rank=5)))
 
 
-def test_bf16_student_exports_as_bf16(tmp_path: Path) -> None:
-    save_student(tmp_path / "student", AutoModelForCausalLM, LLAMA, torch.bfloat16)
+@METHODS
+def test_bf16_student_exports_as_bf16(tmp_path: Path, method: str) -> None:
+    save_student(tmp_path / "student", AutoModelForCausalLM, LLAMA, torch.bfloat16, method)
     export_dense(tmp_path / "student", tmp_path / "dense")
     assert json.loads((tmp_path / "dense/config.json").read_text())["dtype"] == "bfloat16"
 
@@ -124,7 +140,7 @@ def test_bf16_student_exports_as_bf16(tmp_path: Path) -> None:
 def test_wrong_export_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_student(tmp_path / "student", AutoModelForCausalLM, LLAMA)
     product = export._product
-    monkeypatch.setattr(export, "_product", lambda a, b: 1.001 * product(a, b))
+    monkeypatch.setattr(export, "_product", lambda module: 1.001 * product(module))
     with pytest.raises(UserError, match="differs from the student"):
         export_dense(tmp_path / "student", tmp_path / "dense")
     assert [path.name for path in tmp_path.iterdir()] == ["student"]

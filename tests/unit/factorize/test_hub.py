@@ -32,6 +32,7 @@ import llmdistill
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import count_parameters, factorize, hub, plan
+from llmdistill.factorize.budget import embedding_size
 
 DECODER = {
     "hidden_size": 32,
@@ -76,16 +77,26 @@ def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
     return kind(**{**values, **changes})
 
 
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "svd": ({"rank": 9}, {"embedding_rank": 20}),
+    "kronecker": ({"shapes": {"*": "8x4"}, "sums": 2}, {"embedding_columns": 4}),
+}
+"""By method: what is done to the linears, and to the token embedding where a test wants it."""
+METHODS = pytest.mark.parametrize("method", SETTINGS)
+
+
 def make_student(
-    auto: Any, config: PreTrainedConfig, embedding_rank: int | None = None, rank: int = 9
+    auto: Any, config: PreTrainedConfig, method: str = "svd", *, embedding: bool = False
 ) -> PreTrainedModel:
     torch.manual_seed(0)
     model = auto.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # biases are zero when fresh, and would not be missed
             parameter.add_(0.1 * torch.randn_like(parameter))
-    settings = FactorizeConfig(rank=rank, embedding_rank=embedding_rank)
-    factorize(model, plan(model, settings), embedding_rank=embedding_rank)
+    of_linears, of_embedding = SETTINGS[method]
+    settings = FactorizeConfig(**of_linears, **(of_embedding if embedding else {}))
+    sizes = plan(model, settings, method)
+    factorize(model, sizes, method=method, embedding=embedding_size(settings, method))
     return model
 
 
@@ -106,12 +117,13 @@ CASES = [
 # fmt: on
 
 
-@pytest.mark.parametrize("embedding_rank", [None, 20])
+@METHODS
+@pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize(("auto", "config"), CASES)
 def test_round_trip_is_bit_equal(
-    tmp_path: Path, auto: Any, config: PreTrainedConfig, embedding_rank: int | None
+    tmp_path: Path, auto: Any, config: PreTrainedConfig, embedding: bool, method: str
 ) -> None:
-    student = make_student(auto, config, embedding_rank)
+    student = make_student(auto, config, method, embedding=embedding)
     expected = outputs(student)
     student.save_pretrained(tmp_path / "once")
     loaded, info = auto.from_pretrained(tmp_path / "once", output_loading_info=True)
@@ -127,29 +139,32 @@ def test_round_trip_is_bit_equal(
     assert (tmp_path / "once/config.json").read_text() == (tmp_path / "twice/config.json").read_text()
 
 
+@METHODS
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_tied_head_shares_the_factors(tmp_path: Path, kind: str) -> None:
+def test_tied_head_shares_the_factors(tmp_path: Path, kind: str, method: str) -> None:
     auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
-    student = make_student(auto, config_of(kind), embedding_rank=20)
+    student = make_student(auto, config_of(kind), method, embedding=True)
     student.save_pretrained(tmp_path)
     for model in (student, auto.from_pretrained(tmp_path)):
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert head.B.weight is embedding.A.weight
         assert head.A.weight is embedding.B.weight
-        # logits = (h Bᵀ) Aᵀ is h Eᵀ for the matrix E that the embedding looks up in.
+        # Low-rank (h Bᵀ) Aᵀ, or folded by b and times Aᵀ, is h Eᵀ for the matrix E that the embedding looks up in.
         table = embedding(torch.arange(96))
         hidden = torch.randn(3, 32)
         bias = 0 if head.B.bias is None else head.B.bias
         torch.testing.assert_close(head(hidden), hidden @ table.T + bias)
 
 
-def test_untied_head_stays_dense() -> None:
-    student = make_student(AutoModelForCausalLM, config_of("llama", tie_word_embeddings=False), embedding_rank=20)
+@METHODS
+def test_untied_head_stays_dense(method: str) -> None:
+    student = make_student(AutoModelForCausalLM, config_of("llama", tie_word_embeddings=False), method, embedding=True)
     assert type(student.get_output_embeddings()) is torch.nn.Linear
 
 
-def test_any_head_loads_a_student_of_another(tmp_path: Path) -> None:
-    masked = make_student(AutoModelForMaskedLM, config_of("bert"), embedding_rank=20)
+@METHODS
+def test_any_head_loads_a_student_of_another(tmp_path: Path, method: str) -> None:
+    masked = make_student(AutoModelForMaskedLM, config_of("bert"), method, embedding=True)
     masked.save_pretrained(tmp_path / "masked")
     base = AutoModel.from_pretrained(tmp_path / "masked", add_pooling_layer=False)
     input_ids = torch.tensor([[4, 5, 6]])
@@ -164,9 +179,10 @@ def test_any_head_loads_a_student_of_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kwargs", [
     {"dtype": torch.bfloat16}, {"device_map": {"": "cpu"}}, {"device_map": "auto"}, {"low_cpu_mem_usage": True},
 ])  # fmt: skip
+@METHODS
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_loading_options(tmp_path: Path, kind: str, kwargs: dict[str, Any]) -> None:
-    student = make_student(AutoModelForCausalLM, config_of(kind), embedding_rank=20)
+def test_loading_options(tmp_path: Path, kind: str, kwargs: dict[str, Any], method: str) -> None:
+    student = make_student(AutoModelForCausalLM, config_of(kind), method, embedding=True)
     student.save_pretrained(tmp_path)
     dtype = kwargs.get("dtype", torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **kwargs)
@@ -176,8 +192,9 @@ def test_loading_options(tmp_path: Path, kind: str, kwargs: dict[str, Any]) -> N
     assert torch.equal(outputs(loaded), outputs(student))
 
 
-def test_modules_on_disk_are_fetched(tmp_path: Path) -> None:
-    student = make_student(AutoModelForCausalLM, config_of("llama"), embedding_rank=20)
+@METHODS
+def test_modules_on_disk_are_fetched(tmp_path: Path, method: str) -> None:
+    student = make_student(AutoModelForCausalLM, config_of("llama"), method, embedding=True)
     student.save_pretrained(tmp_path)
     places = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     layers = {"model.layers.0": "cpu", "model.layers.1": "disk"}
@@ -187,10 +204,11 @@ def test_modules_on_disk_are_fetched(tmp_path: Path) -> None:
     assert torch.equal(outputs(loaded), outputs(student))
 
 
+@METHODS
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("embedding_rank", [None, 20])
-def test_generate_with_cache_equals_without(tmp_path: Path, kind: str, embedding_rank: int | None) -> None:
-    make_student(AutoModelForCausalLM, config_of(kind), embedding_rank).save_pretrained(tmp_path)
+@pytest.mark.parametrize("embedding", [False, True])
+def test_generate_with_cache_equals_without(tmp_path: Path, kind: str, embedding: bool, method: str) -> None:
+    make_student(AutoModelForCausalLM, config_of(kind), method, embedding=embedding).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 12, "pad_token_id": 1}
@@ -199,8 +217,9 @@ def test_generate_with_cache_equals_without(tmp_path: Path, kind: str, embedding
     assert torch.equal(with_cache, model.generate(prompt, use_cache=False, **options))
 
 
-def test_loaded_student_trains_and_casts(tmp_path: Path) -> None:
-    make_student(AutoModelForCausalLM, config_of("llama"), embedding_rank=20).save_pretrained(tmp_path)
+@METHODS
+def test_loaded_student_trains_and_casts(tmp_path: Path, method: str) -> None:
+    make_student(AutoModelForCausalLM, config_of("llama"), method, embedding=True).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     input_ids = torch.randint(0, 96, (2, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,8 +235,9 @@ def test_loaded_student_trains_and_casts(tmp_path: Path) -> None:
     assert model.half().float().dtype == torch.float32  # transformers refuses both for what it deems quantised
 
 
-def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
-    make_student(AutoModelForCausalLM, config_of("gpt2")).save_pretrained(tmp_path)
+@METHODS
+def test_loading_draws_no_random_numbers(tmp_path: Path, method: str) -> None:
+    make_student(AutoModelForCausalLM, config_of("gpt2"), method).save_pretrained(tmp_path)
     before = torch.get_rng_state()
     AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
@@ -243,28 +263,54 @@ def test_import_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
-def test_config_json_says_what_was_done(tmp_path: Path) -> None:
-    make_student(AutoModelForCausalLM, config_of("gpt2"), embedding_rank=20).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("method", "size", "embedding"), [
+    ("svd", 9, {"embedding_rank": 20}), ("kronecker", [8, 4, 2], {"embedding_columns": 4}),
+])  # fmt: skip
+def test_config_json_says_what_was_done(tmp_path: Path, method: str, size: Any, embedding: dict[str, int]) -> None:
+    make_student(AutoModelForCausalLM, config_of("gpt2"), method, embedding=True).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     names = [
         f"h.{layer}.{part}" for layer in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
     assert saved == {
         "quant_method": "llmdistill",
-        "method": "svd",
-        "modules": dict.fromkeys(names, 9),
-        "embedding_rank": 20,
+        "method": method,
+        "modules": dict.fromkeys(names, size),
+        **embedding,
     }
 
 
-@pytest.mark.parametrize(("changes", "word"), [
-    ({"method": "fourier"}, "'fourier'"),
-    ({"blocks": 3}, "blocks"),
-    ({"modules": {"layers.7.mlp.up_proj": 3}}, "layers.7.mlp.up_proj"),
-    ({"modules": {"layers.0.mlp": 3}}, "LlamaMLP"),
+def test_a_student_of_the_first_version_loads(tmp_path: Path) -> None:
+    """Its config.json was written when there was no other method and embedding than svd's."""
+    student = make_student(AutoModelForCausalLM, config_of("gpt2"), embedding=True)
+    student.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "embedding_rank": 20,
+        "method": "svd",
+        "modules": {f"h.{layer}.{part}": 9 for layer in (0, 1)
+                    for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")},
+        "quant_method": "llmdistill",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(student))
+
+
+@pytest.mark.parametrize(("method", "changes", "word"), [
+    ("svd", {"method": "fourier"}, "'fourier'"),
+    ("svd", {"blocks": 3}, "blocks"),
+    ("svd", {"modules": {"layers.7.mlp.up_proj": 3}}, "layers.7.mlp.up_proj"),
+    ("svd", {"modules": {"layers.0.mlp": 3}}, "LlamaMLP"),
+    ("svd", {"modules": {"layers.0.mlp.up_proj": [8, 4, 2]}}, "svd does not have"),
+    ("svd", {"embedding_columns": 4}, "embedding_columns"),
+    ("kronecker", {"embedding_rank": 4}, "embedding_rank"),
+    ("kronecker", {"modules": {"layers.0.mlp.up_proj": 3}}, "kronecker does not have"),
+    ("kronecker", {"modules": {"layers.0.mlp.up_proj": [8, 0, 1]}}, "kronecker does not have"),
+    ("kronecker", {"modules": {"layers.0.mlp.up_proj": [7, 4, 1]}}, "7 rows does not divide the 48 rows"),
+    ("kronecker", {"embedding_columns": 5}, "5 columns do not divide the width 32"),
 ])  # fmt: skip
-def test_foreign_config_is_refused(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
-    make_student(AutoModelForCausalLM, config_of("llama")).save_pretrained(tmp_path)
+def test_foreign_config_is_refused(tmp_path: Path, method: str, changes: dict[str, Any], word: str) -> None:
+    make_student(AutoModelForCausalLM, config_of("llama"), method).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"].update(changes)

@@ -20,7 +20,8 @@ from transformers import (
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import factorize, plan
-from llmdistill.factorize.modules import LowRankEmbedding
+from llmdistill.factorize.kronecker_modules import KroneckerEmbedding
+from llmdistill.factorize.lowrank_modules import LowRankEmbedding
 from llmdistill.factorize.shape import make_student
 from llmdistill.models.shapes import parse_shape
 
@@ -31,7 +32,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 64,
     "vocab_size": 40,
 }
-DEFAULTS: dict[str, Any] = {"init": "random", "layers": "spread", "embedding_rank": None, "seed": 0, "head": "words"}
+DEFAULTS: dict[str, Any] = {"init": "random", "layers": "spread", "embedding": None, "seed": 0, "head": "words"}
 
 
 @pytest.fixture
@@ -83,13 +84,24 @@ def test_weights_of_the_teacher_and_its_heads(bert: Path, tmp_path: Path) -> Non
 
 
 def test_low_rank_embedding(bert: Path, tmp_path: Path) -> None:
-    student = make(bert, tmp_path / "student", embedding_rank=8, head="pretraining")
+    student = make(bert, tmp_path / "student", embedding=8, head="pretraining")
     embedding = student.get_input_embeddings()
     assert isinstance(embedding, LowRankEmbedding)
     assert embedding.A.weight.shape == (40, 8)
     assert student(input_ids=torch.arange(3, 9).view(1, 6))[0].shape == (1, 6, 40)
     with pytest.raises(UserError, match="embedding_rank 17 does not fit the token embedding, a 40×16 matrix"):
-        make(bert, tmp_path / "other", embedding_rank=17)
+        make(bert, tmp_path / "other", embedding=17)
+    assert not (tmp_path / "other").exists()
+
+
+def test_kronecker_embedding(bert: Path, tmp_path: Path) -> None:
+    student = make(bert, tmp_path / "student", embedding=4, method="kronecker", head="pretraining")
+    embedding = student.get_input_embeddings()
+    assert isinstance(embedding, KroneckerEmbedding)
+    assert embedding.A.weight.shape == (40, 4)
+    assert student.cls.predictions.decoder.B.weight is embedding.A.weight
+    with pytest.raises(UserError, match="embedding_columns: 5 columns do not divide the width 16"):
+        make(bert, tmp_path / "other", embedding=5, method="kronecker")
     assert not (tmp_path / "other").exists()
 
 

@@ -31,6 +31,13 @@ def test_minilmv2_s_protocol() -> None:
     assert grid("CoLA", protocol="minilmv2", epochs=[2]).epochs == (2,)
 
 
+def test_kroneckerbert_s_protocol() -> None:
+    found = grid(protocol="kroneckerbert")
+    assert found.learning_rates == (5e-5, 1e-4, 5e-4)
+    assert (found.epochs, found.seeds, found.batch_size) == ((5, 10, 15), (1,), 32)
+    assert grid("CoLA", protocol="kroneckerbert").epochs == (15, 20, 30)
+
+
 def test_given_settings_win_over_the_protocol() -> None:
     given = {"batch_size": 8, "max_length": 64, "warmup_ratio": 0.0, "weight_decay": 0.0}
     found = grid(learning_rates=[1e-3], epochs=[1, 2], seeds=[0], **given)

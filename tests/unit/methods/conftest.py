@@ -110,15 +110,21 @@ class Seen:
 
         base = model.base_model
         if model.config.model_type == "gpt2":
-            return [base.h[layer].attn.c_attn.register_forward_hook(split), keep("hidden", base.h[layer])]
+            block = base.h[layer]
+            return [
+                block.attn.c_attn.register_forward_hook(split),
+                keep("ffn_down", block.mlp.c_proj),
+                keep("hidden", block),
+            ]
         if family_of(model.config).causal:
             block, inner = base.layers[layer], base.layers[layer].self_attn
-            names = ("q_proj", "k_proj", "v_proj")
+            names, down = ("q_proj", "k_proj", "v_proj"), block.mlp.down_proj
         else:
             block = base.encoder.layer[layer]
-            inner, names = block.attention.self, ("query", "key", "value")
+            inner, names, down = block.attention.self, ("query", "key", "value"), block.output.dense
         parts = zip(("query", "key", "value"), names, strict=True)
-        return [*(keep(name, getattr(inner, module)) for name, module in parts), keep("hidden", block)]
+        projections = [keep(name, getattr(inner, module)) for name, module in parts]
+        return [*projections, keep("ffn_down", down), keep("hidden", block)]
 
     def _rotate(self, model: PreTrainedModel, batch: Batch) -> None:
         """Queries and keys are taken after the rotary embedding."""

@@ -20,7 +20,8 @@ from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, TapRequest, Taps
 from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import Method
-from llmdistill.methods.makd import TERMS, build_makd, check_same_shape, make_makd
+from llmdistill.methods.layer_map import check_same_shape
+from llmdistill.methods.makd import TERMS, build_makd, make_makd
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.taps import Recorder
 
@@ -353,5 +354,5 @@ def test_models_of_other_shapes_are_refused(key: str, value: int) -> None:
 
 def test_models_of_other_architectures_are_refused() -> None:
     with pytest.raises(UserError, match="teacher is llama and the student gpt2"):
-        check_same_shape(LLAMA, GPT2)
+        check_same_shape(LLAMA, GPT2, method="makd")
     assert shape_of(LLAMA).num_layers == shape_of(GPT2).num_layers

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, Taps
-from llmdistill.config import DistilbertConfig, KdConfig, MakdConfig, TinybertConfig
+from llmdistill.config import DistilbertConfig, KdConfig, KroneckerbertConfig, MakdConfig, TinybertConfig
 from llmdistill.methods import METHODS
 from llmdistill.methods.objective import Objective
 
@@ -21,6 +21,7 @@ BOTH = Objective(words=True, sequences="classes")
 
 MAKD = MakdConfig(matrix_layers="none", layer_layers="none", logits=0.8, label=0.3, temperature=2.0)
 TINYBERT = TinybertConfig(attention=0.0, hidden=0.0, embedding=0.0, soft=0.8, temperature=2.0)
+KRONECKERBERT = KroneckerbertConfig(embedding=0.0, attention=0.0, ffn=0.0, logits=0.8, label=0.3, temperature=2.0)
 DISTILBERT = DistilbertConfig(cosine=0.0)
 WEIGHTS = {
     ("sft", WORDS): {"label": 1.0},
@@ -43,6 +44,10 @@ WEIGHTS = {
     ("tinybert", CLASSES): {"sequence_soft": 0.8},
     ("tinybert", SCORES): {"sequence_soft": 0.8},
     ("tinybert", BOTH): {"soft": 0.8, "sequence_soft": 0.8},
+    ("kroneckerbert", WORDS): {"logits": 0.8, "label": 0.3},
+    ("kroneckerbert", CLASSES): {"sequence_logits": 0.8, "sequence_label": 0.3},
+    ("kroneckerbert", SCORES): {"sequence_logits": 0.8, "sequence_label": 0.3},
+    ("kroneckerbert", BOTH): {"logits": 0.8, "sequence_logits": 0.8, "label": 0.3, "sequence_label": 0.3},
 }
 every_case = pytest.mark.parametrize(
     ("method", "objective"), WEIGHTS, ids=[f"{m}-{o.words}-{o.sequences}" for m, o in WEIGHTS]
@@ -76,6 +81,7 @@ def build(method: str, objective: Objective, bert: Any) -> Any:
         "makd": MAKD,
         "distilbert": DISTILBERT,
         "tinybert": TINYBERT,
+        "kroneckerbert": KRONECKERBERT,
     }
     config = bert(2, 16, 4, 4)
     return METHODS[method](settings.get(method), config, config, objective)
@@ -104,6 +110,7 @@ def naive(method: str, name: str, student: Outputs, teacher: Outputs, scores: bo
             "kd": 4 * float((q * (q / p).log()).sum()),
             "makd": cross,
             "tinybert": cross,
+            "kroneckerbert": cross,
             "distilbert": 4 * float((p * (p / q).log()).sum()),
         }[method]
 

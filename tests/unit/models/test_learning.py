@@ -22,8 +22,17 @@ from transformers import (
 )
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.config import DistilbertConfig, KdConfig, MakdConfig, MinilmConfig, Minilmv2Config, TinybertConfig
-from llmdistill.factorize.modules import install
+from llmdistill.config import (
+    DistilbertConfig,
+    KdConfig,
+    KroneckerbertConfig,
+    MakdConfig,
+    MinilmConfig,
+    Minilmv2Config,
+    TinybertConfig,
+)
+from llmdistill.factorize.install import install
+from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.objective import Objective
 from llmdistill.models.forward import TappedModel
@@ -37,7 +46,10 @@ SETTINGS: dict[str, Any] = {
     "minilmv2": Minilmv2Config(relation_heads=8, relations=("qq", "kk", "qk")),
     "distilbert": DistilbertConfig(),
     "tinybert": TinybertConfig(soft=1.0),
+    "kroneckerbert": KroneckerbertConfig(temperature=2.0),
 }
+ENDS = ("_proj", "c_attn", "c_fc", "query", "key", "value", "output.dense", "intermediate.dense")
+"""Of the names of all linears in the layers."""
 BOTH = Objective(words=True, sequences="classes")
 
 
@@ -122,6 +134,26 @@ def test_a_combination_and_the_students_own_answers() -> None:
     config = make("llama", 0).config
     method = build_method(["makd", "kd"], SETTINGS, config, config)
     compare(both_ways(method, make("llama", 1), make("llama", 0), replace(make_batch(), own_answers=True)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_makd_learns_a_kronecker_student(family: str) -> None:
+    """Taps see the products' outputs, the tied head gives its losses, and a step on them makes the loss smaller."""
+    student = make(family, 1)
+    names = [name for name, module in student.base_model.named_modules() if name.endswith(ENDS)]
+    install(student, dict.fromkeys(names, KroneckerShape(4, 2, 2)), 4, "kronecker")
+    assert len(names) == {"llama": 14, "gpt2": 8, "bert": 12}[family]
+    teacher, batch, method = make(family, 0), make_batch(family), method_of("makd", family)
+    ways = both_ways(method, student, teacher, batch)
+    compare(ways)
+    factors = {name for name, _ in student.named_parameters() if name.endswith((".A", ".B"))}
+    assert len(factors) == 2 * len(names)
+    assert factors <= ways.running.gradients.keys()
+    before = total(method, ways.running.losses)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            parameter -= 1e-3 * ways.running.gradients.get(name, torch.zeros(()))
+    assert total(method, both_ways(method, student, teacher, batch).running.losses) < before
 
 
 def test_checkpointed_layers_keep_what_the_losses_need() -> None:

@@ -1,0 +1,137 @@
+"""Factorised modules exchanged for a transformers model's dense ones, in place and with its ties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.kinds import (
+    FACTORISED_EMBEDDINGS,
+    FACTORISED_LINEARS,
+    FactorisedHead,
+    FactorisedLinear,
+    Kind,
+    Size,
+    kind_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LINEAR_TYPES = (nn.Linear, Conv1D)
+"""What can be factorised. Exact types: a subclass (quantised, or read by its owner's fused kernel) is left alone."""
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Outputs m and inputs n of a linear or Conv1D."""
+    m, n = matrix(module).shape
+    return m, n
+
+
+def matrix(module: nn.Module) -> Tensor:
+    """The weight of a linear or Conv1D as nn.Linear stores it: (m, n), outputs by inputs."""
+    weight = cast(Tensor, module.weight)
+    return weight.T if type(module) is Conv1D else weight
+
+
+def base_name(model: PreTrainedModel, name: str) -> str:
+    """A module's name inside the base model, the form kept in config.json: every head's model can read it."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def is_factorised(model: PreTrainedModel) -> bool:
+    """Whether any module of the model is factorised."""
+    return any(isinstance(module, FACTORISED_LINEARS + FACTORISED_EMBEDDINGS) for module in model.modules())
+
+
+def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | None, method: str = "svd") -> None:
+    """Exchange the named linears, and the token embedding, for factorised modules with fresh weights, in place.
+
+    `sizes` has a rank or a shape by the name of each linear, in the model or in its base model; `embedding` the rank
+    or the columns of the token embedding, None leaves it dense. Works on the meta device. UserError for a name that
+    the model does not have or that is no linear, and for a size that does not fit.
+    """
+    kind, base = kind_of(method), model.base_model
+    for name, size in sizes.items():
+        own_name = base_name(model, name)
+        try:
+            dense = base.get_submodule(own_name)
+        except AttributeError:
+            raise UserError(
+                f"{type(model).__name__} has no module {own_name!r}, which the factorisation names; "
+                "check that the student's config.json belongs to this architecture"
+            ) from None
+        if type(dense) not in LINEAR_TYPES:
+            raise UserError(
+                f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorised"
+            )
+        replace(base, own_name, like(kind.linear, dense, size))
+    if embedding is not None:
+        _install_embedding(model, embedding, kind)
+
+
+def like(make: Any, dense: nn.Module, size: Size) -> Any:
+    """A factorised module of fresh weights in shape, dtype and place of a linear or Conv1D, with its very bias."""
+    m, n = features(dense)
+    weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
+    factorised: FactorisedLinear | FactorisedHead
+    factorised = make(n, m, size, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    if bias is not None:
+        replace(factorised, factorised.bias_name, bias)
+    return factorised
+
+
+def replace(root: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
+    """Put a module or parameter in the place of the one of that dotted name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, value)
+
+
+def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
+    """Name and module of the model's token embedding. UserError where it is no plain nn.Embedding."""
+    embedding = model.get_input_embeddings()
+    if type(embedding) is not nn.Embedding:
+        raise UserError(
+            f"the token embedding of {type(model).__name__} is a {type(embedding).__name__}, only a plain nn.Embedding "
+            "can be factorised; leave embedding_rank and embedding_columns out"
+        )
+    return next(name for name, module in model.named_modules() if module is embedding), embedding
+
+
+def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:
+    """Names of the linears whose weight is the token embedding's."""
+    return [
+        target.removesuffix(".weight")
+        for target, source in model.get_expanded_tied_weights_keys().items()
+        if source == f"{embedding_name}.weight" and target.endswith(".weight")
+    ]
+
+
+def _install_embedding(model: PreTrainedModel, size: int, kind: Kind) -> None:
+    name, dense = token_embedding(model)
+    heads = tied_heads(model, name)
+    factorised = kind.embedding(
+        dense.num_embeddings,
+        dense.embedding_dim,
+        size,
+        padding_idx=dense.padding_idx,
+        device=dense.weight.device,
+        dtype=dense.weight.dtype,
+    )
+    replace(model, name, factorised)
+    keys = dict(model._tied_weights_keys or {})
+    for head in heads:
+        tied = like(kind.head, model.get_submodule(head), size)
+        tied.A.weight, tied.B.weight = factorised.B.weight, factorised.A.weight
+        replace(model, head, tied)
+        del keys[f"{head}.weight"]
+        keys = {target.replace(f"{head}.bias", f"{head}.{tied.bias_name}"): keys[target] for target in keys}
+        keys[f"{head}.A.weight"] = f"{name}.B.weight"
+        keys[f"{head}.B.weight"] = f"{name}.A.weight"
+    # transformers declares ties per class; those of this instance now differ.
+    model._tied_weights_keys = keys
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,0 +1,190 @@
+"""What each group of matrices could become, with its parameters, FLOPs and squared error on the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmdistill.factorize.install import base_name, matrix, token_embedding
+from llmdistill.factorize.kronecker import (
+    KroneckerShape,
+    dense_flops,
+    divisors,
+    kronecker_flops,
+    kronecker_params,
+    most_sums,
+    rearrange,
+)
+from llmdistill.models.families import family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SAMPLED_LAYERS = 3
+"""Layers whose weights are looked at, evenly spread; so many times `layers / sampled` is an error."""
+EXACT_SIDE = 64
+"""Rearranged matrices with a shorter side go by their Gram matrix, others by a randomised SVD."""
+OVERSAMPLING, POWER_ITERATIONS = 6, 2
+"""Of that SVD: enough to rank shapes by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Matrices of one size up to transposition, which get one shape."""
+
+    label: str
+    m: int
+    """Of the matrices as they are taken here, with m >= n: outputs by inputs, or the transposed."""
+    n: int
+    members: dict[str, bool]
+    """Name in the reference model -> whether the matrix is transposed to get there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a group could become: an entry a choice, parallel."""
+
+    choices: list[Any]
+    """KroneckerShape, or None for dense; of the embedding the columns."""
+    params: NDArray[np.float64]
+    flops: NDArray[np.float64]
+    """A token."""
+    errors: NDArray[np.float64]
+    """Squared, summed over the group; the parameters, where no weights were looked at yet."""
+    energy: float = 0.0
+    """Σ ‖W‖² of the group."""
+
+    def only(self, numbers: Any) -> Options:
+        """Some of the choices, in that order."""
+        return Options(
+            choices=[self.choices[number] for number in numbers],
+            params=self.params[numbers],
+            flops=self.flops[numbers],
+            errors=self.errors[numbers],
+            energy=self.energy,
+        )
+
+
+def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) -> list[Group]:
+    """The groups of a model's linears, of shapes (m, n) by name: by size, attention and feed-forward apart."""
+    family = family_of(model.config)
+    feed_forward = tuple(f".{name}" for name in (family.ffn_up, family.ffn_gate, family.ffn_down) if name is not None)
+    found: dict[tuple[str, int, int], dict[str, bool]] = {}
+    for name, (m, n) in linears.items():
+        # From the layer on: BERT's attention.output.dense is not its output.dense.
+        inner = "." + base_name(model, name).removeprefix(f"{family.layers}.").partition(".")[2]
+        part = "ffn" if inner in feed_forward else "attention"
+        found.setdefault((part, max(m, n), min(m, n)), {})[name] = m < n
+    return [Group(label=f"{part} {m}x{n}", m=m, n=n, members=members) for (part, m, n), members in found.items()]
+
+
+def group_costs(group: Group, sums: int) -> Options:
+    """Staying dense, and every shape that makes the group's matrices smaller; without looking at weights."""
+    m, n, count = group.m, group.n, len(group.members)
+    shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
+    shapes = [s for s in shapes if sums <= most_sums(m, n, s) and kronecker_params(m, n, s) < m * n]
+    params = count * np.array([m * n, *(kronecker_params(m, n, shape) for shape in shapes)], dtype=float)
+    swapped = sum(group.members.values())
+    one = [dense_flops(m, n), *(kronecker_flops(m, n, shape) for shape in shapes)]
+    other = [dense_flops(n, m), *(kronecker_flops(n, m, shape.transposed) for shape in shapes)]
+    flops = (count - swapped) * np.array(one, dtype=float) + swapped * np.array(other, dtype=float)
+    return Options(choices=[None, *shapes], params=params, flops=flops, errors=params)
+
+
+def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: torch.device | None) -> Options:
+    """The same with the errors on the weights of a few layers, multiplied up."""
+    energies, energy = np.zeros(len(costs.choices)), 0.0
+    sample, share = _sample(model, group)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        for weight in _weights(model, group, sample, device):
+            energy += _square(weight)
+            energies += [
+                _square(weight) if shape is None else _leading_energy(rearrange(weight, shape), shape.sums)
+                for shape in costs.choices
+            ]
+    return replace(costs, errors=share * (energy - energies).clip(min=0.0), energy=share * energy)
+
+
+def embedding_costs(vocabulary: int, width: int, columns: int | None) -> Options:
+    """Every divisor of the width as columns, or the ones given; 1 leaves the table as it is."""
+    choices = divisors(width) if columns is None else [columns]
+    params = np.array([vocabulary * (width // c) + (c if c > 1 else 0) for c in choices], dtype=float)
+    return Options(choices=choices, params=params, flops=np.zeros(len(choices)), errors=params)
+
+
+def embedding_errors(model: PreTrainedModel, costs: Options, device: torch.device | None) -> Options:
+    """The same with the errors, exact, which all come from one product of the table with itself.
+
+    That of the table in rows of n is the sum of the blocks of n × n on its diagonal.
+    """
+    _, embedding = token_embedding(model)
+    table = embedding.weight if device is None else embedding.weight.to(device)
+    width = math.lcm(*costs.choices)
+    gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
+    for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
+        gram.addmm_(chunk.double().T, chunk.double())
+    energy = float(gram.trace())
+    kept = np.array([_block_energy(gram, columns) for columns in costs.choices])
+    return replace(costs, errors=(energy - kept).clip(min=0.0), energy=energy)
+
+
+def undominated(options: Options, *, with_flops: bool) -> Options:
+    """Without choices than which another is no larger in anything: no best combination needs them.
+
+    FLOPs count only where they are bounded.
+    """
+    cost = np.stack([options.params, options.errors, *([options.flops] if with_flops else [])], axis=1)
+    kept: list[int] = []
+    for number in np.lexsort(cost.T[::-1]):  # what dominates a choice comes before it
+        if not (kept and (cost[kept] <= cost[number]).all(axis=1).any()):
+            kept.append(int(number))
+    return options.only(kept)
+
+
+def _sample(model: PreTrainedModel, group: Group) -> tuple[list[str], float]:
+    """Names of the matrices of a few layers, and how many times as many there are."""
+    layers = f"{family_of(model.config).layers}."
+    number = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in group.members}
+    present = sorted(set(number.values()), key=int)
+    count = min(SAMPLED_LAYERS, len(present))
+    taken = {present[(2 * i + 1) * len(present) // (2 * count)] for i in range(count)}
+    sample = [name for name in group.members if number[name] in taken]
+    return sample, len(group.members) / len(sample)
+
+
+def _weights(
+    model: PreTrainedModel, group: Group, names: Sequence[str], device: torch.device | None
+) -> Iterator[Tensor]:
+    """The matrices (m, n) in fp32."""
+    for name in names:
+        weight = matrix(model.base_model.get_submodule(base_name(model, name)))
+        weight = weight.T if group.members[name] else weight
+        yield (weight if device is None else weight.to(device)).float().contiguous()
+
+
+def _leading_energy(rearranged: Tensor, sums: int) -> float:
+    """Sum of the largest squared singular values, for ranking."""
+    short = min(rearranged.shape)
+    if short <= EXACT_SIDE:
+        wide = rearranged if rearranged.shape[0] == short else rearranged.T
+        return float(torch.linalg.eigvalsh((wide @ wide.T).double())[-sums:].sum())
+    q = min(short, sums + OVERSAMPLING)
+    _, values, _ = torch.svd_lowrank(rearranged, q=q, niter=POWER_ITERATIONS)
+    return _square(values[:sums])
+
+
+def _block_energy(gram: Tensor, columns: int) -> float:
+    blocks = gram.unfold(0, columns, columns).unfold(1, columns, columns)  # (d / n, d / n, n, n)
+    return float(torch.linalg.eigvalsh(blocks.diagonal().sum(-1))[-1])
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.double().square().sum())

@@ -1,0 +1,231 @@
+"""Shapes of Kronecker factors for a number of parameters: the combination with the smallest error on the weights.
+
+As in KroneckerBERT §3.6 all matrices of one size have one shape, transposed ones the transposed shape, attention and
+feed-forward apart. For each such group every pair of divisors is an option, and staying dense; so is every divisor of
+the width for the token embedding. What is minimised is Σ ‖W - Σ A_i ⊗ B_i‖² over all matrices and the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.budget import check_settings
+from llmdistill.factorize.checkpoint import load, local_folder
+from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, parse_target
+from llmdistill.factorize.install import features, is_factorised, token_embedding
+from llmdistill.factorize.kronecker import dense_flops
+from llmdistill.factorize.kronecker_options import (
+    Group,
+    Options,
+    embedding_costs,
+    embedding_errors,
+    group_costs,
+    group_errors,
+    make_groups,
+    undominated,
+)
+from llmdistill.factorize.kronecker_plan import DENSE, check_choice, check_embedding
+from llmdistill.models.load import load_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CANDIDATES = 10
+"""How many of the best combinations are told."""
+_NO_BOUND = int(np.iinfo(np.int64).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A combination of shapes."""
+
+    shapes: dict[str, str]
+    """Shape of the first factor by group, for a matrix with at least as many outputs as inputs; or dense."""
+    embedding_columns: int
+    """1: the table stays as it is."""
+    params: int
+    """Of the model that papers count."""
+    flops_per_token: int
+    """Of the linears of the layers, eq. 7."""
+    flops_share: float
+    """The same as a share of the teacher's."""
+    relative_error: float
+    """Root of the squared error of all matrices and the table, over that of their squares."""
+    settings: FactorizeConfig
+    """What makes this student: shapes by module pattern in place of a target."""
+
+    def row(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        values = asdict(self)
+        settings = {key: values["settings"][key] for key in ("shapes", "sums", "embedding_columns")}
+        return {**values, "settings": settings}
+
+
+def needs_search(settings: FactorizeConfig, method: str) -> bool:
+    """Whether these settings leave the sizes to `search`, which reads the weights."""
+    return method == "kronecker" and settings.target_params is not None
+
+
+def search_folder(
+    model_dir: Path | str, settings: FactorizeConfig, *, device: torch.device | None = None
+) -> list[Candidate]:
+    """`search` on the weights of a folder; UserError also for a folder that cannot be read."""
+    check_settings(settings, "kronecker")
+    check_choice(settings)
+    config = load_config(model_dir)
+    reference = build_reference(config)
+    parse_target(settings.target_params or "", count_parameters(reference))  # before the weights are read
+    _share(settings.max_flops)
+    return search(load(local_folder(model_dir), config), settings, device=device)
+
+
+@torch.no_grad()
+def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.device | None = None) -> list[Candidate]:
+    """The combinations of shapes within target_params and max_flops with the smallest error, best first.
+
+    Errors of linears are those of a few layers, multiplied up, and of their largest singular values as a randomised
+    SVD finds them; that of the embedding is exact. UserError for settings that do not fit the model, and where no
+    combination reaches the target: it names the smallest there is.
+    """
+    check_settings(settings, "kronecker")
+    check_choice(settings)
+    reference = build_reference(model.config)
+    if is_factorised(reference):
+        raise UserError(f"this {type(model).__name__} is factorised already; start from the dense teacher")
+    check_embedding(reference, settings.embedding_columns)
+    linears = {name: features(module) for name, module in layer_linears(reference).items()}
+    all_flops = sum(dense_flops(m, n) for m, n in linears.values())
+    share = _share(settings.max_flops)
+    most_flops = _NO_BOUND if share is None else int(share * all_flops)
+    _, embedding = token_embedding(reference)
+    fixed = count_parameters(reference) - sum(m * n for m, n in linears.values()) - embedding.weight.numel()
+    target = parse_target(settings.target_params or "", count_parameters(reference))
+
+    groups = make_groups(reference, linears)
+    costs = [embedding_costs(embedding.num_embeddings, embedding.embedding_dim, settings.embedding_columns)]
+    costs += [group_costs(group, settings.sums) for group in groups]
+    _check_reach(settings, costs, fixed, target, all_flops, most_flops)
+    fitting = [_fitting(costs, number, target - fixed, most_flops) for number in range(len(costs))]
+    options = [embedding_errors(model, fitting[0], device)]
+    for group, of_group in tqdm(list(zip(groups, fitting[1:], strict=True)), desc="shapes", disable=None):
+        options.append(group_errors(model, group, of_group, device))
+    energy = sum(option.energy for option in options)
+    kept = [undominated(option, with_flops=share is not None) for option in options]
+    chosen, totals = combine(kept, target - fixed, most_flops)
+    return [
+        Candidate(
+            shapes={group.label: _text(kept[k + 1].choices[pick[k + 1]]) for k, group in enumerate(groups)},
+            embedding_columns=kept[0].choices[pick[0]],
+            params=fixed + int(total[0]),
+            flops_per_token=int(total[1]),
+            flops_share=float(total[1] / all_flops),
+            relative_error=float((max(total[2], 0.0) / energy) ** 0.5),
+            settings=_settings(settings, groups, kept, pick),
+        )
+        for pick, total in zip(chosen, totals, strict=True)
+    ]
+
+
+def combine(
+    options: Sequence[Options], most_params: int, most_flops: int, count: int = CANDIDATES
+) -> tuple[list[tuple[int, ...]], list[NDArray[np.float64]]]:
+    """The best choices of one option from each: their numbers, and their sums (parameters, FLOPs, squared error).
+
+    All combinations are looked at, those of each first option at a time. Ties go to the fewer parameters.
+    """
+    first, *others = (np.stack([each.params, each.flops, each.errors]) for each in options)  # (3, choices)
+    rest, sizes = np.zeros((3, 1)), [table.shape[1] for table in others]
+    for table in others:
+        rest = (rest[:, :, None] + table[:, None, :]).reshape(3, -1)
+    best: list[tuple[float, float, int, int]] = []
+    for number in range(first.shape[1]):
+        params, flops, errors = first[:, number, None] + rest
+        (inside,) = np.nonzero((params <= most_params) & (flops <= most_flops))
+        if len(inside) > count:
+            inside = inside[np.argpartition(errors[inside], count)[:count]]
+        best += [(float(errors[i]), float(params[i]), number, int(i)) for i in inside]
+    best = sorted(best)[:count]
+    picks = [(number, *map(int, np.unravel_index(i, sizes))) for _, _, number, i in best]
+    return picks, [first[:, number] + rest[:, i] for _, _, number, i in best]
+
+
+def table(candidates: Sequence[Candidate], teacher_params: int) -> str:
+    """The candidates as lines of text, one a combination."""
+    groups = list(candidates[0].shapes)
+    rows = [["parameters", "share", "FLOPs/token", "share", "error", *groups, "embedding columns"]]
+    for each in candidates:
+        figures = [f"{each.params:,}", f"{each.params / teacher_params:.1%}", f"{each.flops_per_token:,}"]
+        figures += [f"{each.flops_share:.1%}", f"{each.relative_error:.4f}"]
+        columns = "dense" if each.embedding_columns == 1 else str(each.embedding_columns)
+        rows.append([*figures, *each.shapes.values(), columns])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _settings(
+    settings: FactorizeConfig, groups: Sequence[Group], options: Sequence[Options], pick: Sequence[int]
+) -> FactorizeConfig:
+    """Settings that give these shapes, layers of a kind by one pattern."""
+    shapes = {}
+    for group, option, number in zip(groups, options[1:], pick[1:], strict=True):
+        choice = option.choices[number]
+        for name, swapped in group.members.items():
+            pattern = re.sub(r"\.\d+\.", ".*.", name)
+            shapes[pattern] = _text(choice.transposed if choice is not None and swapped else choice)
+    columns = options[0].choices[pick[0]]
+    return replace(settings, target_params=None, max_flops=None, shapes=shapes, embedding_columns=columns)
+
+
+def _text(choice: Any) -> str:
+    return DENSE if choice is None else str(choice)
+
+
+def _share(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", text)
+    if match is None or not 0 < float(match[1]) <= 100:
+        raise UserError(f"max_flops {text!r} is no share of the teacher's FLOPs: write 30%")
+    return float(match[1]) / 100
+
+
+def _fitting(costs: Sequence[Options], number: int, most_params: int, most_flops: int) -> Options:
+    """The choices of a group that fit where all others take as little as they can."""
+    others = [each for i, each in enumerate(costs) if i != number]
+    params = most_params - sum(each.params.min() for each in others)
+    flops = most_flops - sum(each.flops.min() for each in others)
+    of_group = costs[number]
+    return of_group.only(np.nonzero((of_group.params <= params) & (of_group.flops <= flops))[0])
+
+
+def _check_reach(
+    settings: FactorizeConfig, costs: Sequence[Options], fixed: int, target: int, all_flops: int, most_flops: int
+) -> None:
+    """UserError where no combination has so few parameters, or takes so few FLOPs."""
+    fewest = sum(float(each.flops.min()) for each in costs)
+    if fewest > most_flops:
+        raise UserError(
+            f"max_flops {settings.max_flops} is out of reach: with {settings.sums} sum(s) no shapes take less than "
+            f"{fewest / all_flops:.2%} of the teacher's FLOPs; raise it"
+        )
+    kept = [undominated(each, with_flops=settings.max_flops is not None) for each in costs]
+    _, totals = combine(kept, _NO_BOUND, most_flops, count=1)
+    nearest = fixed + int(totals[0][0])
+    if nearest > target:
+        columns = "" if settings.embedding_columns is None else f", {settings.embedding_columns} embedding columns"
+        bound = "" if settings.max_flops is None else f" and {settings.max_flops} of its FLOPs"
+        raise UserError(
+            f"target_params {settings.target_params} ({target:,}) is out of reach: with {settings.sums} sum(s)"
+            f"{columns}{bound} the nearest that shapes of this model reach is {nearest:,} parameters; raise the target"
+        )

@@ -1,0 +1,77 @@
+"""The prediction layer of a student that starts as its fine-tuned teacher's (KroneckerBERT §3.7)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmdistill.config.glue import GlueConfig
+from llmdistill.errors import UserError
+from llmdistill.models.load import auto_class, load_model
+
+
+def classifier_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """What a sequence classifier has outside of its base model, by name; the pooler is part of the base."""
+    base = f"{model.base_model_prefix}."
+    return {name: parameter for name, parameter in model.named_parameters() if not name.startswith(base)}
+
+
+def copies_classifier(
+    config: GlueConfig, student: PreTrainedConfig, teacher: PreTrainedConfig | None, num_classes: int
+) -> bool:
+    """Whether a run's classifier starts as the teacher's, as far as the models' configs tell.
+
+    Args:
+        config: the run; without a word on it, method kroneckerbert copies where the shapes agree.
+        student: its config.
+        teacher: its config; None without a teacher, of which there is nothing to copy.
+        num_classes: outputs of the student's classifier.
+
+    Raises:
+        UserError: it is asked for, but the classifiers are of different shapes.
+    """
+    wanted = config.copy_classifier
+    if teacher is None or wanted is False or (wanted is None and "kroneckerbert" not in config.methods()):
+        return False
+    shapes = _shapes(student, num_classes), _shapes(teacher)
+    if wanted and shapes[0] != shapes[1]:
+        student_shapes, teacher_shapes = (
+            ", ".join(f"{name} {' x '.join(map(str, size))}" for name, size in each.items()) for each in shapes
+        )
+        raise UserError(
+            f"--copy_classifier true: the teacher's classifier ({teacher_shapes}) is not of the shape of the "
+            f"student's ({student_shapes}); take a student of the teacher's architecture and width, or leave it out"
+        )
+    return shapes[0] == shapes[1]
+
+
+def _shapes(config: PreTrainedConfig, num_classes: int | None = None) -> dict[str, tuple[int, ...]]:
+    if num_classes is not None:
+        config = copy.deepcopy(config)
+        config.num_labels = num_classes
+    with torch.device("meta"):
+        model = auto_class(config, "sequence").from_config(config, trust_remote_code=False)
+    return {name: tuple(parameter.shape) for name, parameter in classifier_parameters(model).items()}
+
+
+def read_classifier(path: str) -> dict[str, Tensor]:
+    """The classifier of a fine-tuned model by parameter name, in fp32 on the CPU.
+
+    Raises:
+        UserError: the model cannot be read, or has no classifier.
+    """
+    model = load_model(path, dtype=torch.float32, head="sequence")
+    return {name: parameter.detach().clone() for name, parameter in classifier_parameters(model).items()}
+
+
+@torch.no_grad()
+def set_classifier(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Give a model the classifier that `read_classifier` read; every rank must, before the engine is built."""
+    own = classifier_parameters(model)
+    assert own.keys() == weights.keys(), f"{sorted(own)} is not {sorted(weights)}"
+    for name, parameter in own.items():
+        parameter.copy_(weights[name])

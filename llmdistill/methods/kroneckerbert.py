@@ -1,0 +1,53 @@
+"""KroneckerBERT: embedding, attention scores and feed-forward outputs of every layer, the output, and the labels."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from llmdistill.config import KroneckerbertConfig
+from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.layer_map import LayerPair, check_same_shape
+from llmdistill.methods.layer_terms import score_term, state_term
+from llmdistill.methods.method import Method
+from llmdistill.methods.objective import LOGITS, WORDS, Objective
+from llmdistill.methods.output import label_terms, soft_terms
+from llmdistill.models.families import family_of, shape_of
+
+
+def build_kroneckerbert(
+    settings: KroneckerbertConfig,
+    teacher: PreTrainedConfig,
+    student: PreTrainedConfig,
+    objective: Objective = WORDS,
+) -> Method:
+    """The loss of KroneckerBERT (eq. 14), for a student of the teacher's own shape, however it is factorised.
+
+    MSE of the embedding's output, of the attention scores before the softmax (O_l of eq. 9) and of the feed-forward
+    outputs H_l; soft cross-entropy of the logits, whose loss the paper does not spell out; and the labels: masked words
+    and next sentences, the next word, or a task's. The inner losses are sums over all layers of means over tokens.
+
+    "The outputs of the FFN" are read as what the second feed-forward matrix gives, before dropout, residual and norm:
+    that is where the feed-forward network ends in the paper's eq. 12 and 13. With the residual they would be the
+    layer's output, which would be called so.
+
+    Raises:
+        UserError: the models' sizes differ.
+    """
+    check_same_shape(teacher, student, method="kroneckerbert")
+    causal, windows = family_of(student).causal, shape_of(student).windows
+    pairs = [LayerPair(layer, layer, window) for layer, window in enumerate(windows)]
+    inner: dict[str, list[LayerTerm]] = {
+        "embedding": [state_term("embedding", "embedding", pairs[0])],
+        "attention": [score_term(pair, causal=causal) for pair in pairs],
+        "ffn": [state_term("ffn", "ffn_down", pair) for pair in pairs],
+    }
+    weights = {name: float(getattr(settings, name)) for name in inner if getattr(settings, name) > 0}
+    output = soft_terms(LOGITS, settings.logits, objective, temperature=settings.temperature)
+    output = output | label_terms(settings.label, objective)
+    return Method(
+        weights={**weights, **output.weights},
+        layers=[term for name in weights for term in inner[name]],
+        words=output.words,
+        sequences=output.sequences,
+        shift=causal,
+    )

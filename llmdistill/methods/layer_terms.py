@@ -1,0 +1,43 @@
+"""Mean squared errors in one pair of layers, as the methods that have them share them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmdistill.batch import Aspect, LossSum, Taps
+from llmdistill.losses.attention import attention_score_mse
+from llmdistill.losses.hidden import hidden_mse
+from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.layer_map import LayerPair, attention_of, layer_term
+
+
+def score_term(pair: LayerPair, *, causal: bool) -> LayerTerm:
+    """`attention`: MSE of the attention scores before the softmax (TinyBERT eq. 7, KroneckerBERT eq. 14).
+
+    Args:
+        pair: layers with the same number of query heads and the same window.
+        causal: whether the models are decoders.
+    """
+
+    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        of_student, of_teacher = attention_of(student, pair.student), attention_of(teacher, pair.teacher)
+        return attention_score_mse(of_student, of_teacher, mask, causal=causal, window=pair.window)
+
+    return layer_term("attention", ("query", "key"), pair, loss)
+
+
+def state_term(name: str, aspect: Aspect, pair: LayerPair, *, mapped: bool = False) -> LayerTerm:
+    """MSE of what each token has at one place of both models, (B, T, W): TinyBERT eq. 8 and 9, KroneckerBERT eq. 14.
+
+    Args:
+        name: of the term.
+        aspect: what is compared: hidden states, the embedding or a feed-forward output.
+        pair: the layers.
+        mapped: whether a learnt matrix maps the student's width to the teacher's; without it they are the same.
+    """
+
+    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        of_student = student.projected[aspect] if mapped else getattr(student, aspect)
+        return hidden_mse(of_student[pair.student], getattr(teacher, aspect)[pair.teacher], mask)
+
+    return layer_term(name, (aspect,), pair, loss)

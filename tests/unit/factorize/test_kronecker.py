@@ -1,0 +1,229 @@
+"""The nearest Kronecker product against np.kron, eq. 3's own definition and alternating least squares."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llmdistill.errors import UserError
+from llmdistill.factorize import svd
+from llmdistill.factorize.kronecker import (
+    KroneckerShape,
+    check_shape,
+    dense_flops,
+    divisors,
+    kronecker_flops,
+    nearest_kronecker,
+    parse_kronecker,
+    rearrange,
+)
+from llmdistill.factorize.svd import truncated_svd
+
+# Sizes of W, of A, and products: square, wide and tall; A thin, B thin, neither; A a column and B a row, as in SVD.
+CASES = [
+    ((12, 10), KroneckerShape(4, 5)),
+    ((12, 10), KroneckerShape(3, 2, 2)),
+    ((6, 30), KroneckerShape(2, 3, 3)),
+    ((30, 6), KroneckerShape(15, 1)),
+    ((8, 9), KroneckerShape(8, 1, 2)),
+    ((9, 8), KroneckerShape(1, 8, 2)),
+    ((8, 8), KroneckerShape(8, 8)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def kron_sum(a: torch.Tensor, b: torch.Tensor) -> np.ndarray:
+    return np.sum([np.kron(one, other) for one, other in zip(a.double().numpy(), b.double().numpy(), strict=True)], 0)
+
+
+def alternating_least_squares(weight: np.ndarray, shape: KroneckerShape, starts: int = 6, sweeps: int = 300) -> float:
+    """The smallest ‖W - Σ A_i ⊗ B_i‖ found by fitting all A for given B, then all B for given A, entry by entry."""
+    m1, n1, sums = shape
+    m2, n2 = weight.shape[0] // m1, weight.shape[1] // n1
+    blocks = weight.reshape(m1, m2, n1, n2)
+    best, rng = np.inf, np.random.default_rng(0)
+    for _ in range(starts):
+        b = rng.normal(size=(sums, m2, n2))
+        for _ in range(sweeps):
+            a = np.stack(
+                [
+                    np.linalg.lstsq(b.reshape(sums, -1).T, blocks[i, :, j, :].reshape(-1), rcond=None)[0]
+                    for i in range(m1)
+                    for j in range(n1)
+                ],
+                axis=1,
+            ).reshape(sums, m1, n1)
+            b = np.stack(
+                [
+                    np.linalg.lstsq(a.reshape(sums, -1).T, blocks[:, i, :, j].reshape(-1), rcond=None)[0]
+                    for i in range(m2)
+                    for j in range(n2)
+                ],
+                axis=1,
+            ).reshape(sums, m2, n2)
+        best = min(best, float(np.linalg.norm(weight - sum(np.kron(x, y) for x, y in zip(a, b, strict=True)))))
+    return best
+
+
+@pytest.mark.parametrize(("size", "shape"), CASES)
+def test_kronecker_products_are_found_exactly(size: tuple[int, int], shape: KroneckerShape) -> None:
+    m1, n1, sums = shape
+    a = torch.randn(sums, m1, n1, dtype=torch.float64)
+    b = torch.randn(sums, size[0] // m1, size[1] // n1, dtype=torch.float64)
+    weight = torch.from_numpy(kron_sum(a, b))
+    found = nearest_kronecker(weight, shape)
+    assert [tuple(each.shape) for each in found] == [tuple(a.shape), tuple(b.shape)]
+    np.testing.assert_allclose(kron_sum(*found), weight.numpy(), atol=1e-12)
+    # √σ in both factors (eq. 4, 5).
+    norms = [each.flatten(1).norm(dim=1) for each in found]
+    torch.testing.assert_close(*norms)
+
+
+@pytest.mark.parametrize(("size", "shape"), CASES[:5])
+def test_no_kronecker_product_is_nearer(size: tuple[int, int], shape: KroneckerShape) -> None:
+    weight = torch.randn(size, dtype=torch.float64)
+    error = np.linalg.norm(weight.numpy() - kron_sum(*nearest_kronecker(weight, shape)))
+    assert error == pytest.approx(alternating_least_squares(weight.numpy(), shape), rel=1e-6)
+
+
+def test_rearrangement_is_that_of_equation_3() -> None:
+    """A row for each block, rank one for a Kronecker product, and the same norm."""
+    weight = torch.arange(24.0).view(4, 6)
+    rearranged = rearrange(weight, KroneckerShape(2, 3))
+    for i in range(2):
+        for j in range(3):
+            block = weight[2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
+            assert torch.equal(rearranged[3 * i + j], block.reshape(-1))
+    assert rearrange(weight, KroneckerShape(4, 3)).data_ptr() == weight.data_ptr()  # a table is not copied
+
+
+def test_with_the_most_sums_it_is_exact() -> None:
+    weight = torch.randn(6, 8)
+    np.testing.assert_allclose(kron_sum(*nearest_kronecker(weight, KroneckerShape(3, 2, 6))), weight, atol=1e-5)
+
+
+def test_svd_is_the_case_of_a_column_and_a_row() -> None:
+    """n1 = m2 = 1, as many sums as the rank (§3.2.2)."""
+    weight = torch.randn(40, 30)
+    a, b = nearest_kronecker(weight, KroneckerShape(40, 1, 7))
+    u, s, vh = truncated_svd(weight, 7)
+    np.testing.assert_allclose(kron_sum(a, b), ((u * s) @ vh).numpy(), atol=1e-5)
+    torch.testing.assert_close(a.flatten(1).norm(dim=1), s.sqrt())
+    torch.testing.assert_close(b.flatten(1).norm(dim=1), s.sqrt())
+
+
+# Thin either way, with more columns than are taken to fp64 at a time; and nearly square, where Lanczos' method works.
+@pytest.mark.parametrize(
+    ("size", "shape"), [((600, 640), KroneckerShape(300, 320)), ((600, 640), KroneckerShape(2, 2)),
+                        ((576, 576), KroneckerShape(24, 24, 2))],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_is_the_optimum_at_size(
+    size: tuple[int, int], shape: KroneckerShape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(svd, "CHUNK_ELEMENTS", 2**14)
+    weight = torch.randn(size).to(dtype)
+    a, b = nearest_kronecker(weight.T.contiguous().T, shape)
+    assert a.dtype == b.dtype == torch.float32
+    values = torch.linalg.svdvals(rearrange(weight, shape).double())
+    optimum = values[shape.sums :].square().sum().sqrt()
+    error = np.linalg.norm(weight.double().numpy() - kron_sum(a, b))
+    assert error <= float(optimum) * (1 + 1e-6)
+
+
+def test_lanczos_and_the_full_decomposition_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(576, 576)
+    found = kron_sum(*nearest_kronecker(weight, KroneckerShape(24, 24, 3)))
+    calls: list[int] = []
+    monkeypatch.setattr(svd, "eigsh", lambda *args, **kwargs: calls.append(1) or _fail())
+    np.testing.assert_allclose(kron_sum(*nearest_kronecker(weight, KroneckerShape(24, 24, 3))), found, atol=1e-5)
+    assert calls, "Lanczos' method was not used at all"
+
+
+def _fail() -> None:
+    raise svd.ArpackError(-9999)
+
+
+@pytest.mark.parametrize("size", [(8, 6), (576, 576)])
+def test_zero_and_constant_matrices(size: tuple[int, int]) -> None:
+    m1, n1 = size[0] // 2 if size[0] == 8 else 24, size[1] // 2 if size[1] == 6 else 24
+    for value in (0.0, 2.0):
+        weight = torch.full(size, value)
+        a, b = nearest_kronecker(weight, KroneckerShape(m1, n1))
+        np.testing.assert_allclose(kron_sum(a, b), weight, atol=1e-5)
+
+
+def flops_by_hand(m: int, n: int, shape: KroneckerShape) -> int:
+    """Multiplications and additions of eq. 6, one result at a time."""
+    m2, n2 = m // shape.m1, n // shape.n1
+    counts = []
+    for first in "BA":
+        if first == "B":
+            inner = sum(2 * n2 - 1 for _ in range(m2) for _ in range(shape.n1))
+            outer = sum(2 * shape.n1 - 1 for _ in range(m2) for _ in range(shape.m1))
+        else:
+            inner = sum(2 * shape.n1 - 1 for _ in range(n2) for _ in range(shape.m1))
+            outer = sum(2 * n2 - 1 for _ in range(m2) for _ in range(shape.m1))
+        counts.append(inner + outer)
+    additions = sum(1 for _ in range(shape.sums - 1) for _ in range(m))
+    return shape.sums * min(counts) + additions
+
+
+@pytest.mark.parametrize(("size", "shape"), CASES)
+def test_flops_are_those_of_equation_7(size: tuple[int, int], shape: KroneckerShape) -> None:
+    assert kronecker_flops(*size, shape) == flops_by_hand(*size, shape)
+
+
+def test_flops_of_the_papers_layers() -> None:
+    """Table 1's FLOPs are those of 128 tokens in the layers' linears."""
+    of_layer = 4 * kronecker_flops(768, 768, KroneckerShape(384, 48))
+    of_layer += kronecker_flops(3072, 768, KroneckerShape(16, 2)) + kronecker_flops(768, 3072, KroneckerShape(2, 16))
+    assert f"{12 * 128 * of_layer / 1e9:.1f}B" == "1.4B"
+    dense = 4 * dense_flops(768, 768) + dense_flops(3072, 768) + dense_flops(768, 3072)
+    assert f"{12 * 128 * dense / 1e9:.1f}B" == "21.7B"
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+
+
+def test_parse() -> None:
+    assert parse_kronecker("384x48") == KroneckerShape(384, 48, 1)
+    assert parse_kronecker(" 2×16 ", 4) == KroneckerShape(2, 16, 4)
+    assert str(KroneckerShape(384, 48, 4)) == "384x48"
+
+
+@pytest.mark.parametrize("text", ["", "384", "384x", "0x4", "4x0", "3x4x5", "-3x4", "axb"])
+def test_parse_refuses(text: str) -> None:
+    with pytest.raises(UserError, match=r"first Kronecker factor.* such as 384x48"):
+        parse_kronecker(text)
+
+
+@pytest.mark.parametrize(("shape", "expected"), [
+    (KroneckerShape(5, 4), "here: a first factor of 5 rows does not divide the 12 rows .* 1, 2, 3, 4, 6, 12"),
+    (KroneckerShape(4, 3), "here: a first factor of 3 columns does not divide the 8 columns .* 1, 2, 4, 8"),
+    (KroneckerShape(2, 2, 5), "5 sums .* from 1 to 4"),
+    (KroneckerShape(2, 2, 0), "0 sums .* from 1 to 4"),
+])  # fmt: skip
+def test_shapes_that_do_not_fit(shape: KroneckerShape, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        check_shape(shape, 12, 8, where="here")
+    check_shape(KroneckerShape(2, 2, 4), 12, 8, where="here")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [KroneckerShape(300, 320), KroneckerShape(2, 2), KroneckerShape(24, 32, 2)])
+def test_cuda_input_stays_there(shape: KroneckerShape) -> None:
+    weight = torch.randn(600, 640, device="cuda")
+    if shape.m1 == 24:
+        weight = weight[:576]
+    a, b = nearest_kronecker(weight, shape)
+    assert a.is_cuda
+    assert b.is_cuda
+    np.testing.assert_allclose(kron_sum(a.cpu(), b.cpu()), kron_sum(*nearest_kronecker(weight.cpu(), shape)), atol=1e-4)

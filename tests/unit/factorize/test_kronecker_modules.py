@@ -1,0 +1,190 @@
+"""Kronecker modules against the dense product: values, gradients, FLOPs, and the SVD as their special case."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.kinds import KINDS
+from llmdistill.factorize.kronecker import KroneckerShape, kronecker_flops
+from llmdistill.factorize.kronecker_modules import (
+    KroneckerEmbedding,
+    KroneckerHead,
+    KroneckerLinear,
+    kronecker_product,
+)
+
+# Outputs, inputs, A's rows and columns: either factor the smaller, either order the cheaper, sides of 1 on each.
+SHAPES = [
+    (12, 10, 2, 5), (12, 10, 6, 5), (12, 10, 6, 2), (12, 10, 3, 1), (12, 10, 12, 1), (12, 10, 1, 10),
+    (12, 10, 1, 1), (12, 10, 12, 10), (3, 20, 3, 2), (20, 3, 2, 3), (16, 24, 8, 2), (24, 16, 2, 8), (7, 9, 7, 3),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def kron_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.kron(one, other) for one, other in zip(a, b, strict=True)]).sum(0)
+
+
+def make(m: int, n: int, m1: int, n1: int, sums: int, *, bias: bool = True) -> KroneckerLinear:
+    module = KroneckerLinear(n, m, KroneckerShape(m1, n1, sums), bias=bias, dtype=torch.float64)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+def most(m: int, n: int, m1: int, n1: int) -> int:
+    return min(m1 * n1, m * n // (m1 * n1))
+
+
+@pytest.mark.parametrize("sums", [1, 3])
+@pytest.mark.parametrize(("m", "n", "m1", "n1"), SHAPES)
+@pytest.mark.parametrize("b_first", [True, False, None])
+def test_forward_and_backward_are_those_of_the_dense_product(
+    m: int, n: int, m1: int, n1: int, sums: int, b_first: bool | None
+) -> None:
+    module = make(m, n, m1, n1, min(sums, most(m, n, m1, n1)))
+    if b_first is not None:
+        module.b_first = b_first
+    factors = [parameter.detach().clone().requires_grad_() for parameter in (module.A, module.B, module.bias)]
+    x, upstream = torch.randn(2, 3, n, dtype=torch.float64), torch.randn(2, 3, m, dtype=torch.float64)
+    ours, dense = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = module(ours)
+    expected = functional.linear(dense, kron_sum(*factors[:2]), factors[2])
+    torch.testing.assert_close(y, expected)
+    y.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(ours.grad, dense.grad)
+    for parameter, reference in zip((module.A, module.B, module.bias), factors, strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad)
+    torch.testing.assert_close(module.weight, kron_sum(*factors[:2]))
+
+
+@pytest.mark.parametrize(("a_is_small", "b_first"), itertools.product([True, False], repeat=2))
+def test_gradcheck(a_is_small: bool, b_first: bool) -> None:
+    first, second = ((2, 3, 2), (2, 4, 5)) if a_is_small else ((2, 4, 5), (2, 3, 2))
+    a, b = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in (first, second))
+    x = torch.randn(3, first[2], second[2], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *inputs: kronecker_product(*inputs, b_first=b_first), (x, a, b))
+
+
+def test_without_bias_and_in_any_layout() -> None:
+    module = make(12, 10, 6, 5, 2, bias=False)
+    assert module.bias is None
+    assert [name for name, _ in module.named_parameters()] == ["A", "B"]
+    x = torch.randn(10, 4, dtype=torch.float64).T
+    expected = x @ kron_sum(module.A, module.B).T
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(module(x[0]), expected[0])
+    assert module(x[:0]).shape == (0, 12)
+
+
+@pytest.mark.parametrize(("m", "n", "m1", "n1", "sums"), [
+    (768, 768, 384, 48, 1), (768, 768, 384, 384, 1), (3072, 768, 16, 2, 1), (768, 3072, 2, 16, 1),
+    (3072, 768, 8, 2, 1), (768, 3072, 2, 8, 1), (3072, 768, 384, 384, 4), (768, 768, 32, 16, 3),
+])  # fmt: skip
+def test_flops_are_those_of_equation_7(m: int, n: int, m1: int, n1: int, sums: int) -> None:
+    """torch counts 2 k for a product over k numbers, eq. 7 its k products and k - 1 sums."""
+    shape = KroneckerShape(m1, n1, sums)
+    module = KroneckerLinear(n, m, shape, bias=True, device=torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        module(torch.empty(5, n, device="meta"))
+    assert counter.get_total_flops() / 5 == pytest.approx(kronecker_flops(m, n, shape), rel=0.05)
+
+
+def test_the_dense_product_is_never_built() -> None:
+    module = KroneckerLinear(768, 3072, KroneckerShape(16, 2), bias=True)
+    sizes = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
+        module(torch.randn(2, 768)).sum().backward()
+    assert max(sizes) <= module.B.numel()
+
+
+def test_fresh_weights_are_as_large_as_a_linears() -> None:
+    for sums in (1, 4):
+        module = KroneckerLinear(256, 512, KroneckerShape(16, 16, sums), bias=True)
+        assert module.weight.std().item() == pytest.approx(nn.Linear(256, 512).weight.std().item(), rel=0.2)
+
+
+def test_svd_is_the_case_of_a_column_and_a_row() -> None:
+    """A KroneckerLinear with n1 = m2 = 1 and the rank as its sums is svd's module."""
+    weight, x = torch.randn(24, 18), torch.randn(5, 18)
+    modules = []
+    for method, size in (("svd", 6), ("kronecker", KroneckerShape(24, 1, 6))):
+        module = KINDS[method].linear(18, 24, size, bias=False)
+        with torch.no_grad():
+            for name, value in KINDS[method].factors(weight, size, "balanced").items():
+                module.get_parameter(name).copy_(value)
+        modules.append(module)
+    low_rank, kronecker = modules
+    torch.testing.assert_close(kronecker(x), low_rank(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(kronecker.weight, low_rank.weight, rtol=0, atol=1e-5)
+    assert sum(p.numel() for p in kronecker.parameters()) == sum(p.numel() for p in low_rank.parameters())
+
+
+@pytest.mark.parametrize("columns", [1, 4, 12])
+def test_embedding_rows_are_products(columns: int) -> None:
+    embedding = KroneckerEmbedding(20, 12, columns, dtype=torch.float64)
+    nn.init.normal_(embedding.B.weight)
+    ids = torch.tensor([[3, 0, 19], [7, 7, 1]])
+    rows = embedding(ids)
+    for place in itertools.product(range(2), range(3)):
+        expected = np.kron(embedding.A.weight[ids[place]].detach(), embedding.B.weight.detach())  # eq. 8
+        np.testing.assert_allclose(rows[place].detach(), expected)
+    torch.testing.assert_close(embedding.dense()[ids], rows)
+    rows.square().sum().backward()
+    assert embedding.A.weight.grad is not None
+    assert embedding.B.weight.grad is not None
+
+
+def test_padding_row_gets_no_gradient() -> None:
+    embedding = KroneckerEmbedding(6, 4, 2, padding_idx=0)
+    embedding(torch.tensor([0, 2])).sum().backward()
+    assert embedding.A.weight.grad is not None
+    assert not embedding.A.weight.grad[0].any()
+    assert embedding.A.weight.grad[2].any()
+
+
+def test_tied_head_gives_the_logits_of_the_dense_table() -> None:
+    embedding = KroneckerEmbedding(20, 12, 4, dtype=torch.float64)
+    nn.init.normal_(embedding.B.weight)
+    head = KroneckerHead(12, 20, 4, bias=True, dtype=torch.float64)
+    head.A.weight, head.B.weight = embedding.B.weight, embedding.A.weight
+    hidden = torch.randn(2, 3, 12, dtype=torch.float64)
+    table = embedding.dense()
+    torch.testing.assert_close(head(hidden), hidden @ table.T + head.B.bias)
+    torch.testing.assert_close(head.weight, table)
+    upstream = torch.randn(2, 3, 20, dtype=torch.float64)
+    gradients = torch.autograd.grad((head(hidden) * upstream).sum(), [embedding.A.weight, embedding.B.weight])
+    expected = torch.autograd.grad((hidden @ table.T * upstream).sum(), [embedding.A.weight, embedding.B.weight])
+    torch.testing.assert_close(gradients, expected)
+    leaves = [module for module in head.modules() if not list(module.children())]
+    assert type(leaves[-1]) is nn.Linear  # what fused losses take over
+
+
+@pytest.mark.parametrize(("build", "expected"), [
+    (lambda: KroneckerLinear(10, 12, KroneckerShape(5, 2), bias=True), "5 rows does not divide the 12 rows"),
+    (lambda: KroneckerLinear(10, 12, KroneckerShape(2, 5, 11), bias=True), "11 sums .* 1 to 10"),
+    (lambda: KroneckerEmbedding(20, 12, 5), "5 columns do not divide the width 12 .* 1, 2, 3, 4, 6, 12"),
+    (lambda: KroneckerHead(12, 20, 0, bias=False), "0 columns do not divide"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit(build: Any, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        build()

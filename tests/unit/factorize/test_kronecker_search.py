@@ -1,0 +1,289 @@
+"""The search for shapes against trying every combination with the errors of the nearest products themselves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from llmdistill.cli import main
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import compress, kronecker_options, summarise
+from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
+from llmdistill.factorize.install import base_name, features, matrix
+from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_flops, nearest_kronecker
+from llmdistill.factorize.kronecker_options import Options, make_groups, undominated
+from llmdistill.factorize.kronecker_search import combine, search
+
+WIDTH, FFN, WORDS = 8, 12, 20
+
+
+def bert(layers: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = BertForMaskedLM(
+        BertConfig(
+            hidden_size=WIDTH,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            intermediate_size=FFN,
+            vocab_size=WORDS,
+            max_position_embeddings=8,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn_like(parameter))
+    return model
+
+
+def missed(weight: torch.Tensor, shape: KroneckerShape | None) -> float:
+    """Squared error of the nearest product."""
+    if shape is None:
+        return 0.0
+    a, b = (factor.double() for factor in nearest_kronecker(weight, shape))
+    product = sum(torch.kron(one, other) for one, other in zip(a, b, strict=True))
+    return float((weight.double() - product).square().sum())
+
+
+def every_combination(model: PreTrainedModel, sums: int) -> Iterator[tuple[int, int, float, tuple[Any, ...]]]:
+    """Parameters, FLOPs, squared error, and the shapes of attention, feed-forward and embedding."""
+    reference = build_reference(model.config)
+    linears = layer_linears(reference)
+    sizes = {name: features(module) for name, module in linears.items()}
+    weights = {name: matrix(model.base_model.get_submodule(name)).detach() for name in linears}
+    table = model.get_input_embeddings().weight.detach()
+    fixed = count_parameters(reference) - sum(m * n for m, n in sizes.values()) - table.numel()
+
+    def choices(m: int, n: int) -> list[KroneckerShape | None]:
+        shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
+        return [None, *(s for s in shapes if sums <= min(s.m1 * s.n1, m * n // (s.m1 * s.n1)))]
+
+    def cost(names: list[str], shape: KroneckerShape | None) -> tuple[int, int, float]:
+        params, flops, error = 0, 0, 0.0
+        for name in names:
+            m, n = sizes[name]
+            here = None if shape is None else shape if m >= n else KroneckerShape(shape.n1, shape.m1, shape.sums)
+            if here is None:
+                params, flops = params + m * n, flops + (2 * n - 1) * m
+            else:
+                params += sums * (here.m1 * here.n1 + m // here.m1 * (n // here.n1))
+                flops += kronecker_flops(m, n, here)
+            error += missed(weights[name], here)
+        return params, flops, error
+
+    def embedding(columns: int) -> tuple[int, int, float]:
+        if columns == 1:
+            return table.numel(), 0, 0.0
+        error = missed(table, KroneckerShape(WORDS, WIDTH // columns))
+        return WORDS * WIDTH // columns + columns, 0, error
+
+    attention = [name for name in linears if ".attention." in name]
+    ffn = [name for name in linears if ".attention." not in name]
+    groups = [
+        [(cost(attention, shape), shape) for shape in choices(WIDTH, WIDTH)],
+        [(cost(ffn, shape), shape) for shape in choices(FFN, WIDTH)],
+        [(embedding(columns), columns) for columns in divisors(WIDTH)],
+    ]
+    for picks in itertools.product(*groups):
+        params, flops, error = (sum(costs[i] for costs, _ in picks) for i in range(3))
+        yield fixed + params, flops, error, tuple(choice for _, choice in picks)
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+@pytest.mark.parametrize("max_flops", [None, "42%"])
+def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) -> None:
+    model = bert()
+    dense = 2 * (4 * 15 * WIDTH + 15 * FFN + 23 * WIDTH)
+    bound = 10**9 if max_flops is None else int(0.42 * dense)
+    tried = list(every_combination(model, sums))
+    for target in ("70%", "85%"):
+        settings = FactorizeConfig(target_params=target, max_flops=max_flops, sums=sums)
+        found = search(model, settings)
+        most = int(float(target[:-1]) / 100 * count_parameters(build_reference(model.config)))
+        inside = [each for each in tried if each[0] <= most and each[1] <= bound]
+        best = min(error for _, _, error, _ in inside)
+        free = min(each[2] for each in tried if each[0] <= most)
+        assert (best > free) == (max_flops is not None)  # the bound makes a difference
+        energy = max(error for _, _, error, _ in tried)
+        total = sum(
+            float(matrix(model.base_model.get_submodule(name)).detach().double().square().sum())
+            for name in layer_linears(build_reference(model.config))
+        ) + float(model.get_input_embeddings().weight.detach().double().square().sum())
+        assert energy < total
+        assert found[0].relative_error == pytest.approx((best / total) ** 0.5, rel=1e-4)
+        assert [each.relative_error for each in found] == sorted(each.relative_error for each in found)
+        for each in found:
+            summary = summarise(model.config, each.settings, "kronecker")  # counted on the model, not by the search
+            assert summary["student_params"] == each.params <= most
+            assert summary["flops_per_token"] == each.flops_per_token <= bound
+            assert each.flops_share == each.flops_per_token / dense
+
+
+def test_given_embedding_columns_stay() -> None:
+    found = search(bert(), FactorizeConfig(target_params="60%", embedding_columns=2))
+    assert {each.embedding_columns for each in found} == {2}
+    assert {each.settings.embedding_columns for each in found} == {2}
+
+
+def test_groups_are_sizes_apart_by_part() -> None:
+    llama = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                        intermediate_size=48, vocab_size=96)  # fmt: skip
+    square = BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    gpt2 = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20)
+    labels = {
+        "llama": {"attention 32x32": 4, "attention 32x16": 4, "ffn 48x32": 6},
+        "bert": {"attention 16x16": 8, "ffn 16x16": 4},
+        "gpt2": {"attention 48x16": 2, "attention 16x16": 2, "ffn 64x16": 4},
+    }
+    for config in (llama, square, gpt2):
+        reference = build_reference(config)
+        linears = {name: features(module) for name, module in layer_linears(reference).items()}
+        groups = make_groups(reference, linears)
+        assert {group.label: len(group.members) for group in groups} == labels[config.model_type]
+        for group in groups:
+            for name, swapped in group.members.items():
+                assert linears[name] == ((group.n, group.m) if swapped else (group.m, group.n))
+
+
+def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are all alike: three of them tell the error of seven exactly."""
+    model = bert(layers=7)
+    layers: Any = model.bert.encoder.layer
+    for layer in layers[1:]:
+        layer.load_state_dict(layers[0].state_dict())
+    settings = FactorizeConfig(target_params="70%")
+    found = search(model, settings)[0]
+    monkeypatch.setattr(kronecker_options, "SAMPLED_LAYERS", 7)
+    assert search(model, settings)[0].relative_error == pytest.approx(found.relative_error, rel=1e-5)
+    monkeypatch.setattr(kronecker_options, "EXACT_SIDE", 0)  # the randomised SVD
+    state = torch.get_rng_state()
+    assert search(model, settings)[0].relative_error == pytest.approx(found.relative_error, rel=1e-3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_combine_and_undominated_against_loops() -> None:
+    rng = np.random.default_rng(0)
+    options = []
+    for size in (7, 5, 6):
+        params, flops, errors = rng.integers(1, 40, size=(3, size)).astype(float)
+        options.append(Options(choices=list(range(size)), params=params, flops=flops, errors=errors))
+    for most_params, most_flops in ((60, 60), (80, 1000), (30, 1000), (3, 3)):
+        all_picks = itertools.product(*(range(len(each.choices)) for each in options))
+        sums = {pick: [sum(getattr(o, k)[i] for o, i in zip(options, pick, strict=True))
+                       for k in ("errors", "params", "flops")] for pick in all_picks}  # fmt: skip
+        inside = sorted(total for total in sums.values() if total[1] <= most_params and total[2] <= most_flops)
+        picks, totals = combine(options, most_params, most_flops, count=4)
+        assert [sums[pick][0] for pick in picks] == [total[0] for total in inside[:4]]
+        assert [list(total) for total in totals] == [[sums[p][1], sums[p][2], sums[p][0]] for p in picks]
+        kept = [undominated(each, with_flops=True) for each in options]
+        best, totals = combine(kept, most_params, most_flops, count=1)
+        assert len(best) == bool(inside)
+        assert not inside or totals[0][2] == inside[0][0]
+    for option in options:
+        kept = undominated(option, with_flops=False)
+        for i, choice in enumerate(option.choices):
+            others = [j for j in range(len(option.choices)) if j != i]
+            beaten = any(
+                option.params[j] <= option.params[i] and option.errors[j] <= option.errors[i]
+                and (option.params[j] < option.params[i] or option.errors[j] < option.errors[i]) for j in others
+            )  # fmt: skip
+            assert (choice in kept.choices) is not beaten or option.params.tolist().count(option.params[i]) > 1
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"target_params": "400"}, ["400", "out of reach", "raise the target"]),
+    ({"target_params": "20%", "embedding_columns": 2}, ["out of reach", "2 embedding columns"]),
+    ({"target_params": "50%", "max_flops": "1%"}, ["max_flops 1%", "less than"]),
+    ({"target_params": "50%", "max_flops": "half"}, ["max_flops 'half'", "30%"]),
+    ({"target_params": "50%", "embedding_columns": 3}, ["3 columns", "1, 2, 4, 8"]),
+    ({"target_params": "110%"}, ["not below"]),
+    ({"shapes": {"*": "2x2"}, "target_params": "50%"}, ["exactly one"]),
+    ({"target_params": "50%", "rank": 3}, ["rank is a setting of the method svd"]),
+])  # fmt: skip
+def test_refuses_in_one_sentence(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        search(bert(), FactorizeConfig(**settings))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("max_flops", [None, "40%"])
+def test_out_of_reach_names_the_nearest_that_is_in_reach(max_flops: str | None) -> None:
+    model = bert()
+    with pytest.raises(UserError) as caught:
+        search(model, FactorizeConfig(target_params="300", max_flops=max_flops))
+    nearest = str(caught.value).split("reach is ")[1].split(" parameters")[0].replace(",", "")
+    assert search(model, FactorizeConfig(target_params=nearest, max_flops=max_flops))[0].params == int(nearest)
+    with pytest.raises(UserError, match="out of reach"):
+        search(model, FactorizeConfig(target_params=str(int(nearest) - 1), max_flops=max_flops))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_compress_to_a_target(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, vocab_size=40))
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                        intermediate_size=24, vocab_size=40, tie_word_embeddings=True)
+        )  # fmt: skip
+    model.save_pretrained(tmp_path / "teacher")
+    settings = FactorizeConfig(target_params="55%", max_flops="60%", sums=2)
+    summary = compress(tmp_path / "teacher", tmp_path / "student", settings, "kronecker")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert count_parameters(student) == summary["student_params"] <= 0.55 * summary["teacher_params"]
+    assert summary["flops_per_token"] <= 0.6 * summary["teacher_flops_per_token"]
+    chosen = search(model, settings)[0]
+    names = {base_name(student, name) for name in summary["shapes"]}
+    assert names == set(student.config.quantization_config.modules)
+    assert summarise(tmp_path / "teacher", chosen.settings, "kronecker") == summary
+
+
+def test_command_prints_candidates_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bert().save_pretrained(tmp_path / "teacher")
+    arguments = ["compress", "--model", str(tmp_path / "teacher"), "--method", "kronecker", "--target_params", "70%"]
+    assert main([*arguments, "--dry_run", "--candidates", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    first, second = printed["candidates"][:2]
+    assert first["params"] == printed["student_params"] <= 0.7 * printed["teacher_params"]
+    assert first["relative_error"] <= second["relative_error"]
+    assert first["settings"] == printed["settings"]
+    assert set(first["shapes"]) == {"attention 8x8", "ffn 12x8"}
+    # What was found is what a recipe can be given.
+    settings = FactorizeConfig(**printed["settings"])
+    assert summarise(tmp_path / "teacher", settings, "kronecker")["student_params"] == first["params"]
+
+    assert main([*arguments, "--dry_run", "--candidates"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "attention 8x8" in lines[0]
+    assert len(lines) > 10
+    assert f"{first['params']:,}" in lines[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+    assert main([*arguments, "--output", str(tmp_path / "student")]) == 0
+    assert (tmp_path / "student/config.json").is_file()
+
+
+def test_candidates_need_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bert().save_pretrained(tmp_path)
+    assert main(["compress", "--model", str(tmp_path), "--rank", "3", "--dry_run", "--candidates"]) == 2
+    assert "--method kronecker and --target_params" in capsys.readouterr().err

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, Taps
+from llmdistill.config import KroneckerbertConfig
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.methods.kroneckerbert import build_kroneckerbert
+from llmdistill.methods.objective import Objective
+
+LAYERS = 3
+INNER = ("embedding", "attention", "ffn")
+OTHER = KroneckerbertConfig(embedding=0.5, attention=2.0, ffn=0.25, logits=3.0, label=0.75, temperature=2.0)
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "gpt2", "bert", "roberta"])
+def pair(request: pytest.FixtureRequest, models):
+    """Two models of one shape, in Llama and Mistral with half the key heads."""
+    config = models.families[request.param](LAYERS, 16, 4, 2)
+    return models.Pair(config, config)
+
+
+def only(*names: str) -> KroneckerbertConfig:
+    """Settings with these terms alone."""
+    weights = {name: float(name in names) for name in (*INNER, "logits", "label")}
+    return KroneckerbertConfig(**weights)
+
+
+def naive(pair, temperature: float) -> dict[str, float]:
+    """KroneckerBERT eq. 14, token by token, in fp64."""
+    student, teacher = pair.seen()
+
+    def score(seen, layer: int, h: int, b: int, i: int, j: int) -> float:
+        """Eq. 9."""
+        query, key = seen.per_head("query", layer, 4)[b, i, h], seen.per_head("key", layer, 4)[b, j, h]
+        return float(query @ key) / seen.width**0.5
+
+    def attention(b: int, i: int) -> float:
+        keys = student.keys_of(pair.batch, b, i)
+        return sum(
+            (score(student, layer, h, b, i, j) - score(teacher, layer, h, b, i, j)) ** 2 / (4 * len(keys))
+            for layer in range(LAYERS)
+            for h in range(4)
+            for j in keys
+        )
+
+    def ffn(b: int, i: int) -> float:
+        errors = [student.flat["ffn_down", n][b, i] - teacher.flat["ffn_down", n][b, i] for n in range(LAYERS)]
+        return sum(error.square().mean() for error in errors)
+
+    def embedding(b: int, i: int) -> float:
+        return (student.embedding[b, i] - teacher.embedding[b, i]).square().mean()
+
+    soft = hard = 0.0
+    places = (pair.batch.labels >= 0).nonzero().tolist()
+    for b, i in places:
+        at = i - 1 if pair.causal else i
+        p = (teacher.logits[b, at] / temperature).softmax(-1)
+        soft -= float((p * (student.logits[b, at] / temperature).log_softmax(-1)).sum())
+        hard -= float(student.logits[b, at].log_softmax(-1)[pair.batch.labels[b, i]])
+    inner = {f.__name__: pair.mean_over_tokens(f) for f in (embedding, attention, ffn)}
+    return {**inner, "logits": soft / len(places), "label": hard / len(places)}
+
+
+@pytest.mark.parametrize("settings", [KroneckerbertConfig(), OTHER], ids=["the paper's", "others"])
+def test_terms_equal_the_naive_loop(pair, settings: KroneckerbertConfig) -> None:
+    method = build_kroneckerbert(settings, pair.teacher_config, pair.student_config)
+    expected = naive(pair, settings.temperature)
+    weights = asdict(settings)
+    assert method.weights == {name: weights[name] for name in expected}
+    assert list(method.weights) == [*INNER, "logits", "label"]
+    assert method.positions == {name: "tokens" if name in INNER else "labels" for name in expected}
+    assert not method.projections
+    assert pair.means(method) == pytest.approx(expected, rel=1e-4)
+
+
+def random_taps(seed: int, padding: torch.Tensor, groups: int) -> Taps:
+    """Inner tensors in fp64 that are not a number wherever there is padding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        where = padding[:, None, :, None] if len(shape) == 4 else padding[..., None]
+        return drawn.masked_fill(where, torch.nan).requires_grad_()
+
+    return Taps(
+        query={layer: draw(2, 4, 6, 3) for layer in range(LAYERS)},
+        key={layer: draw(2, groups, 6, 3) for layer in range(LAYERS)},
+        ffn_down={layer: draw(2, 6, 8) for layer in range(LAYERS)},
+        embedding={0: draw(2, 6, 8)},
+        scaling=dict.fromkeys(range(LAYERS), 0.5),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_may_hold_anything(models, causal: bool) -> None:
+    config, groups = (models.llama(LAYERS, 8, 4, 2), 2) if causal else (models.bert(LAYERS, 8, 4, 4), 4)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+    batch = Batch(torch.zeros_like(mask), mask, torch.full_like(mask, IGNORE_INDEX))
+    student, teacher = (random_taps(seed, mask == 0, groups) for seed in (0, 1))
+    method = build_kroneckerbert(only(*INNER), config, config)
+    terms = method(Outputs(None, student), Outputs(None, teacher), batch)
+
+    expected = dict.fromkeys(INNER, 0.0)
+    with torch.no_grad():
+        for b, i in mask.nonzero().tolist():
+            keys = [j for j in range(6) if mask[b, j] and (j <= i or not causal)]
+            expected["embedding"] += float((student.embedding[0][b, i] - teacher.embedding[0][b, i]).square().mean())
+            for layer in range(LAYERS):
+                error = student.ffn_down[layer][b, i] - teacher.ffn_down[layer][b, i]
+                expected["ffn"] += float(error.square().mean())
+                for h in range(4):
+                    mine, theirs = (
+                        [
+                            0.5 * float(taps.query[layer][b, h, i] @ taps.key[layer][b, h // (4 // groups), j])
+                            for j in keys
+                        ]
+                        for taps in (student, teacher)
+                    )
+                    errors = [(x - y) ** 2 for x, y in zip(mine, theirs, strict=True)]
+                    expected["attention"] += sum(errors) / (4 * len(keys))
+    assert {name: term.sum.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-6)
+    assert {int(term.count) for term in terms.values()} == {9}
+
+    torch.stack([term.sum for term in terms.values()]).sum().backward()
+    for tap in (*student.query.values(), *student.key.values(), *student.ffn_down.values(), student.embedding[0]):
+        assert tap.grad is not None
+        where = (mask == 0)[:, None, :, None] if tap.dim() == 4 else (mask == 0)[..., None]
+        assert (tap.grad.masked_select(where) == 0).all()
+        assert (tap.grad.masked_select(~where) != 0).any()
+    assert all(tap.grad is None for tap in (*teacher.query.values(), *teacher.ffn_down.values()))
+
+
+def test_more_padding_changes_nothing(pair) -> None:
+    method = build_kroneckerbert(OTHER, pair.teacher_config, pair.student_config)
+    assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_student_that_equals_its_teacher_stays(models, family: str) -> None:
+    config = models.families[family](LAYERS, 16, 4, 4)
+    pair = models.Pair(config, config, seeds=(0, 0))
+    method = build_kroneckerbert(only(*INNER, "logits"), config, config)
+    assert {name: pair.means(method)[name] for name in INNER} == dict.fromkeys(INNER, 0)
+    run = pair.run(method)
+    terms = method(run.student, run.teacher, pair.batch)
+    torch.stack([term.sum / term.count for term in terms.values()]).sum().backward()
+    for parameter in pair.student.parameters():
+        assert parameter.grad is None or parameter.grad.abs().max() < 1e-5
+
+
+EVERY = frozenset(range(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "taps"),
+    [
+        (KroneckerbertConfig(), {"embedding": {0}, "query": EVERY, "key": EVERY, "ffn_down": EVERY}),
+        (only("embedding", "label"), {"embedding": {0}}),
+        (only("attention"), {"query": EVERY, "key": EVERY}),
+        (only("ffn", "logits"), {"ffn_down": EVERY}),
+        (only("logits"), {}),
+        (only("label"), {}),
+    ],
+)
+def test_it_asks_only_for_what_it_needs(models, settings: KroneckerbertConfig, taps: dict[str, set[int]]) -> None:
+    config = models.bert(LAYERS, 16, 4, 4)
+    method = build_kroneckerbert(settings, config, config)
+    assert method.student_taps == method.teacher_taps == taps
+    assert method.needs_teacher is (settings != only("label"))
+
+
+def test_the_labels_are_those_of_the_objective(models) -> None:
+    config = models.bert(LAYERS, 16, 4, 4)
+    both = Objective(words=True, sequences="classes")
+    stage_one = METHODS["kroneckerbert"](KroneckerbertConfig(), config, config, both)
+    assert list(stage_one.weights) == [*INNER, "logits", "sequence_logits", "label", "sequence_label"]
+    task = METHODS["kroneckerbert"](KroneckerbertConfig(), config, config, Objective(words=False, sequences="scores"))
+    assert list(task.weights) == [*INNER, "sequence_logits", "sequence_label"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 4), ("num_attention_heads", 8), ("hidden_size", 32), ("head_dim", 8)]
+)
+def test_models_of_other_shapes_are_refused(models, key: str, value: int) -> None:
+    teacher = models.llama(LAYERS, 16, 4, 2)
+    student = LlamaConfig.from_dict({**teacher.to_dict(), key: value})
+    with pytest.raises(UserError, match=r"kroneckerbert compares layer with layer .* factorise the teacher"):
+        build_kroneckerbert(KroneckerbertConfig(), teacher, student)
+    with pytest.raises(UserError, match="kroneckerbert compares like with like"):
+        build_kroneckerbert(KroneckerbertConfig(), teacher, models.gpt2(LAYERS, 16, 4, 4))
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match=r"kroneckerbert\.ffn is -1"):
+        KroneckerbertConfig(ffn=-1.0)
+    with pytest.raises(ValueError, match="kroneckerbert: no term is left to train with"):
+        only()
+    with pytest.raises(ValueError, match=r"kroneckerbert\.temperature is 0"):
+        replace(OTHER, temperature=0.0)
