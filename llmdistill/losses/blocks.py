@@ -18,9 +18,9 @@ from torch import Tensor
 
 from llmdistill.losses.block_rows import Kind, hidden_keys, row_losses
 
-_CPU_BUDGET = 2**18
-"""Scores of one model in a block, for each thread: much of its three buffers of a MB stays in a core's cache, and in
-smaller blocks threads spend more of their time waiting for one another."""
+_CPU_BUDGET = 3 * 2**16
+"""Scores of one model in a block, for each thread: much of its three buffers then stays in a core's cache, and smaller
+blocks keep threads waiting for one another."""
 
 _CUDA_BUDGET = 2**22
 """The same for a whole GPU: large enough to hide the launch of its kernels."""
