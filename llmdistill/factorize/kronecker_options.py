@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLED_LAYERS = 3
-"""Layers whose weights are looked at, evenly spread; so many times `layers / sampled` is an error."""
+"""Layers whose weights are looked at, evenly spread."""
 EXACT_SIDE = 64
 """Rearranged matrices with a shorter side go by their Gram matrix, others by a randomised SVD."""
 OVERSAMPLING, POWER_ITERATIONS = 6, 2
@@ -57,9 +57,8 @@ class Options:
     flops: NDArray[np.float64]
     """A token."""
     errors: NDArray[np.float64]
-    """Squared, summed over the group; the parameters, where no weights were looked at yet."""
-    energy: float = 0.0
-    """Σ ‖W‖² of the group."""
+    """Squared, as a share of the group's Σ ‖W‖², times its numbers; the parameters, where no weights were looked at
+    yet."""
 
     def only(self, numbers: Any) -> Options:
         """Some of the choices, in that order."""
@@ -68,7 +67,6 @@ class Options:
             params=self.params[numbers],
             flops=self.flops[numbers],
             errors=self.errors[numbers],
-            energy=self.energy,
         )
 
 
@@ -99,18 +97,17 @@ def group_costs(group: Group, sums: int) -> Options:
 
 
 def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: torch.device | None) -> Options:
-    """The same with the errors on the weights of a few layers, multiplied up."""
+    """The same with the errors on the weights of a few layers, which stand for all."""
     energies, energy = np.zeros(len(costs.choices)), 0.0
-    sample, share = _sample(model, group)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        for weight in _weights(model, group, sample, device):
+        for weight in _weights(model, group, _sample(model, group), device):
             energy += _square(weight)
             energies += [
                 _square(weight) if shape is None else _leading_energy(rearrange(weight, shape), shape.sums)
                 for shape in costs.choices
             ]
-    return replace(costs, errors=share * (energy - energies).clip(min=0.0), energy=share * energy)
+    return replace(costs, errors=group.m * group.n * len(group.members) * _missing(energies, energy))
 
 
 def embedding_costs(vocabulary: int, width: int, columns: int | None) -> Options:
@@ -131,9 +128,8 @@ def embedding_errors(model: PreTrainedModel, costs: Options, device: torch.devic
     gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
     for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
         gram.addmm_(chunk.double().T, chunk.double())
-    energy = float(gram.trace())
     kept = np.array([_block_energy(gram, columns) for columns in costs.choices])
-    return replace(costs, errors=(energy - kept).clip(min=0.0), energy=energy)
+    return replace(costs, errors=table.numel() * _missing(kept, float(gram.trace())))
 
 
 def undominated(options: Options, *, with_flops: bool) -> Options:
@@ -149,15 +145,19 @@ def undominated(options: Options, *, with_flops: bool) -> Options:
     return options.only(kept)
 
 
-def _sample(model: PreTrainedModel, group: Group) -> tuple[list[str], float]:
-    """Names of the matrices of a few layers, and how many times as many there are."""
+def _missing(kept: NDArray[np.float64], energy: float) -> NDArray[np.float64]:
+    """The share of the energy that is not kept; none of nothing."""
+    return (1 - kept / energy).clip(min=0.0) if energy > 0 else np.zeros_like(kept)
+
+
+def _sample(model: PreTrainedModel, group: Group) -> list[str]:
+    """Names of the matrices of a few layers."""
     layers = f"{family_of(model.config).layers}."
     number = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in group.members}
     present = sorted(set(number.values()), key=int)
     count = min(SAMPLED_LAYERS, len(present))
     taken = {present[(2 * i + 1) * len(present) // (2 * count)] for i in range(count)}
-    sample = [name for name in group.members if number[name] in taken]
-    return sample, len(group.members) / len(sample)
+    return [name for name in group.members if number[name] in taken]
 
 
 def _weights(

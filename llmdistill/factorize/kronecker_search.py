@@ -2,7 +2,9 @@
 
 As in KroneckerBERT §3.6 all matrices of one size have one shape, transposed ones the transposed shape, attention and
 feed-forward apart. For each such group every pair of divisors is an option, and staying dense; so is every divisor of
-the width for the token embedding. What is minimised is Σ ‖W - Σ A_i ⊗ B_i‖² over all matrices and the table.
+the width for the token embedding. What is minimised is the mean over all numbers of the matrices and the table of their
+squared error, each group's as a share of its own mean square: how large numbers are says little in a model whose norms
+rescale what comes of them.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Candidate:
     flops_share: float
     """The same as a share of the teacher's."""
     relative_error: float
-    """Root of the squared error of all matrices and the table, over that of their squares."""
+    """Root of the mean squared error, each group's as a share of its mean square: 0 to 1."""
     settings: FactorizeConfig
     """What makes this student: shapes by module pattern in place of a target."""
 
@@ -94,8 +96,8 @@ def search_folder(
 def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.device | None = None) -> list[Candidate]:
     """The combinations of shapes within target_params and max_flops with the smallest error, best first.
 
-    Errors of linears are those of a few layers, multiplied up, and of their largest singular values as a randomised
-    SVD finds them; that of the embedding is exact. UserError for settings that do not fit the model, and where no
+    Errors of linears are those of a few layers, and of their largest singular values as a randomised SVD finds them;
+    that of the embedding is exact. UserError for settings that do not fit the model, and where no
     combination reaches the target: it names the smallest there is.
     """
     check_settings(settings, "kronecker")
@@ -120,7 +122,7 @@ def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.d
     options = [embedding_errors(model, fitting[0], device)]
     for group, of_group in tqdm(list(zip(groups, fitting[1:], strict=True)), desc="shapes", disable=None):
         options.append(group_errors(model, group, of_group, device))
-    energy = sum(option.energy for option in options)
+    numbers = count_parameters(reference) - fixed
     kept = [undominated(option, with_flops=share is not None) for option in options]
     chosen, totals = combine(kept, target - fixed, most_flops)
     return [
@@ -130,7 +132,7 @@ def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.d
             params=fixed + int(total[0]),
             flops_per_token=int(total[1]),
             flops_share=float(total[1] / all_flops),
-            relative_error=float((max(total[2], 0.0) / energy) ** 0.5),
+            relative_error=float((max(total[2], 0.0) / numbers) ** 0.5),
             settings=_settings(settings, groups, kept, pick),
         )
         for pick, total in zip(chosen, totals, strict=True)
