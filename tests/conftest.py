@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before the worker reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say what one worker of pytest-xdist takes: a file, whose fixtures are then made once, or all of tests/dist.
 
