@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 
-@pytest.hookimpl(tryfirst=True)  # before the worker reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what one worker of pytest-xdist takes: a file, whose fixtures are then made once, or all of tests/dist.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """What one worker takes at a time: a file, whose fixtures are then made once, or all of tests/dist.
 
     Those start several processes each; two of them at a time would only wait for one another.
     """
-    for item in items:
-        group = "dist" if "dist" in item.path.parts else item.nodeid.split("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/dist" if nodeid.startswith("tests/dist/") else nodeid.split("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
