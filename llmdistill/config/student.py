@@ -21,7 +21,7 @@ class FactorizeConfig:
     target_params: str | int | None = None
     """Parameters the student may have: a number (690000000), a short form (0.69B, 77.25M) or a share of the
     teacher (62%). svd takes the largest single rank that stays below it; kronecker, in `llmdistill compress` alone,
-    the shapes with the smallest squared error over all matrices, as far as those of three layers tell."""
+    the shapes with the smallest error on the weights, as far as those of three layers tell."""
     embedding_rank: int | None = None
     """svd: also factorise the token embedding (and a tied head with it) to this rank."""
     sigma: Literal["left", "balanced"] = "left"
