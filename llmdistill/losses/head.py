@@ -15,14 +15,8 @@ from llmdistill.losses.head_chunk import WordTerm, chunk_losses
 __all__ = ["HeadInputs", "WordTerm", "word_losses"]
 
 _CPU_CHUNK = 256
-"""Rows at least: the product that makes the weight's gradient reads and writes all of that at each chunk, which by 128
-rows costs more than a tenth of it."""
-
-_CPU_CHUNKS = 8
-"""Of many rows, as far as memory goes."""
-
-_CPU_CHUNK_BYTES = 1 << 27
-"""Of one chunk's logits, where it has more rows than that."""
+"""Rows: the product that makes the weight's gradient reads and writes all of that at each chunk, which by 128 rows
+costs more than a tenth of it."""
 
 _CUDA_CHUNK_BYTES = 1 << 28
 """Of one chunk's logits."""
@@ -66,7 +60,7 @@ def word_losses(
     if all(term.divergence is None for term in terms):
         teacher = None
     if chunk is None:
-        chunk = _default_chunk(len(student.rows), student.weight[:vocabulary])
+        chunk = _default_chunk(student.weight if vocabulary is None else student.weight[:vocabulary])
     sums: Tensor = _WordLosses.apply(*student, needs, teacher, labels_N, tuple(terms), factors, vocabulary, chunk)
     return sums
 
@@ -190,8 +184,7 @@ def _logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
     return torch.addmm(head.bias, rows_NK, head.weight.T, out=out)
 
 
-def _default_chunk(rows: int, weight_VK: Tensor) -> int:
-    row_bytes = weight_VK.element_size() * max(1, len(weight_VK))
-    if weight_VK.device.type != "cpu":
-        return max(1, _CUDA_CHUNK_BYTES // row_bytes)
-    return max(_CPU_CHUNK, min(rows // _CPU_CHUNKS, _CPU_CHUNK_BYTES // row_bytes))
+def _default_chunk(weight_VK: Tensor) -> int:
+    if weight_VK.device.type == "cpu":
+        return _CPU_CHUNK
+    return max(1, _CUDA_CHUNK_BYTES // (weight_VK.element_size() * max(1, len(weight_VK))))
