@@ -140,6 +140,8 @@ LOSSES: dict[str, Callable[[dict[str, Any], Draw], tuple[list[Tensor], Call]]] =
 def gradient_differences(row: dict[str, Any], device: torch.device) -> dict[str, float]:
     """By number format: how far the fused gradients are from the naive ones in fp32 of the very same numbers."""
     found = {}
+    # torch's very first exp in a process, if two threads share it, is now and then off by 1e-4; not one on few numbers.
+    torch.exp(torch.zeros(64))
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         gradients = {}
         for way, draw in (("fused", Draw(device, dtype, dtype)), ("naive", Draw(device, rounded=dtype))):
