@@ -49,7 +49,7 @@ def make_setting(row: dict[str, Any], device: torch.device) -> Setting:
     torch.manual_seed(0)
     tokens, share = row["tokens"], row.get("labelled", 1.0)
     if row["task"] == "encoder":
-        teacher, student = (_bert(row, layers) for layers in (row["layers"], row["student_layers"]))
+        teacher, student = (bert(row, layers) for layers in (row["layers"], row["student_layers"]))
     else:
         teacher, student = (gpt2(row, layers) for layers in (row["layers"], row["student_layers"]))
     if "rank" in row:
@@ -73,7 +73,7 @@ def gpt2(row: dict[str, Any], layers: int) -> PreTrainedModel:
     return GPT2LMHeadModel._from_config(GPT2Config(n_layer=layers, **sizes, **dropout), attn_implementation=attention)
 
 
-def _bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
+def bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
     sizes = {"hidden_size": row["width"], "intermediate_size": 4 * row["width"], "num_attention_heads": row["heads"]}
     dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     config = BertConfig(num_hidden_layers=layers, vocab_size=row["vocabulary"], **sizes, **dropout)

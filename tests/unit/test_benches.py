@@ -11,7 +11,7 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_generate")
+BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_students")
 
 TINY = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 4, "student_layers": 4, "batch": 2, "tokens": 12}
 
@@ -180,9 +180,9 @@ def test_gradients_of_the_fused_losses(loss):
 
 
 def test_factorised_student_has_fewer_multiply_adds():
-    from bench_generate import build
+    from bench_students import build
 
-    sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 2, "batch": 1, "prompt": 3, "new": 2}
+    sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 2, "batch": 1, "tokens": 3, "new": 2}
     counts = {
         rank: build({**sizes, **({} if rank is None else {"rank": rank})}, torch.device("cpu")) for rank in (None, 2)
     }
@@ -191,3 +191,15 @@ def test_factorised_student_has_fewer_multiply_adds():
     dense, factorised = (counts[rank].facts["multiply_adds"] for rank in (None, 2))
     # Three tokens of prompt, then one new one that is read for the second.
     assert dense - factorised == 2 * per_layer * (3 + 1)
+
+
+def test_kronecker_student_has_fewer_multiply_adds():
+    from bench_students import build
+
+    sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 3, "batch": 2, "tokens": 5}
+    factors = {"attention": "8x2", "feed_forward": (4, 2), "columns": 4}
+    dense, student = (build(row, torch.device("cpu")).facts["multiply_adds"] for row in (sizes, {**sizes, **factors}))
+    # The first factor's n1 m2 m1 and the second one's n2 m2 n1 (n1 n2 m1 with the first one first) for each token.
+    attention = 16 * 16 - (2 * 2 * 8 + 8 * 2 * 2)
+    up, down = 64 * 16 - (8 * 16 * 2 + 2 * 16 * 4), 16 * 64 - (4 * 16 * 2 + 16 * 8 * 2)
+    assert dense - student == 3 * (4 * attention + up + down) * 2 * 5

@@ -1,0 +1,160 @@
+"""How fast factorised students run, against their dense teachers, and against what their multiply-adds promise.
+
+    python scripts/bench_students.py           # GPT-2 by SVD and BERT-base by Kronecker products, minutes
+    python scripts/bench_students.py --quick   # small models, seconds
+
+GPT-2 at rank 256 answers greedily through the package's own generation: prefill is a batch of prompts and one token
+each, generate a batch of short prompts and many tokens each. KroneckerBERT_21 and _8 read a batch of texts (encode_21,
+encode_8), and one text alone. The promise is the ratio of the multiply-adds of the matrix products that torch carries
+out in such a call, counted, not derived; the target is 0.8 of it. The weights are random, as no product asks what it
+multiplies, and no answer ends early.
+
+The last line is JSON: {"prefill": {"speedup": ..., "multiply_adds": ..., "share": ...}, "generate": ...}, where share
+is speedup over multiply_adds. --profile adds where the time of a call goes, by torch's own profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from benching import Settings, Work, measure, median_ratio, parse
+from benching_table import Line, Table
+from step_rows import bert, gpt2, low_rank
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+SHARE = 0.8
+
+GPT2 = {"width": 768, "heads": 12, "vocabulary": 50257, "layers": 12, "rank": 256}
+BERT = {"width": 768, "heads": 12, "vocabulary": 30522, "layers": 12}
+KRONECKERBERT_21 = {"attention": "384x48", "feed_forward": (16, 2), "columns": 16}
+KRONECKERBERT_8 = {"attention": "384x384", "feed_forward": (8, 2), "columns": 8}
+JOBS: dict[str, dict[str, Any]] = {
+    "prefill": {**GPT2, "batch": 8, "tokens": 256, "new": 1},
+    "generate": {**GPT2, "batch": 8, "tokens": 16, "new": 64},
+    "encode_21": {**BERT, **KRONECKERBERT_21, "batch": 32, "tokens": 128},
+    "encode_21_one": {**BERT, **KRONECKERBERT_21, "batch": 1, "tokens": 128},
+    "encode_8": {**BERT, **KRONECKERBERT_8, "batch": 32, "tokens": 128},
+    "encode_8_one": {**BERT, **KRONECKERBERT_8, "batch": 1, "tokens": 128},
+}
+"""Students and their work; a decoder writes `new` tokens, an encoder reads alone."""
+
+_SMALL = {"width": 256, "heads": 4, "vocabulary": 8192, "layers": 4}
+QUICK: dict[str, dict[str, Any]] = {
+    "prefill": {**_SMALL, "rank": 64, "tokens": 128},
+    "generate": {**_SMALL, "rank": 64, "tokens": 8, "new": 8},
+    "encode_21": {**_SMALL, "attention": "128x16", "batch": 8},
+    "encode_21_one": {**_SMALL, "attention": "128x16"},
+    "encode_8": {**_SMALL, "attention": "128x128", "batch": 8},
+    "encode_8_one": {**_SMALL, "attention": "128x128"},
+}
+"""What is smaller with --quick."""
+
+STUDENT = ("rank", "attention", "feed_forward", "columns")
+"""What a teacher's row lacks."""
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: the work of JOBS, with or without what makes the model a student."""
+    work = (_answer if "new" in row else _encode)(row, device)
+    with FlopCounterMode(display=False) as counter:
+        work()
+    facts = {"multiply_adds": counter.get_total_flops() / 2}
+    if row.get("profile"):
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            work()
+        facts["profile"] = recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=12)
+    return Work(work, facts)
+
+
+def _answer(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
+    from llmdistill.generation.decode import Decoding, HuggingFaceEngine
+
+    model = gpt2({**row, "way": "generate"}, row["layers"])
+    if "rank" in row:
+        low_rank(model, row["rank"])
+    model.eval().requires_grad_(False).to(device)
+    # An end token that no answer holds: all rows then write the same number of tokens.
+    tokenizer: Any = SimpleNamespace(eos_token_id=-1, pad_token_id=0)
+    engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=False), max_new_tokens=row["new"])
+    prompts = _ids(row).tolist()
+
+    def answer() -> None:
+        rows = engine.answer(prompts, [0] * len(prompts))
+        assert all(len(each) == row["new"] for each in rows), "an answer ended early"
+
+    return answer
+
+
+def _encode(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
+    model = bert(row, row["layers"])
+    if "attention" in row:
+        _kronecker(model, row)
+    model.eval().requires_grad_(False).to(device)
+    ids = _ids(row).to(device)
+
+    def encode() -> None:
+        model.base_model(ids)
+
+    return encode
+
+
+def _ids(row: dict[str, Any]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(row["vocabulary"], (row["batch"], row["tokens"]), generator=generator)
+
+
+def _kronecker(model: PreTrainedModel, row: dict[str, Any]) -> None:
+    """Kronecker products of random weights; W2 has the shape of W1 turned round, as in the paper (§3.6)."""
+    from llmdistill.config import FactorizeConfig
+    from llmdistill.factorize import plan
+    from llmdistill.factorize.install import install
+
+    up, down = row["feed_forward"]
+    shapes = {"*.attention.*": row["attention"]}
+    shapes |= {"*.intermediate.dense": f"{up}x{down}", "*.output.dense": f"{down}x{up}"}
+    install(model, plan(model, FactorizeConfig(shapes=shapes), "kronecker"), row["columns"], "kronecker")
+
+
+def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> dict[str, float]:
+    """One job: tokens a second of both, and their ratio."""
+    student: dict[str, Any] = {**work, "profile": profiled}
+    teacher = {key: value for key, value in student.items() if key not in STUDENT}
+    found = measure(__file__, {"student": student, "teacher": teacher}, settings, weighed=())
+    one, other = found["student"], found["teacher"]
+    speedup = median_ratio(other.seconds, one.seconds)
+    fewer = other.facts["multiply_adds"] / one.facts["multiply_adds"]
+    tokens = work["batch"] * (work["new"] if work.get("new", 1) > 1 else work["tokens"])
+    detail = f"{tokens / one.median:,.0f} / {tokens / other.median:,.0f} tokens/s; {fewer:.3f} × fewer multiply-adds"
+    target = SHARE * fewer
+    table.add(Line(f"{job}: student's tokens/s over the teacher's", speedup, target, detail, at_least=True))
+    for name, measured in found.items():
+        if "profile" in measured.facts:
+            table.say(f"{name}, {job}:\n{measured.facts['profile']}")
+    per_second = {"student_tokens_per_second": tokens / one.median, "teacher_tokens_per_second": tokens / other.median}
+    return {"speedup": speedup, "multiply_adds": fewer, "share": speedup / fewer, **per_second}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this bench has beside the others."""
+    parser.add_argument("--only", choices=JOBS, action="append", help="one of the comparisons alone; may be repeated")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+
+
+def main() -> None:
+    settings, arguments = parse(__doc__, build, add=add_arguments)
+    table = Table(settings, silent=arguments.json)
+    figures: dict[str, Any] = {}
+    for job in arguments.only or JOBS:
+        work = {**JOBS[job], **(QUICK[job] if settings.quick else {})}
+        figures[job] = compare(settings, table, job, work, profiled=arguments.profile)
+    table.finish(figures)
+
+
+if __name__ == "__main__":
+    main()
