@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
@@ -102,7 +103,7 @@ def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """`parser.parse_args` with its errors as one sentence.
+    """`parser.parse_args` with its errors as one sentence; a list may be written `a,b` or `[a,b]`.
 
     Raises:
         UserError: an unknown key or a value that does not fit.
@@ -114,13 +115,19 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
             if key not in ("help", "print_config") and not _is_known(key, known):
                 raise UserError(f"--{key}: there is no such setting{_nearest(key, known, '--')}")
     try:
-        return parser.parse_args(list(arguments))
+        return parser.parse_args(_bracketed(parser, arguments))
     except (ArgumentError, ValueError, TypeError) as error:
         raise UserError(_one_sentence(str(error))) from error
 
 
-def as_lists(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
+def _bracketed(parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """The arguments with `a,b` as `[a,b]` behind the flags whose settings are lists."""
+    flags = {
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if _is_list(getattr(action, "_typehint", None))
+    }
     words: list[str] = []
     for word in arguments:
         flag, equals, value = word.partition("=")
@@ -131,8 +138,14 @@ def as_lists(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
     return words
 
 
+def _is_list(hint: Any) -> bool:
+    """Whether a type is a list, or a list or None; one that may also be a text is not."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return {get_origin(kind) for kind in kinds if kind is not NoneType} == {list}
+
+
 def _as_list(value: str) -> str:
-    return value if value.startswith("[") else f"[{value}]"
+    return value if value.startswith(("[", "--")) or value == "null" else f"[{value}]"
 
 
 def build(parsed: Any, kind: type[_Config]) -> _Config:

@@ -14,9 +14,8 @@ from jsonargparse import ArgumentParser
 from llmdistill.compare.variants import Suite, load_methods, load_suite, method_names, suite_names
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.parsing import as_lists, build, parse, parse_run, recipe_names
+from llmdistill.parsing import build, parse, parse_run, recipe_names
 
-_LISTS = ("--learning_rates", "--sizes")
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 GRID_FACTORS = (0.5, 1.0, 2.0)
@@ -130,7 +129,7 @@ def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--") or word == "-h":
             mine = word == "-h" or word.removeprefix("--").split("=")[0] in names
         (own if mine else rest).append(word)
-    return as_lists(own, _LISTS), rest
+    return own, rest
 
 
 def choose_suite(settings: CompareConfig) -> Suite:

@@ -53,7 +53,7 @@ class GridConfig:
 @dataclass(frozen=True, kw_only=True)
 class TasksConfig(GridConfig):
     """The second stage of a run (KroneckerBERT §3.7): when the student has learnt from the text, it is fine-tuned on
-    tasks with fine-tuned teachers, in the folder `tasks` of the run's. Lists are written [rte,cola]."""
+    tasks with fine-tuned teachers, in the folder `tasks` of the run's."""
 
     names: list[str] = field(default_factory=list)
     """Tasks of GLUE such as rte, cola, sst2; without any there is no second stage."""

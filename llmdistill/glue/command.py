@@ -11,15 +11,14 @@ if not __package__:  # run as a script by the launcher: the checkout itself is n
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
 
 import argparse
+import shlex
 from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.glue import GlueConfig
-from llmdistill.parsing import as_lists, build, parse
+from llmdistill.parsing import build, parse
 from llmdistill.runtime.exit import exit_code
-
-_LISTS = ("--tasks", "--learning_rates", "--epochs", "--seeds", "--also", "--tsne")
 
 
 def build_parser(prog: str) -> ArgumentParser:
@@ -48,12 +47,12 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     Raises:
         UserError: bad arguments or input.
     """
-    parsed = parse(build_parser(prog), as_lists(arguments, _LISTS))
+    parsed = parse(build_parser(prog), arguments)
     config = build(parsed, GlueConfig)
     # Imported here: --help and mistyped arguments must wait for neither transformers nor DeepSpeed.
     from llmdistill.glue.run import run
 
-    command = " ".join([prog, *(word for word in arguments if not word.startswith("--local_rank"))])
+    command = f"{prog} {shlex.join(word for word in arguments if not word.startswith('--local_rank'))}"
     run(config, command=command, as_json=parsed.json)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import statistics
 import sys
 from datetime import datetime, timezone
@@ -61,9 +62,9 @@ def run_record(decoding: str, world_size: int, metrics_file: Path, teacher_param
 
 
 def typed_command(world_size: int) -> str:
-    """What the user typed to start the main job, as far as the launcher tells."""
+    """What the user typed to start the main job, as far as the launcher tells, ready for a shell."""
     arguments = [word for word in sys.argv if not word.startswith("--local_rank")]
-    return " ".join(["deepspeed", *(["--num_gpus", str(world_size)] if world_size > 1 else []), *arguments])
+    return shlex.join(["deepspeed", *(["--num_gpus", str(world_size)] if world_size > 1 else []), *arguments])
 
 
 def training_cost(metrics_file: Path) -> dict[str, float] | None:

@@ -9,7 +9,7 @@ import pytest
 from llmdistill import parsing
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.parsing import as_lists, parse_run, recipe_names, run_parser, to_dict
+from llmdistill.parsing import parse_run, recipe_names, run_parser, to_dict
 
 DS = ["--ds_config", "zero2.json"]
 
@@ -207,10 +207,15 @@ def test_target_may_be_a_bare_number_in_yaml(tmp_path):
 
 
 def test_lists_may_be_written_with_commas():
-    given = ["--tasks", "rte,cola", "--seeds=1,2", "--epochs", "[3,5]", "--model", "a,b", "--learning_rates", "1e-5"]
-    assert as_lists(given, ("--tasks", "--seeds", "--epochs", "--learning_rates")) == [
-        *("--tasks", "[rte,cola]", "--seeds=[1,2]", "--epochs", "[3,5]", "--model", "a,b", "--learning_rates", "[1e-5]")
-    ]
+    given = ["--tasks.names", "rte,cola", "--tasks.seeds=1,2", "--tasks.epochs", "[3,5]", "--tasks.learning_rates"]
+    others = ["--student.lora.targets", "null", "--data.train", "a,b", "--also", "kd"]
+    config, _ = parse_run([*DS, *given, "1e-5", *others])
+    tasks = config.tasks
+    assert (tasks.names, tasks.seeds, tasks.epochs, tasks.learning_rates) == (["rte", "cola"], [1, 2], [3, 5], [1e-5])
+    assert (config.student.lora.targets, config.data.train, config.also) == (None, "a,b", ["kd"])
+    for words in (["--tasks.seeds", "1,x"], ["--tasks.names", "--seed", "3"], ["--tasks.seeds"]):
+        with pytest.raises(UserError, match="tasks"):
+            parse_run([*DS, *words])
 
 
 def test_a_part_changes_as_a_recipe_would_change_it():

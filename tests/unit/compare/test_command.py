@@ -12,7 +12,7 @@ from llmdistill.compare.command import split_own
 def test_own_arguments_and_those_of_the_run() -> None:
     words = ["--recipe", "r", "--seeds", "2", "--learning_rates", "1e-3,2e-3", "--train.steps=3", "--sizes=20,40%"]
     own, rest = split_own([*words, "--dry_run"])
-    assert own == ["--seeds", "2", "--learning_rates", "[1e-3,2e-3]", "--sizes=[20,40%]", "--dry_run"]
+    assert own == ["--seeds", "2", "--learning_rates", "1e-3,2e-3", "--sizes=20,40%", "--dry_run"]
     assert rest == ["--recipe", "r", "--train.steps=3"]
 
 
