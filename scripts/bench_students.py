@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from benching import Settings, Work, measure, median_ratio, parse
 from benching_table import Line, Table
 from step_rows import bert, gpt2, low_rank
@@ -30,33 +31,32 @@ from transformers import PreTrainedModel
 
 SHARE = 0.8
 
-GPT2 = {"width": 768, "heads": 12, "vocabulary": 50257, "layers": 12, "rank": 256}
+GPT2 = {"width": 768, "heads": 12, "vocabulary": 50257, "layers": 12, "factorize": {"rank": 256}}
 BERT = {"width": 768, "heads": 12, "vocabulary": 30522, "layers": 12}
-KRONECKERBERT_21 = {"attention": "384x48", "feed_forward": (16, 2), "columns": 16}
-KRONECKERBERT_8 = {"attention": "384x384", "feed_forward": (8, 2), "columns": 8}
 JOBS: dict[str, dict[str, Any]] = {
     "prefill": {**GPT2, "batch": 8, "tokens": 256, "new": 1},
     "generate": {**GPT2, "batch": 8, "tokens": 16, "new": 64},
-    "encode_21": {**BERT, **KRONECKERBERT_21, "batch": 32, "tokens": 128},
-    "encode_21_one": {**BERT, **KRONECKERBERT_21, "batch": 1, "tokens": 128},
-    "encode_8": {**BERT, **KRONECKERBERT_8, "batch": 32, "tokens": 128},
-    "encode_8_one": {**BERT, **KRONECKERBERT_8, "batch": 1, "tokens": 128},
+    "encode_21": {**BERT, "recipe": "kroneckerbert/bert-21", "batch": 32, "tokens": 128},
+    "encode_21_one": {**BERT, "recipe": "kroneckerbert/bert-21", "batch": 1, "tokens": 128},
+    "encode_8": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 32, "tokens": 128},
+    "encode_8_one": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 1, "tokens": 128},
 }
-"""Students and their work; a decoder writes `new` tokens, an encoder reads alone."""
+"""Students and their work; a decoder writes `new` tokens, an encoder reads alone. `factorize` says what makes a student of
+the model; where it is missing the recipe's section of that name does."""
 
 _SMALL = {"width": 256, "heads": 4, "vocabulary": 8192, "layers": 4}
+_FEED_FORWARD = {"*.intermediate.dense": "8x2", "*.output.dense": "2x8"}
+_SMALL_21 = {**_SMALL, "factorize": {"shapes": {"*.attention.*": "128x16", **_FEED_FORWARD}, "embedding_columns": 16}}
+_SMALL_8 = {**_SMALL, "factorize": {"shapes": {"*.attention.*": "128x128", **_FEED_FORWARD}, "embedding_columns": 8}}
 QUICK: dict[str, dict[str, Any]] = {
-    "prefill": {**_SMALL, "rank": 64, "tokens": 128},
-    "generate": {**_SMALL, "rank": 64, "tokens": 8, "new": 8},
-    "encode_21": {**_SMALL, "attention": "128x16", "batch": 8},
-    "encode_21_one": {**_SMALL, "attention": "128x16"},
-    "encode_8": {**_SMALL, "attention": "128x128", "batch": 8},
-    "encode_8_one": {**_SMALL, "attention": "128x128"},
+    "prefill": {**_SMALL, "factorize": {"rank": 64}, "tokens": 128},
+    "generate": {**_SMALL, "factorize": {"rank": 64}, "tokens": 8, "new": 8},
+    "encode_21": {**_SMALL_21, "batch": 8},
+    "encode_21_one": _SMALL_21,
+    "encode_8": {**_SMALL_8, "batch": 8},
+    "encode_8_one": _SMALL_8,
 }
 """What is smaller with --quick."""
-
-STUDENT = ("rank", "attention", "feed_forward", "columns")
-"""What a teacher's row lacks."""
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
@@ -76,8 +76,8 @@ def _answer(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
     from llmdistill.generation.decode import Decoding, HuggingFaceEngine
 
     model = gpt2({**row, "way": "generate"}, row["layers"])
-    if "rank" in row:
-        low_rank(model, row["rank"])
+    if "factorize" in row:
+        low_rank(model, row["factorize"]["rank"])
     model.eval().requires_grad_(False).to(device)
     # An end token that no answer holds: all rows then write the same number of tokens.
     tokenizer: Any = SimpleNamespace(eos_token_id=-1, pad_token_id=0)
@@ -93,8 +93,8 @@ def _answer(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
 
 def _encode(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
     model = bert(row, row["layers"])
-    if "attention" in row:
-        _kronecker(model, row)
+    if "factorize" in row:
+        _kronecker(model, row["factorize"])
     model.eval().requires_grad_(False).to(device)
     ids = _ids(row).to(device)
 
@@ -109,22 +109,20 @@ def _ids(row: dict[str, Any]) -> torch.Tensor:
     return torch.randint(row["vocabulary"], (row["batch"], row["tokens"]), generator=generator)
 
 
-def _kronecker(model: PreTrainedModel, row: dict[str, Any]) -> None:
-    """Kronecker products of random weights; W2 has the shape of W1 turned round, as in the paper (§3.6)."""
+def _kronecker(model: PreTrainedModel, factorize: dict[str, Any]) -> None:
+    """Kronecker products of random weights: a call costs the same whatever they hold."""
     from llmdistill.config import FactorizeConfig
     from llmdistill.factorize import plan
     from llmdistill.factorize.install import install
 
-    up, down = row["feed_forward"]
-    shapes = {"*.attention.*": row["attention"]}
-    shapes |= {"*.intermediate.dense": f"{up}x{down}", "*.output.dense": f"{down}x{up}"}
-    install(model, plan(model, FactorizeConfig(shapes=shapes), "kronecker"), row["columns"], "kronecker")
+    settings = FactorizeConfig(**factorize)
+    install(model, plan(model, settings, "kronecker"), settings.embedding_columns, "kronecker")
 
 
 def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> dict[str, float]:
     """One job: tokens a second of both, and their ratio."""
-    student: dict[str, Any] = {**work, "profile": profiled}
-    teacher = {key: value for key, value in student.items() if key not in STUDENT}
+    teacher = {key: value for key, value in {**work, "profile": profiled}.items() if key not in ("factorize", "recipe")}
+    student = {**teacher, "factorize": work.get("factorize") or _factorize_of(work["recipe"])}
     found = measure(__file__, {"student": student, "teacher": teacher}, settings, weighed=())
     one, other = found["student"], found["teacher"]
     speedup = median_ratio(other.seconds, one.seconds)
@@ -138,6 +136,13 @@ def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *,
             table.say(f"{name}, {job}:\n{measured.facts['profile']}")
     per_second = {"student_tokens_per_second": tokens / one.median, "teacher_tokens_per_second": tokens / other.median}
     return {"speedup": speedup, "multiply_adds": fewer, "share": speedup / fewer, **per_second}
+
+
+def _factorize_of(recipe: str) -> dict[str, Any]:
+    from llmdistill.parsing import recipe_path
+
+    factorize: dict[str, Any] = yaml.safe_load(recipe_path(recipe).read_text(encoding="utf-8"))["student"]["factorize"]
+    return factorize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -184,7 +184,8 @@ def test_factorised_student_has_fewer_multiply_adds():
 
     sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 2, "batch": 1, "tokens": 3, "new": 2}
     counts = {
-        rank: build({**sizes, **({} if rank is None else {"rank": rank})}, torch.device("cpu")) for rank in (None, 2)
+        rank: build({**sizes, **({} if rank is None else {"factorize": {"rank": rank}})}, torch.device("cpu"))
+        for rank in (None, 2)
     }
     # Of a layer's matrices: 12 W² for a dense one, 2 (4 + 2 + 5 + 5) W at rank 2; the head's come on top of both.
     per_layer = 12 * 16**2 - 2 * (4 + 2 + 5 + 5) * 16
@@ -197,8 +198,9 @@ def test_kronecker_student_has_fewer_multiply_adds():
     from bench_students import build
 
     sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 3, "batch": 2, "tokens": 5}
-    factors = {"attention": "8x2", "feed_forward": (4, 2), "columns": 4}
-    dense, student = (build(row, torch.device("cpu")).facts["multiply_adds"] for row in (sizes, {**sizes, **factors}))
+    shapes = {"*.attention.*": "8x2", "*.intermediate.dense": "4x2", "*.output.dense": "2x4"}
+    factorised = {**sizes, "factorize": {"shapes": shapes, "embedding_columns": 4}}
+    dense, student = (build(row, torch.device("cpu")).facts["multiply_adds"] for row in (sizes, factorised))
     # The first factor's n1 m2 m1 and the second one's n2 m2 n1 (n1 n2 m1 with the first one first) for each token.
     attention = 16 * 16 - (2 * 2 * 8 + 8 * 2 * 2)
     up, down = 64 * 16 - (8 * 16 * 2 + 2 * 16 * 4), 16 * 64 - (4 * 16 * 2 + 16 * 8 * 2)
