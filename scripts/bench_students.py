@@ -41,8 +41,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "encode_8": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 32, "tokens": 128},
     "encode_8_one": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 1, "tokens": 128},
 }
-"""Students and their work; a decoder writes `new` tokens, an encoder reads alone. `factorize` says what makes a student of
-the model; where it is missing the recipe's section of that name does."""
+"""Students and their work; a decoder writes `new` tokens, an encoder reads alone. `factorize` says what makes a student
+of the model; where it is missing the recipe's section of that name does."""
 
 _SMALL = {"width": 256, "heads": 4, "vocabulary": 8192, "layers": 4}
 _FEED_FORWARD = {"*.intermediate.dense": "8x2", "*.output.dense": "2x8"}
