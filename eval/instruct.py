@@ -15,7 +15,7 @@ if not __package__:  # run as a script: the checkout itself is not on the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
 
-from llmdistill.scoring.command import main
+from llmdistill.commands.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main(prog="eval/instruct.py"))

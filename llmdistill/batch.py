@@ -67,9 +67,9 @@ class Batch:
     position_ids: Tensor | None = None
     """(B, T) int64, from 0 in each sequence of a packed row; None where a row is one sequence."""
     label_rows: Tensor | None = None
-    """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `located`."""
+    """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `with_label_rows`."""
     padded: bool | None = None
-    """Whether any row ends in padding, or begins with it; None until `located`."""
+    """Whether any row ends in padding, or begins with it; None until `with_label_rows`."""
     targets: Tensor | None = None
     """(B,): what is to be said of each sequence. int64 classes, IGNORE_INDEX where none (next sentence: 0 it follows,
     1 it does not, as in BERT), or fp32 scores, NaN where none; None in batches without."""
@@ -88,7 +88,7 @@ class Batch:
             return torch.zeros(len(self.input_ids), dtype=torch.bool, device=self.input_ids.device)
         return ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
 
-    def located(self, *, shift: bool) -> Batch:
+    def with_label_rows(self, *, shift: bool) -> Batch:
         """The same batch with `label_rows` and `padded`, found where it is: on a GPU the host would have to wait.
 
         Args:
@@ -99,7 +99,7 @@ class Batch:
         rows_N = (predicted_labels(self.labels, shift=shift) != IGNORE_INDEX).flatten().nonzero()[:, 0]
         return replace(self, label_rows=rows_N, padded=bool((self.attention_mask == 0).any()))
 
-    def located_labels(self, *, shift: bool) -> Tensor:
+    def row_labels(self, *, shift: bool) -> Tensor:
         """(N,): the label that each of `label_rows` predicts."""
         assert self.label_rows is not None, "the batch is not located"
         return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_rows)
@@ -164,13 +164,13 @@ class Outputs:
     """What a model gave for one batch."""
 
     logits: Tensor | None
-    """(B, T, V); None for a model without language-model head, or where its rows stand in `words`."""
+    """(B, T, V); None for a model without language-model head, or where its rows stand in `lm_head`."""
     taps: Taps
     sequence_logits: Tensor | None = None
     """(B, C), of a next-sentence or classification head (C = 1 where scores are predicted); None without one."""
-    ends: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
     """All that the forward pass returned, whatever the head; a loss that touches it reaches every parameter."""
-    words: HeadInputs | None = None
+    lm_head: HeadInputs | None = None
     """In place of the logits: what goes into the head's last product, and its parameters."""
     losses: dict[str, LossSum] = field(default_factory=dict)
     """The losses that were computed while the model ran."""

@@ -14,10 +14,10 @@ import torch
 from jsonargparse import ArgumentParser
 
 from llmdistill.config import FactorizeConfig
+from llmdistill.config.command_line import build, parse
 from llmdistill.errors import UserError
-from llmdistill.parsing import build, parse
 from llmdistill.runtime.exit import exit_code
-from llmdistill.runtime.log import quiet_transformers
+from llmdistill.runtime.terminal import quiet_transformers
 
 LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_addr", "master_port")
 """What is handed to the deepspeed launcher; each takes a value."""
@@ -152,18 +152,18 @@ def export(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Score a model's answers by ROUGE-L, or fine-tune it on GLUE, on several ranks where the launcher's flags ask."""
-    from llmdistill.scoring.command import evaluate as evaluate_command
+    from llmdistill.commands.evaluate import evaluate as evaluate_command
 
     launcher, words = split_launcher_flags(arguments)
     rest = without_glue(words)
     if rest is not None:
-        from llmdistill.glue.command import evaluate as evaluate_glue
+        from llmdistill.commands.glue import evaluate as evaluate_glue
 
         if launcher:
-            launch(launcher, "glue/command.py", rest)
+            launch(launcher, "commands/glue.py", rest)
         return evaluate_glue(rest, prog="llmdistill evaluate --suite glue")
     if launcher:
-        launch(launcher, "scoring/command.py", words)
+        launch(launcher, "commands/evaluate.py", words)
     evaluate_command(words, prog="llmdistill evaluate")
 
 
@@ -181,17 +181,17 @@ def without_glue(arguments: Sequence[str]) -> list[str] | None:
 
 def generate(arguments: Sequence[str]) -> None:
     """Let a teacher answer prompts, on several ranks where the launcher's flags ask for them."""
-    from llmdistill.generation.command import generate as generate_command
+    from llmdistill.commands.generate import generate as generate_command
 
     launcher, words = split_launcher_flags(arguments)
     if launcher:
-        launch(launcher, "generation/command.py", words)
+        launch(launcher, "commands/generate.py", words)
     generate_command(words, prog="llmdistill generate")
 
 
 def compare(arguments: Sequence[str]) -> None:
     """Train a student by several methods and report how they compare; exit code 1 if a run failed."""
-    from llmdistill.compare.command import compare as compare_command
+    from llmdistill.commands.compare import compare as compare_command
 
     launcher, words = split_launcher_flags(arguments)
     code = compare_command(words, launcher)

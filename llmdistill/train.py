@@ -21,20 +21,23 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from llmdistill import assemble, parsing
+from llmdistill.config import command_line
 from llmdistill.data.stream import StreamLoader
-from llmdistill.plan import Plan, make_plans
+from llmdistill.experiments.layer_search import search_layer
 from llmdistill.report.table import chance_warnings, finish_report, plot_training, run_record, text_scores
-from llmdistill.runtime.checkpoint import claim_folder, load_checkpoint
+from llmdistill.run import assemble
+from llmdistill.run.artifacts import claim_folder
+from llmdistill.run.checkpoints import load_checkpoint
+from llmdistill.run.log import RunLog
+from llmdistill.run.plan import Plan, make_plans
 from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
 from llmdistill.runtime.engine import save_student
 from llmdistill.runtime.exit import exit_code
-from llmdistill.runtime.log import RunLog, print_main, quiet_libraries, warn_main
-from llmdistill.search import search_layer
+from llmdistill.runtime.terminal import print_main, quiet_libraries, warn_main
 from llmdistill.teacher.live import LiveTeacher
 
 if TYPE_CHECKING:
-    from llmdistill.stages import TasksPlan
+    from llmdistill.experiments.two_stages import TasksPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str]) -> None:
     """Resolve and check, then distil, unless a dry run is all that is wanted."""
-    config, flags = parsing.parse_run(arguments)
+    config, flags = command_line.parse_run(arguments)
     plans = make_plans(config)
     tasks = second_stage(plans)
     if flags.dry_run:
@@ -75,7 +78,7 @@ def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
     """What follows on tasks, if anything."""
     if not plans[-1].config.tasks.names:
         return None
-    from llmdistill.stages import plan_tasks  # with scikit-learn, for which other runs need not wait
+    from llmdistill.experiments.two_stages import plan_tasks  # with scikit-learn, for which other runs need not wait
 
     return plan_tasks(plans)
 
@@ -132,7 +135,7 @@ def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
         record = run_record(
             plan.config.scoring.decoding, world.size, plan.folder / "metrics.jsonl", plan.sizes["teacher_params"]
         )
-        asked = parsing.scores_asked(plan.config)
+        asked = command_line.scores_asked(plan.config)
         if plan.config.data.kind == "text":
             metrics = text_scores(plan.folder / "metrics.jsonl", plan.sizes)
             plot_training(plan.folder / "metrics.jsonl")

@@ -101,7 +101,7 @@ def relation_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
 def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     """What goes into both heads, and their weights."""
     from llmdistill.losses.divergence import FORWARD_KL
-    from llmdistill.losses.head import HeadInputs, WordTerm, word_losses
+    from llmdistill.losses.head import HeadInputs, TokenTerm, token_losses
     from llmdistill.losses.head_plain import word_losses_plain
 
     rows, vocabulary, width = row["tokens"], row["vocabulary"], 768
@@ -114,18 +114,18 @@ def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
         return leaves, lambda: _products(student, teacher)
     labels_N = torch.randint(vocabulary, (rows,), device=draw.device)
     factors = torch.full((1,), 1 / rows, device=draw.device)
-    terms = [WordTerm("kl", FORWARD_KL)]
-    function = {"fused": word_losses, "naive": word_losses_plain}[row["way"]]
+    terms = [TokenTerm("kl", FORWARD_KL)]
+    function = {"fused": token_losses, "naive": word_losses_plain}[row["way"]]
     return leaves, lambda: (function(student, teacher, labels_N, terms, factors) * factors).sum()
 
 
 @torch.no_grad()
 def _products(student: Any, teacher: Any) -> Tensor:
     """The four bare matrix products, with nothing in between; the last of them."""
-    slope_NV = student.rows @ student.weight.T
+    derivative_NV = student.rows @ student.weight.T
     teacher.rows @ teacher.weight.T
-    slope_NV @ student.weight
-    gradient_VK: Tensor = slope_NV.T @ student.rows
+    derivative_NV @ student.weight
+    gradient_VK: Tensor = derivative_NV.T @ student.rows
     return gradient_VK
 
 

@@ -139,7 +139,7 @@ def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *,
 
 
 def _factorize_of(recipe: str) -> dict[str, Any]:
-    from llmdistill.parsing import recipe_path
+    from llmdistill.config.command_line import recipe_path
 
     factorize: dict[str, Any] = yaml.safe_load(recipe_path(recipe).read_text(encoding="utf-8"))["student"]["factorize"]
     return factorize

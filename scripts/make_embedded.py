@@ -26,7 +26,7 @@ from llmdistill.data.instruct import Encoded, Example, encode, render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
 from llmdistill.generation.decode import Decoding, generate
-from llmdistill.scoring import rouge_l
+from llmdistill.tasks.rouge import rouge_l
 
 VOCAB_SIZE = 1024
 MAX_PROMPT_LENGTH, MAX_LENGTH = 256, 512

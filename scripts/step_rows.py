@@ -151,15 +151,15 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
 
     from llmdistill.batch import Batch
     from llmdistill.config import TrainConfig
-    from llmdistill.methods.objective import WORDS, Objective
+    from llmdistill.methods.objective import TOKENS, Objective
     from llmdistill.models.forward import TappedModel
     from llmdistill.models.taps import Recorder
+    from llmdistill.run.log import Stopwatch
+    from llmdistill.run.trainer import Trainer
     from llmdistill.runtime.distributed import World
-    from llmdistill.runtime.log import Stopwatch
-    from llmdistill.trainer import Trainer
 
     device = setting.ids.device
-    objective = WORDS if setting.targets is None else Objective(words=False, sequences="classes")
+    objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
     engine = _Engine(setting.student)

@@ -10,8 +10,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.glue import PairExample
 from llmdistill.errors import UserError
+
+
+@dataclass(frozen=True)
+class PairExample:
+    """A sentence, or two, and what is to be said of them."""
+
+    sentence1: str
+    sentence2: str | None
+    target: int | float | None
+    """Class (index into the task's classes) or score; None in a test split."""
+    index: int
+    """The number under which the GLUE server knows it (test), else the row's, from 0."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _refuse_dense_head(model: PreTrainedModel, settings: FactorizeConfig, linear
     whole = model
     if model.get_output_embeddings() is None:  # the model that papers count of an encoder has no head
         with torch.device("meta"):
-            whole = auto_class(model.config, "words").from_config(model.config, trust_remote_code=False)
+            whole = auto_class(model.config, "lm_head").from_config(model.config, trust_remote_code=False)
     name, _ = token_embedding(whole)
     for head in tied_heads(whole, name):
         for pattern in asked:

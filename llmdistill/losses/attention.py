@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import LossSum
-from llmdistill.kernels import available
-from llmdistill.losses.block_rows import Kind
-from llmdistill.losses.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
+from llmdistill.losses.fused.block_rows import Kind
+from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
+from llmdistill.losses.fused.triton import available
 
 __all__ = ["AttentionInputs", "Direction", "attention_kl", "attention_score_mse"]
 
@@ -114,7 +114,7 @@ def _loss(
     types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
     if not available(student.query.device) or torch.float64 in types:
         return block_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
-    from llmdistill.kernels.attention import Sides, attention_loss  # it needs Triton
+    from llmdistill.losses.fused.triton_attention import Sides, attention_loss  # it needs Triton
 
     both = student.key is student.query
     loss = attention_loss(

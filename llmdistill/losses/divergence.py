@@ -62,9 +62,9 @@ class Divergence(NamedTuple):
 
     value: Callable[[Tensor, Tensor], Tensor]
     """(log_p, log_q), both (N, V), to (N,)."""
-    slope: Callable[[Tensor, Tensor], Tensor]
+    derivative: Callable[[Tensor, Tensor], Tensor]
     """The same to (N, V): the derivative of the value by log q_j, all log q taken as free variables. Through
-    z = logits and q = softmax(z / t) it becomes dz_j = (slope_j - q_j Σ slope) / t."""
+    z = logits and q = softmax(z / t) it becomes dz_j = (derivative_j - q_j Σ derivative) / t."""
     kernel: str | None = None
     """What the kernels for GPUs call it; None for one that they do not know."""
     share: float = 0.5
@@ -73,7 +73,7 @@ class Divergence(NamedTuple):
 
 FORWARD_KL = Divergence(forward_kl, lambda log_p, log_q: -log_p.exp(), "forward_kl")
 SOFT_CROSS_ENTROPY = Divergence(
-    lambda log_p, log_q: -(log_p.exp() * log_q).sum(-1), FORWARD_KL.slope, "soft_cross_entropy"
+    lambda log_p, log_q: -(log_p.exp() * log_q).sum(-1), FORWARD_KL.derivative, "soft_cross_entropy"
 )
 """-Σ p log q (MaKD eq. 18): KL(T‖S) and the teacher's entropy."""
 REVERSE_KL = Divergence(reverse_kl, lambda log_p, log_q: log_q.exp() * (log_q - log_p + 1), "reverse_kl")
@@ -82,32 +82,32 @@ TOTAL_VARIATION = Divergence(
 )
 
 
-def jsd_with_slope(beta: float) -> Divergence:
+def jsd_with_derivative(beta: float) -> Divergence:
     """`jsd` at this β. With M's own dependence on S, ∂/∂log q = (1-β) q (log q - log m): the rest cancels."""
-    return Divergence(partial(jsd, beta=beta), partial(_jsd_slope, beta=beta), "jsd", beta)
+    return Divergence(partial(jsd, beta=beta), partial(_jsd_derivative, beta=beta), "jsd", beta)
 
 
-def skew_forward_kl_with_slope(alpha: float) -> Divergence:
+def skew_forward_kl_with_derivative(alpha: float) -> Divergence:
     """`skew_forward_kl` at this α; ∂/∂log q = -p (1-α) q / m."""
-    value, slope = partial(skew_forward_kl, alpha=alpha), partial(_skew_forward_kl_slope, alpha=alpha)
-    return Divergence(value, slope, "skew_forward_kl", alpha)
+    value, derivative = partial(skew_forward_kl, alpha=alpha), partial(_skew_forward_kl_derivative, alpha=alpha)
+    return Divergence(value, derivative, "skew_forward_kl", alpha)
 
 
-def skew_reverse_kl_with_slope(alpha: float) -> Divergence:
+def skew_reverse_kl_with_derivative(alpha: float) -> Divergence:
     """`skew_reverse_kl` at this α; ∂/∂log q = q (log q - log m + 1 - α q / m)."""
-    value, slope = partial(skew_reverse_kl, alpha=alpha), partial(_skew_reverse_kl_slope, alpha=alpha)
-    return Divergence(value, slope, "skew_reverse_kl", alpha)
+    value, derivative = partial(skew_reverse_kl, alpha=alpha), partial(_skew_reverse_kl_derivative, alpha=alpha)
+    return Divergence(value, derivative, "skew_reverse_kl", alpha)
 
 
-def _jsd_slope(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+def _jsd_derivative(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return (1 - beta) * log_q.exp() * (log_q - _log_mix(log_p, log_q, beta))
 
 
-def _skew_forward_kl_slope(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
+def _skew_forward_kl_derivative(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
     return -(1 - alpha) * (log_p + log_q - _log_mix(log_p, log_q, alpha)).exp()
 
 
-def _skew_reverse_kl_slope(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
+def _skew_reverse_kl_derivative(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
     log_ratio = log_q - _log_mix(log_q, log_p, alpha)
     return log_q.exp() * (log_ratio + 1 - alpha * log_ratio.exp())
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import HeadInputs
-from llmdistill.losses.head_chunk import WordTerm, chunk_losses
+from llmdistill.losses.fused.head_chunk import TokenTerm, chunk_losses
 
-__all__ = ["HeadInputs", "WordTerm", "word_losses"]
+__all__ = ["HeadInputs", "TokenTerm", "token_losses"]
 
 _CPU_CHUNK = 256
 """Rows: the product that makes the weight's gradient reads and writes all of that at each chunk, which by 128 rows
@@ -25,11 +25,11 @@ _SLAB = 8192
 """Words at a time where the weight's gradient is summed in a wider type than the product has."""
 
 
-def word_losses(
+def token_losses(
     student: HeadInputs,
     teacher: HeadInputs | None,
     labels_N: Tensor,
-    terms: Sequence[WordTerm],
+    terms: Sequence[TokenTerm],
     factors: Tensor,
     *,
     vocabulary: int | None = None,
@@ -75,7 +75,7 @@ class _WordLosses(torch.autograd.Function):
         needs: list[bool],
         teacher: HeadInputs | None,
         labels_N: Tensor,
-        terms: tuple[WordTerm, ...],
+        terms: tuple[TokenTerm, ...],
         factors: Tensor,
         vocabulary: int | None,
         chunk: int,
@@ -137,25 +137,25 @@ class _Gradients:
         bias = None if whole.bias is None or not needs[2] else torch.zeros_like(whole.bias, dtype=exact)
         return cls(rows, weight, bias, tuple(whole.weight.dtype if x is None else x.dtype for x in whole))
 
-    def add(self, student: HeadInputs, slope_NV: Tensor, here: slice) -> None:
+    def add(self, student: HeadInputs, derivative_NV: Tensor, here: slice) -> None:
         """What some rows give, by the derivative by their logits."""
         if self.rows is not None:
-            torch.mm(slope_NV, student.weight, out=self.rows[here])
+            torch.mm(derivative_NV, student.weight, out=self.rows[here])
         if self.weight is not None:
-            self._add_to_weight(self.weight, student.rows[here], slope_NV)
+            self._add_to_weight(self.weight, student.rows[here], derivative_NV)
         if self.bias is not None:
-            self.bias[: slope_NV.shape[1]] += slope_NV.sum(0, dtype=self.bias.dtype)
+            self.bias[: derivative_NV.shape[1]] += derivative_NV.sum(0, dtype=self.bias.dtype)
 
-    def _add_to_weight(self, weight_VK: Tensor, rows_NK: Tensor, slope_NV: Tensor) -> None:
-        words = slope_NV.shape[1]
+    def _add_to_weight(self, weight_VK: Tensor, rows_NK: Tensor, derivative_NV: Tensor) -> None:
+        words = derivative_NV.shape[1]
         if self.empty:  # where one type serves, the first product fills the memory, which need not be touched before
             (weight_VK[words:] if weight_VK.dtype == rows_NK.dtype else weight_VK).zero_()
         if weight_VK.dtype == rows_NK.dtype:
-            weight_VK[:words].addmm_(slope_NV.T, rows_NK, beta=0 if self.empty else 1)
+            weight_VK[:words].addmm_(derivative_NV.T, rows_NK, beta=0 if self.empty else 1)
         else:
             for start in range(0, words, _SLAB):
                 slab = slice(start, min(start + _SLAB, words))
-                weight_VK[slab] += slope_NV[:, slab].T @ rows_NK
+                weight_VK[slab] += derivative_NV[:, slab].T @ rows_NK
         self.empty = False
 
     def scaled(self, scale: Tensor) -> list[Tensor | None]:

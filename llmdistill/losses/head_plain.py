@@ -9,20 +9,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.losses.divergence import LOG_FLOOR
-from llmdistill.losses.head import HeadInputs, WordTerm
+from llmdistill.losses.head import HeadInputs, TokenTerm
 
 
 def word_losses_plain(
     student: HeadInputs,
     teacher: HeadInputs | None,
     labels_N: Tensor,
-    terms: Sequence[WordTerm],
+    terms: Sequence[TokenTerm],
     factors: Tensor,
     *,
     vocabulary: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """`word_losses` from the full (N, V) logits of both; `factors` and `chunk` have nothing to say here."""
+    """`token_losses` from the full (N, V) logits of both; `factors` and `chunk` have nothing to say here."""
     student_NV = _logits(student, vocabulary)
     with torch.no_grad():
         teacher_NV = None if teacher is None else _logits(teacher, vocabulary)

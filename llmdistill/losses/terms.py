@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Taps
-from llmdistill.losses.head import WordTerm
+from llmdistill.losses.head import TokenTerm
 
 Tap = tuple[Aspect, int]
 """An aspect and a layer (0-based)."""
@@ -41,8 +41,8 @@ class SequenceTerm:
 class RunningTerms:
     """What a student's forward pass is to compute while it runs."""
 
-    layers: Sequence[LayerTerm]
-    words: Sequence[WordTerm]
+    layer_terms: Sequence[LayerTerm]
+    token_terms: Sequence[TokenTerm]
     teacher: Outputs | None
     """The teacher's outputs of the same batch. Its taps are taken out one by one, as soon as no term needs them."""
     factors: Mapping[str, Tensor | float]

@@ -20,7 +20,7 @@ from llmdistill.methods.makd import build_makd
 from llmdistill.methods.method import Method
 from llmdistill.methods.minilm import build_minilm
 from llmdistill.methods.minilmv2 import build_minilmv2
-from llmdistill.methods.objective import WORDS, Objective
+from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.methods.sft import make_sft
 from llmdistill.methods.tinybert import build_tinybert
 from llmdistill.models.families import family_of
@@ -33,7 +33,7 @@ def build_method(
     settings: Mapping[str, Any],
     teacher: PreTrainedConfig,
     student: PreTrainedConfig,
-    objective: Objective = WORDS,
+    objective: Objective = TOKENS,
 ) -> Method:
     """One method as it is, or several as one.
 
@@ -52,13 +52,13 @@ def build_method(
 
 
 def _build_sft(
-    settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+    settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     return make_sft(causal=family_of(student).causal, objective=objective)
 
 
 def _build_kd(
-    settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+    settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     return make_kd(settings, causal=same_direction(teacher, student, method="kd"), objective=objective)
 

@@ -21,9 +21,15 @@ def combine(methods: Mapping[str, Method]) -> Method:
     (shift,) = {method.shift for method in methods.values()}
     return Method(
         weights={names[of](term): weight for of, each in methods.items() for term, weight in each.weights.items()},
-        layers=[replace(term, name=names[of](term.name)) for of, each in methods.items() for term in each.layers],
-        words=[replace(term, name=names[of](term.name)) for of, each in methods.items() for term in each.words],
-        sequences=[replace(term, name=names[of](term.name)) for of, each in methods.items() for term in each.sequences],
+        layer_terms=[
+            replace(term, name=names[of](term.name)) for of, each in methods.items() for term in each.layer_terms
+        ],
+        token_terms=[
+            replace(term, name=names[of](term.name)) for of, each in methods.items() for term in each.token_terms
+        ],
+        sequence_terms=[
+            replace(term, name=names[of](term.name)) for of, each in methods.items() for term in each.sequence_terms
+        ],
         shift=shift,
         projections=_merged(method.projections for method in methods.values()),
     )

@@ -13,7 +13,7 @@ from llmdistill.losses.hidden import hidden_cosine
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import same_direction
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import WORDS, Objective, OutputTerm
+from llmdistill.methods.objective import TOKENS, Objective, OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
 from llmdistill.models.families import shape_of
 
@@ -22,7 +22,7 @@ SOFT = OutputTerm("soft", "sequence_soft")
 
 
 def build_distilbert(
-    settings: DistilbertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+    settings: DistilbertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """The triple loss: t²·KL(T‖S) of the output, cross-entropy on the labels, 1 - cos of the last layers' outputs.
 
@@ -44,7 +44,13 @@ def build_distilbert(
         )
     cosine = _cosine(of_student.num_layers - 1, of_teacher.num_layers - 1)
     weights = {**output.weights, cosine.name: settings.cosine}
-    return Method(weights=weights, layers=(cosine,), words=output.words, sequences=output.sequences, shift=causal)
+    return Method(
+        weights=weights,
+        layer_terms=(cosine,),
+        token_terms=output.token_terms,
+        sequence_terms=output.sequence_terms,
+        shift=causal,
+    )
 
 
 def _cosine(student_layer: int, teacher_layer: int) -> LayerTerm:

@@ -6,7 +6,7 @@ from llmdistill.config import KdConfig
 from llmdistill.losses import divergence
 from llmdistill.losses.divergence import Divergence
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import WORDS, Objective, OutputTerm
+from llmdistill.methods.objective import TOKENS, Objective, OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
 
 
@@ -15,15 +15,15 @@ def divergence_of(settings: KdConfig) -> Divergence:
     divergences = {
         "forward_kl": divergence.FORWARD_KL,
         "reverse_kl": divergence.REVERSE_KL,
-        "jsd": divergence.jsd_with_slope(settings.beta),
-        "skew_forward_kl": divergence.skew_forward_kl_with_slope(settings.alpha),
-        "skew_reverse_kl": divergence.skew_reverse_kl_with_slope(settings.alpha),
+        "jsd": divergence.jsd_with_derivative(settings.beta),
+        "skew_forward_kl": divergence.skew_forward_kl_with_derivative(settings.alpha),
+        "skew_reverse_kl": divergence.skew_reverse_kl_with_derivative(settings.alpha),
         "tvd": divergence.TOTAL_VARIATION,
     }
     return divergences[settings.divergence]
 
 
-def make_kd(settings: KdConfig, *, causal: bool = True, objective: Objective = WORDS) -> Method:
+def make_kd(settings: KdConfig, *, causal: bool = True, objective: Objective = TOKENS) -> Method:
     """ratio · divergence + (1 - ratio) · cross-entropy on the labels; on words, on what is said of sequences, or both.
 
     A decoder predicts the next token (causal), an encoder the masked one. The divergence's term has its own name.

@@ -9,7 +9,7 @@ from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import LayerPair, check_same_shape
 from llmdistill.methods.layer_terms import score_term, state_term
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import LOGITS, WORDS, Objective
+from llmdistill.methods.objective import LOGITS, TOKENS, Objective
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of, shape_of
 
@@ -18,7 +18,7 @@ def build_kroneckerbert(
     settings: KroneckerbertConfig,
     teacher: PreTrainedConfig,
     student: PreTrainedConfig,
-    objective: Objective = WORDS,
+    objective: Objective = TOKENS,
 ) -> Method:
     """The loss of KroneckerBERT (eq. 14), for a student of the teacher's own shape, however it is factorised.
 
@@ -46,8 +46,8 @@ def build_kroneckerbert(
     output = output | label_terms(settings.label, objective)
     return Method(
         weights={**weights, **output.weights},
-        layers=[term for name in weights for term in inner[name]],
-        words=output.words,
-        sequences=output.sequences,
+        layer_terms=[term for name in weights for term in inner[name]],
+        token_terms=output.token_terms,
+        sequence_terms=output.sequence_terms,
         shift=causal,
     )

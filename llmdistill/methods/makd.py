@@ -17,7 +17,7 @@ from llmdistill.losses.matrix import matrix_mse
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import LayerPair, attention_of, check_same_shape, layer_term
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import LOGITS, WORDS, Objective
+from llmdistill.methods.objective import LOGITS, TOKENS, Objective
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import family_of, shape_of
@@ -39,7 +39,7 @@ def make_makd(
     causal: bool,
     gated: bool,
     windows: Sequence[int | None] | None = None,
-    objective: Objective = WORDS,
+    objective: Objective = TOKENS,
 ) -> Method:
     """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in others, logits on top.
 
@@ -72,7 +72,13 @@ def make_makd(
     weights = {**{term.name: getattr(settings, term.name) for term in terms}, **output.weights}
     if not weights:
         raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")
-    return Method(weights=weights, layers=terms, words=output.words, sequences=output.sequences, shift=causal)
+    return Method(
+        weights=weights,
+        layer_terms=terms,
+        token_terms=output.token_terms,
+        sequence_terms=output.sequence_terms,
+        shift=causal,
+    )
 
 
 def check_settings(settings: MakdConfig) -> None:
@@ -109,7 +115,7 @@ def _layer_term(name: str, layer: int, settings: MakdConfig, *, causal: bool, wi
 
 
 def build_makd(
-    settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+    settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """MaKD for two models, from their configs.
 

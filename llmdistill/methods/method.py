@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, TapRequest
 from llmdistill.losses.divergence import output_divergence
-from llmdistill.losses.head import WordTerm
+from llmdistill.losses.head import TokenTerm
 from llmdistill.losses.logits import label_cross_entropy
 from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap, add_losses
 
@@ -21,9 +21,9 @@ class Method:
 
     weights: Mapping[str, float]
     """Factor of each term, in the order of the log; the same names as the terms."""
-    layers: Sequence[LayerTerm] = ()
-    words: Sequence[WordTerm] = ()
-    sequences: Sequence[SequenceTerm] = ()
+    layer_terms: Sequence[LayerTerm] = ()
+    token_terms: Sequence[TokenTerm] = ()
+    sequence_terms: Sequence[SequenceTerm] = ()
     shift: bool = True
     """Whether position i predicts label i+1 (decoders) or label i (masked words)."""
     projections: Mapping[Aspect, tuple[int, int]] = field(default_factory=dict)
@@ -37,31 +37,35 @@ class Method:
     @cached_property
     def positions(self) -> Mapping[str, Positions]:
         """What each term is a sum over, so that its global count is known before the first backward pass."""
-        of_words, of_sequences = ({term.name for term in terms} for terms in (self.words, self.sequences))
+        of_tokens, of_sequences = ({term.name for term in terms} for terms in (self.token_terms, self.sequence_terms))
         return {
-            name: "labels" if name in of_words else "sequences" if name in of_sequences else "tokens"
+            name: "labels" if name in of_tokens else "sequences" if name in of_sequences else "tokens"
             for name in self.weights
         }
 
     @cached_property
     def student_taps(self) -> TapRequest:
         """What the student must hand over."""
-        return _request(tap for term in self.layers for tap in term.student)
+        return _request(tap for term in self.layer_terms for tap in term.student)
 
     @cached_property
     def teacher_taps(self) -> TapRequest:
         """What the teacher must hand over."""
-        return _request(tap for term in self.layers for tap in term.teacher)
+        return _request(tap for term in self.layer_terms for tap in term.teacher)
 
     @cached_property
     def needs_teacher(self) -> bool:
         """Whether any term looks at the teacher."""
-        return bool(self.layers) or self.needs_teacher_words or any(term.needs_teacher for term in self.sequences)
+        return (
+            bool(self.layer_terms)
+            or self.needs_teacher_logits
+            or any(term.needs_teacher for term in self.sequence_terms)
+        )
 
     @cached_property
-    def needs_teacher_words(self) -> bool:
+    def needs_teacher_logits(self) -> bool:
         """Whether any term looks at the teacher's output on words."""
-        return any(term.divergence is not None for term in self.words)
+        return any(term.divergence is not None for term in self.token_terms)
 
     def running(
         self, teacher: Outputs | None, batch: Batch, factors: Mapping[str, Tensor | float] | None = None
@@ -76,7 +80,9 @@ class Method:
         factors = dict(self.weights if factors is None else factors)
         if batch.own_answers:
             factors |= dict.fromkeys(self._label_names(), 0.0)
-        return RunningTerms(layers=self.layers, words=self.words, teacher=teacher, factors=factors)
+        return RunningTerms(
+            layer_terms=self.layer_terms, token_terms=self.token_terms, teacher=teacher, factors=factors
+        )
 
     def __call__(self, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
         """The terms of one batch, unweighted, under the names of `weights`.
@@ -90,15 +96,15 @@ class Method:
         """
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
         losses = dict(student.losses)
-        for layer in self.layers:
+        for layer in self.layer_terms:
             if layer.name not in student.losses:
                 assert teacher is not None
                 loss = layer.loss(student.taps, teacher.taps, batch.attention_mask)
                 losses[layer.name] = add_losses(losses[layer.name], loss) if layer.name in losses else loss
-        for word in self.words:
+        for word in self.token_terms:
             if word.name not in student.losses:
                 losses[word.name] = self._of_logits(word, student, teacher, batch)
-        for sequence in self.sequences:
+        for sequence in self.sequence_terms:
             losses[sequence.name] = sequence.loss(student, teacher, batch)
         if batch.own_answers:  # the student wrote them itself, so as labels they say nothing
             for name in self._label_names():
@@ -106,9 +112,9 @@ class Method:
         return {name: losses[name] for name in self.weights}
 
     def _label_names(self) -> list[str]:
-        return [term.name for term in self.words if term.divergence is None]
+        return [term.name for term in self.token_terms if term.divergence is None]
 
-    def _of_logits(self, term: WordTerm, student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
+    def _of_logits(self, term: TokenTerm, student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         """A term on words from the logits of all tokens."""
         assert student.logits is not None, "the student has no language-model head"
         if term.divergence is None:
@@ -125,8 +131,8 @@ class Method:
         )
         return LossSum(loss.sum * (term.scale / term.temperature**2), loss.count)
 
-    def _terms(self) -> list[LayerTerm | WordTerm | SequenceTerm]:
-        return [*self.layers, *self.words, *self.sequences]
+    def _terms(self) -> list[LayerTerm | TokenTerm | SequenceTerm]:
+        return [*self.layer_terms, *self.token_terms, *self.sequence_terms]
 
 
 def _request(taps: Iterable[Tap]) -> dict[Aspect, frozenset[int]]:

@@ -26,7 +26,7 @@ from llmdistill.methods.layer_map import (
     uniform_map,
 )
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import WORDS, Objective
+from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.models.families import shape_of
 
 Loss = Callable[[Taps, Taps, Tensor], LossSum]
@@ -40,7 +40,7 @@ TERMS: dict[str, tuple[Aspect, ...]] = {
 
 
 def build_minilm(
-    settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+    settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), any depth and width.
 
@@ -67,7 +67,7 @@ def build_minilm(
     weights = {name: float(getattr(settings, name)) for name in TERMS if getattr(settings, name) > 0}
     return Method(
         weights=weights,
-        layers=[
+        layer_terms=[
             layer_term(name, TERMS[name], pair, losses[name](pair))
             for name in weights
             for pair in _pairs(settings, teacher, student)

@@ -14,7 +14,7 @@ from llmdistill.errors import UserError
 from llmdistill.losses.relation import RelationInputs, relation_kl
 from llmdistill.methods.layer_map import LayerPair, layer_term, named_layer, pair_layers, same_direction
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import WORDS, Objective
+from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.models.families import Shape, shape_of
 
 SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value"}
@@ -24,7 +24,7 @@ Sides = tuple[Aspect, Aspect]
 
 
 def build_minilmv2(
-    settings: Minilmv2Config, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+    settings: Minilmv2Config, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """KL(R^T‖R^S) of each chosen relation (MiniLMv2 eq. 5); depth, width and number of heads are free.
 
@@ -43,7 +43,7 @@ def build_minilmv2(
     (pair,) = pair_layers([(last, layer)], teacher, student, method="minilmv2")
     return Method(
         weights=dict.fromkeys(relations, settings.weight),
-        layers=[
+        layer_terms=[
             layer_term(name, sides, pair, _relation(sides, pair, settings.relation_heads, causal))
             for name, sides in relations.items()
         ],

@@ -12,33 +12,33 @@ from llmdistill.batch import Positions
 class Objective:
     """What a run's batches have to be learnt: words (labels), a target for each sequence, or both."""
 
-    words: bool = True
+    tokens: bool = True
     sequences: Literal["classes", "scores"] | None = None
 
     def __post_init__(self) -> None:
         """A batch without either would leave the output nothing to say."""
-        assert self.words or self.sequences is not None, "an objective is words, a target for each sequence, or both"
+        assert self.tokens or self.sequences is not None, "an objective is words, a target for each sequence, or both"
 
 
-WORDS = Objective()
+TOKENS = Objective()
 """Of decoders, and of encoders on masked words alone."""
 
 
 class OutputTerm(NamedTuple):
     """The two names of one term of the output."""
 
-    words: str
+    token_name: str
     """Where it stands on words, so at the labels."""
-    sequences: str
+    sequence_name: str
     """Where it stands on what is said of each sequence."""
 
     def positions(self, objective: Objective) -> dict[str, Positions]:
         """The names that the term has under an objective, and what each is a sum over."""
         positions: dict[str, Positions] = {}
-        if objective.words:
-            positions[self.words] = "labels"
+        if objective.tokens:
+            positions[self.token_name] = "labels"
         if objective.sequences is not None:
-            positions[self.sequences] = "sequences"
+            positions[self.sequence_name] = "sequences"
         return positions
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmdistill.batch import Batch, LossSum, Outputs
 from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, Divergence
-from llmdistill.losses.head import WordTerm
+from llmdistill.losses.head import TokenTerm
 from llmdistill.losses.sequence import (
     sequence_cross_entropy,
     sequence_divergence,
@@ -25,13 +25,15 @@ class OutputTerms(NamedTuple):
     """Terms on words and on sequences, and their weights."""
 
     weights: Mapping[str, float]
-    words: tuple[WordTerm, ...]
-    sequences: tuple[SequenceTerm, ...]
+    token_terms: tuple[TokenTerm, ...]
+    sequence_terms: tuple[SequenceTerm, ...]
 
     def __or__(self, other: OutputTerms) -> OutputTerms:
         """Both."""
         return OutputTerms(
-            {**self.weights, **other.weights}, self.words + other.words, self.sequences + other.sequences
+            {**self.weights, **other.weights},
+            self.token_terms + other.token_terms,
+            self.sequence_terms + other.sequence_terms,
         )
 
 
@@ -40,7 +42,7 @@ NO_OUTPUT = OutputTerms({}, (), ())
 
 def label_terms(weight: float, objective: Objective) -> OutputTerms:
     """Cross-entropy on the labels (`label`), and on the sequences' classes or squared error on their scores."""
-    return _terms(LABEL, weight, objective, WordTerm(LABEL.words, None), False, _label_loss)
+    return _terms(LABEL, weight, objective, TokenTerm(LABEL.token_name, None), False, _label_loss)
 
 
 def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temperature: float) -> OutputTerms:
@@ -52,8 +54,8 @@ def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temper
             return sequence_score_mse(of_student, of_teacher, batch.has_target())
         return sequence_soft_cross_entropy(of_student, of_teacher, batch.has_target(), temperature=temperature)
 
-    word = WordTerm(names.words, SOFT_CROSS_ENTROPY, temperature)
-    return _terms(names, weight, objective, word, True, loss)
+    token_term = TokenTerm(names.token_name, SOFT_CROSS_ENTROPY, temperature)
+    return _terms(names, weight, objective, token_term, True, loss)
 
 
 def divergence_terms(
@@ -69,24 +71,24 @@ def divergence_terms(
             of_student, of_teacher, batch.has_target(), divergence=divergence.value, temperature=temperature
         )
 
-    word = WordTerm(names.words, divergence, temperature, scale=temperature**2)
-    return _terms(names, weight, objective, word, True, loss)
+    token_term = TokenTerm(names.token_name, divergence, temperature, scale=temperature**2)
+    return _terms(names, weight, objective, token_term, True, loss)
 
 
 def _terms(
     names: OutputTerm,
     weight: float,
     objective: Objective,
-    word: WordTerm,
+    token_term: TokenTerm,
     needs_teacher: bool,
     loss: Callable[[Outputs, Outputs | None, Batch], LossSum],
 ) -> OutputTerms:
     if weight == 0:
         return NO_OUTPUT
-    on_sequences = SequenceTerm(names.sequences, needs_teacher, loss)
+    on_sequences = SequenceTerm(names.sequence_name, needs_teacher, loss)
     return OutputTerms(
         dict.fromkeys(names.positions(objective), weight),
-        (word,) if objective.words else (),
+        (token_term,) if objective.tokens else (),
         (on_sequences,) if objective.sequences is not None else (),
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import WORDS, Objective
+from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.methods.output import label_terms
 
 
-def make_sft(*, causal: bool = True, objective: Objective = WORDS) -> Method:
+def make_sft(*, causal: bool = True, objective: Objective = TOKENS) -> Method:
     """Cross-entropy on the labels, or squared error on scores: the baseline that every distillation must beat.
 
     A decoder predicts the next token (causal), an encoder the masked one. The terms are `label` on words and

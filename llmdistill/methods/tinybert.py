@@ -10,7 +10,7 @@ from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import LayerPair, check_heads, pair_layers, same_direction, uniform_map
 from llmdistill.methods.layer_terms import score_term, state_term
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import WORDS, Objective, OutputTerm
+from llmdistill.methods.objective import TOKENS, Objective, OutputTerm
 from llmdistill.methods.output import soft_terms
 from llmdistill.models.families import shape_of
 
@@ -21,7 +21,7 @@ INNER_TERMS: tuple[str, ...] = ("attention", "hidden", "embedding")
 
 
 def build_tinybert(
-    settings: TinybertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = WORDS
+    settings: TinybertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """MSE of the attention scores (eq. 7), hidden states (eq. 8) and embedding (eq. 9); soft cross-entropy (eq. 10).
 
@@ -52,9 +52,9 @@ def build_tinybert(
     output = soft_terms(SOFT, settings.soft, objective, temperature=settings.temperature)
     return Method(
         weights={**weights, **output.weights},
-        layers=terms,
-        words=output.words,
-        sequences=output.sequences,
+        layer_terms=terms,
+        token_terms=output.token_terms,
+        sequence_terms=output.sequence_terms,
         shift=causal,
         projections=projections,
     )

@@ -207,7 +207,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
         return names
     chosen: list[str] = []
     for target in targets:
-        found = [name for name in names if any(_ends(each, target) for each in (name, _unfactored(name)))]
+        found = [name for name in names if any(_tensors(each, target) for each in (name, _unfactored(name)))]
         if not found:
             there = sorted({_unfactored(name).rpartition(".")[2] for name in names})
             raise UserError(
@@ -221,7 +221,7 @@ def _refuse_kronecker(layers: nn.ModuleList, targets: list[str] | None) -> None:
     """The factors of a Kronecker product are parameters of one module and no linears that an adapter goes on."""
     own = {name: {key for key, _ in module.named_parameters(recurse=False)} for name, module in layers.named_modules()}
     kronecker = [name for name, keys in own.items() if {"A", "B"} <= keys]
-    asked = kronecker if targets is None else [n for n in kronecker if any(_ends(n, target) for target in targets)]
+    asked = kronecker if targets is None else [n for n in kronecker if any(_tensors(n, target) for target in targets)]
     if asked:
         remedy = "name dense linears in student.lora.targets" if targets is None else f"take {asked[0]} out of targets"
         raise UserError(
@@ -234,7 +234,7 @@ def _unfactored(name: str) -> str:
     return name[:-2] if name.endswith(_FACTORS) else name
 
 
-def _ends(name: str, target: str) -> bool:
+def _tensors(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 

@@ -27,7 +27,7 @@ class Family:
     """From a layer: the gate projection beside it, if there is one."""
     ffn_down: str
     """From a layer: the projection back to the model's width."""
-    words_head: str
+    lm_head: str
     """From the whole model: its language-model head, where it has one."""
     causal: bool
     """Decoder (a token sees only what stands before it) or encoder."""
@@ -40,7 +40,7 @@ _LLAMA = Family(
     ffn_up="mlp.up_proj",
     ffn_gate="mlp.gate_proj",
     ffn_down="mlp.down_proj",
-    words_head="lm_head",
+    lm_head="lm_head",
     causal=True,
 )
 _GPT2 = Family(
@@ -50,7 +50,7 @@ _GPT2 = Family(
     ffn_up="mlp.c_fc",
     ffn_gate=None,
     ffn_down="mlp.c_proj",
-    words_head="lm_head",
+    lm_head="lm_head",
     causal=True,
 )
 _BERT = Family(
@@ -60,10 +60,10 @@ _BERT = Family(
     ffn_up="intermediate.dense",
     ffn_gate=None,
     ffn_down="output.dense",
-    words_head="cls.predictions",
+    lm_head="cls.predictions",
     causal=False,
 )
-_ROBERTA = replace(_BERT, words_head="lm_head")
+_ROBERTA = replace(_BERT, lm_head="lm_head")
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,

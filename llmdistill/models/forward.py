@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs
-from llmdistill.losses.head import word_losses
+from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import RunningTerms
 from llmdistill.models.families import family_of
-from llmdistill.models.heads import WordHead, whole
+from llmdistill.models.heads import LMHead, whole
 from llmdistill.models.packing import packed_mask
 from llmdistill.models.running import LayerLosses
 from llmdistill.models.taps import Recorder
@@ -31,38 +31,38 @@ class TappedModel:
         self._forward = forward
         self._recorder = recorder
         self._vocabulary = vocabulary
-        self._head = WordHead(recorder.model)
+        self._head = LMHead(recorder.model)
         self._shift = family_of(recorder.model.config).causal
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and its head on every token."""
         with self._recorder.recording():
             result = self._run(batch)
-        words, sequences = self._head_outputs(result)
+        logits, sequences = self._head_outputs(result)
         return Outputs(
-            logits=None if words is None else words[..., : self._vocabulary],
+            logits=None if logits is None else logits[..., : self._vocabulary],
             taps=self._recorder.take(),
             sequence_logits=sequences,
-            ends=_ends(result),
+            tensors=_tensors(result),
         )
 
-    def teach(self, batch: Batch, *, words: bool) -> Outputs:
-        """Run the model on a batch as a teacher: taps, and with `words` the labels' rows in place of logits."""
-        batch = batch.located(shift=self._shift)
+    def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
+        """Run the model on a batch as a teacher: taps, and with `lm_head` the labels' rows in place of logits."""
+        batch = batch.with_label_rows(shift=self._shift)
         kept: list[HeadInputs] = []
 
         def keep(head: HeadInputs) -> Tensor:
             kept.append(head)
             return head.rows
 
-        with self._recorder.recording(), self._rows(batch, words, keep):
+        with self._recorder.recording(), self._rows(batch, lm_head, keep):
             result = self._run(batch)
         return Outputs(
             logits=None,
             taps=self._recorder.take(),
-            words=kept[0] if kept else None,
+            lm_head=kept[0] if kept else None,
             sequence_logits=self._head_outputs(result)[1],
-            ends=_ends(result),
+            tensors=_tensors(result),
         )
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
@@ -70,28 +70,28 @@ class TappedModel:
 
         No tensor is kept that no loss asks for, and the losses on words never make the logits of a batch.
         """
-        batch = batch.located(shift=self._shift)
+        batch = batch.with_label_rows(shift=self._shift)
         taps = None if terms.teacher is None else terms.teacher.taps
-        layers = LayerLosses(terms.layers, taps, batch.attention_mask)
+        layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
 
         def losses_of(head: HeadInputs) -> Tensor:
-            return self._word_losses(head, batch, terms)
+            return self._token_losses(head, batch, terms)
 
-        with self._recorder.recording(layers.offer), self._rows(batch, bool(terms.words), losses_of):
+        with self._recorder.recording(layers.offer), self._rows(batch, bool(terms.token_terms), losses_of):
             result = self._run(batch)
         # What the head's last product would have made is now what stands in its place: the sums.
         sums_K, sequences = self._head_outputs(result)
         losses = layers.sums
-        if terms.words:
+        if terms.token_terms:
             assert sums_K is not None, "the student has no language-model head"
             count = batch.counts()["labels"]
-            losses |= {term.name: LossSum(sums_K[i], count) for i, term in enumerate(terms.words)}
+            losses |= {term.name: LossSum(sums_K[i], count) for i, term in enumerate(terms.token_terms)}
         return Outputs(
             logits=None,
             taps=self._recorder.take(),
             sequence_logits=sequences,
             losses=losses,
-            ends=_ends(result),
+            tensors=_tensors(result),
         )
 
     def _run(self, batch: Batch) -> Any:
@@ -118,19 +118,19 @@ class TappedModel:
         return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
 
     def _rows(
-        self, batch: Batch, words: bool, use: Callable[[HeadInputs], Tensor] | None
+        self, batch: Batch, lm_head: bool, use: Callable[[HeadInputs], Tensor] | None
     ) -> AbstractContextManager[None]:
-        """The head on the rows that predict a label, or, where nobody asks for words, on none."""
+        """The head on the rows that predict a label, or, where nobody asks for the LM head, on none."""
         assert batch.label_rows is not None
-        rows_N = batch.label_rows if words else batch.label_rows[:0]
-        return self._head.taken_over(rows_N, use if words else None)
+        rows_N = batch.label_rows if lm_head else batch.label_rows[:0]
+        return self._head.taken_over(rows_N, use if lm_head else None)
 
-    def _word_losses(self, head: HeadInputs, batch: Batch, terms: RunningTerms) -> Tensor:
-        labels_N = batch.located_labels(shift=self._shift)
-        factors = _stacked([terms.factors.get(term.name, 1.0) for term in terms.words], labels_N.device)
-        teacher = None if terms.teacher is None else terms.teacher.words
+    def _token_losses(self, head: HeadInputs, batch: Batch, terms: RunningTerms) -> Tensor:
+        labels_N = batch.row_labels(shift=self._shift)
+        factors = _stacked([terms.factors.get(term.name, 1.0) for term in terms.token_terms], labels_N.device)
+        teacher = None if terms.teacher is None else terms.teacher.lm_head
         with nullcontext() if teacher is None else whole(teacher):
-            return word_losses(head, teacher, labels_N, terms.words, factors, vocabulary=self._vocabulary)
+            return token_losses(head, teacher, labels_N, terms.token_terms, factors, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any) -> tuple[Tensor | None, Tensor | None]:
         """What came out of the head for words and of the one for sequences, by the names transformers gives them."""
@@ -140,7 +140,7 @@ class TappedModel:
         return (logits, None) if self._head.is_there else (None, logits)
 
 
-def _ends(result: Any) -> tuple[Tensor, ...]:
+def _tensors(result: Any) -> tuple[Tensor, ...]:
     return tuple(value for value in result.values() if torch.is_tensor(value))
 
 

@@ -13,7 +13,7 @@ from llmdistill.batch import HeadInputs
 from llmdistill.models.families import family_of
 
 
-class WordHead:
+class LMHead:
     """A model's language-model head, whose last linear (to the vocabulary) can be taken over.
 
     Outside `taken_over()` the model is as it was. It acts inside the head's own modules, where ZeRO-3 has gathered
@@ -26,7 +26,7 @@ class WordHead:
         self._use: Callable[[HeadInputs], Tensor] | None = None
         self._last = _last_linear(model)
         if self._last is not None:
-            entry = model.get_submodule(family_of(model.config).words_head)
+            entry = model.get_submodule(family_of(model.config).lm_head)
             entry.register_forward_pre_hook(self._gather)
             # An attribute of the instance: DeepSpeed's and peft's hooks around the call stay where they are.
             self._plain = self._last.forward

@@ -40,9 +40,9 @@ _REMEDY = (
 
 Loaded = TypeVar("Loaded")
 
-Head = Literal["words", "pretraining", "sequence", "none"]
-"""What stands on a model: words, the language-model head (causal for decoders, masked for encoders); pretraining, that
-and BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without any."""
+Head = Literal["lm_head", "pretraining", "sequence", "none"]
+"""What stands on a model: lm_head, the language-model head (causal for decoders, masked for encoders); pretraining,
+that and BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without any."""
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
@@ -75,7 +75,7 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
         return AutoModelForSequenceClassification
     if family_of(config).causal:
         return AutoModelForCausalLM
-    return {"words": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining, "none": AutoModel}[head]
+    return {"lm_head": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining, "none": AutoModel}[head]
 
 
 def load_model(
@@ -83,7 +83,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device | str | None = None,
-    head: Head = "words",
+    head: Head = "lm_head",
     new_head: bool = False,
     num_classes: int | None = None,
 ) -> PreTrainedModel:
@@ -145,8 +145,8 @@ def _load_weights(
 
 
 _WITH_HEAD: dict[Head, str] = {
-    "words": " with its language-model head (terms on hidden states, matrices and relations need none: set the weights "
-    "of those on the output to 0)",
+    "lm_head": " with its language-model head (terms on hidden states, matrices and relations need none: set the "
+    "weights of those on the output to 0)",
     "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
     "sequence": " with a classifier",
     "none": "",

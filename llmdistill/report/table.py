@@ -19,8 +19,8 @@ from rich.table import Table
 
 import llmdistill
 from llmdistill.files import write_json, write_text
+from llmdistill.report.metrics_log import FIGURES
 from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
-from llmdistill.runtime.log import FIGURES
 
 _TEXT_TITLE = "The method's loss on the validation text"
 

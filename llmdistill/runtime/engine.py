@@ -183,7 +183,7 @@ def save_student(
     template: Path | str,
     output: Path,
     lora: LoraConfig | None = None,
-    head: Head = "words",
+    head: Head = "lm_head",
 ) -> None:
     """Write the student as a Hugging Face model, its adapters merged, its projectors left out.
 

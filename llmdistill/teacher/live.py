@@ -28,7 +28,7 @@ def load_teacher(
     dtype: torch.dtype,
     sharding: Literal["replicated", "zero3"],
     world: World,
-    head: Head = "words",
+    head: Head = "lm_head",
 ) -> LiveTeacher:
     """Load a teacher with a head; every rank must call it.
 

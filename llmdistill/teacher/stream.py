@@ -36,8 +36,8 @@ _SPARE = 0.05
 class Teacher(Protocol):
     """The model that is learnt from."""
 
-    def teach(self, batch: Batch, *, words: bool) -> Outputs:
-        """Run it on a batch; `words` asks for its output at the labels."""
+    def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
+        """Run it on a batch; `lm_head` asks for its output at the labels."""
         ...
 
 
@@ -139,11 +139,11 @@ class StreamedTeacher:
         self._teacher_bytes = 0
         self._step_begins = False
 
-    def teach(self, batch: Batch, *, words: bool) -> Outputs:
+    def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
         """The teacher's outputs for a batch, ready for the current stream."""
         started, self._started = self._started, None
         if started is None or started.batch is not batch:
-            return self._measured(batch, words)
+            return self._measured(batch, lm_head)
         current = torch.cuda.current_stream(self._device)
         current.wait_event(started.done)
         for tensor in tensors_of(started.outputs):
@@ -151,7 +151,7 @@ class StreamedTeacher:
             tensor.record_stream(current)
         return started.outputs
 
-    def start(self, batch: Batch | None, *, words: bool) -> None:
+    def start(self, batch: Batch | None, *, lm_head: bool) -> None:
         """Begin with the next batch, if there is one and the teacher is to run ahead.
 
         Call it between the student's forward and backward pass: it starts when the device has come so far.
@@ -161,7 +161,7 @@ class StreamedTeacher:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.no_grad():
-            outputs = self._teacher.teach(batch, words=words)
+            outputs = self._teacher.teach(batch, lm_head=lm_head)
             done = torch.cuda.Event()
             done.record(self._stream)
         for tensor in tensors_of(batch):
@@ -185,7 +185,7 @@ class StreamedTeacher:
         self._trial.step_done(time.perf_counter() - began, peak, self._teacher_bytes)
         return result, self._trial.report
 
-    def _measured(self, batch: Batch, words: bool) -> Outputs:
+    def _measured(self, batch: Batch, lm_head: bool) -> Outputs:
         """A forward pass on the current stream; while the trial goes on, what it allocates is noted.
 
         Only the first of a step, before which the peak was set back: afterwards the peak is the student's. Allocations
@@ -193,7 +193,7 @@ class StreamedTeacher:
         """
         measures, self._step_begins = self._step_begins, False
         before = torch.cuda.memory_allocated(self._device)
-        outputs = self._teacher.teach(batch, words=words)
+        outputs = self._teacher.teach(batch, lm_head=lm_head)
         if measures:
             self._teacher_bytes = max(self._teacher_bytes, torch.cuda.max_memory_allocated(self._device) - before)
         return outputs

@@ -15,7 +15,7 @@ from support import ROOT, environment, launch_command
 
 pytestmark = pytest.mark.dist
 
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
+TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def encoder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(WORDS),
+        vocab_size=len(TOKENS),
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -35,7 +35,7 @@ def encoder(tmp_path_factory) -> Path:
         attention_probs_dropout_prob=0.0,
     )
     BertForMaskedLM(config).save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(TOKENS)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     marks = [("[CLS]", 1), ("[SEP]", 2)]
     backend.post_processor = processors.TemplateProcessing(
@@ -77,7 +77,7 @@ def evaluate(encoder: Path, data: Path, output: Path, *, ranks: int, script: str
 
 def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
     evaluate(encoder, data, tmp_path / "one", ranks=1)
-    said = evaluate(encoder, data, tmp_path / "two", ranks=2, script="llmdistill/glue/command.py")
+    said = evaluate(encoder, data, tmp_path / "two", ranks=2, script="llmdistill/commands/glue.py")
     assert said.count("STS-B: run 1 of 1") == 1
     run = "STS-B/lr-0.003-epochs-12-seed-1"
     one, two = (

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.dist
 
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
+TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def teacher(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("teacher")
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(WORDS),
+        vocab_size=len(TOKENS),
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -33,7 +33,7 @@ def teacher(tmp_path_factory) -> Path:
         attention_probs_dropout_prob=0.0,
     )
     BertForPreTraining(config).save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(TOKENS)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]

@@ -10,36 +10,19 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
-LOWEST = {"batch", "config", "errors", "files", "parsing"}
-PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "scoring", "embedded", "kernels"}
-ABOVE_PARTS = {
-    "methods",
-    "plan",
-    "trainer",
-    "assemble",
-    "search",
-    "train",
-    "compare",
-    "glue",
-    "stages",
-    "cli",
-    "report",
-}
+LOWEST = {"batch", "config", "errors", "files"}
+PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "tasks", "embedded"}
+ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "cli"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
-    "parsing": PARTS | ABOVE_PARTS,
     **{name: ABOVE_PARTS for name in PARTS},
-    "losses": ABOVE_PARTS | PARTS - {"losses", "kernels"},
-    "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "scoring", "data", "teacher"},
-    "trainer": {"assemble", "train", "compare", "cli", "models", "factorize", "generation", "scoring"},
+    "losses": ABOVE_PARTS | PARTS - {"losses"},
+    "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "tasks", "data", "teacher"},
     "report": ABOVE_PARTS - {"report"},
-    "plan": ABOVE_PARTS - {"plan", "methods"} | {"data", "generation", "teacher"},
-    "assemble": {"stages", "train", "compare", "cli"},
-    "search": {"trainer", "assemble", "stages", "train", "compare", "glue", "cli"},  # who does a run is handed to it
-    "glue": {"assemble", "search", "stages", "train", "compare", "cli", "plan"},
-    "stages": {"assemble", "search", "train", "compare", "cli"},
-    "train": {"compare", "glue", "cli"},
-    "compare": {"trainer", "assemble", "methods", "stages", "train", "cli"},  # it starts runs as processes of their own
+    "run": {"experiments", "commands", "train", "cli"},
+    "experiments": {"commands", "train", "cli"},
+    "commands": {"cli"},
+    "train": {"commands", "cli"},
 }
 """Room -> the rooms it must not import."""
 

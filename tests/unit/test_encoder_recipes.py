@@ -12,10 +12,10 @@ import pytest
 from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
 
 from llmdistill.config import KroneckerbertConfig, RunConfig
+from llmdistill.config.command_line import parse_run, recipe_names, recipe_path
 from llmdistill.factorize import build_reference, count_parameters
 from llmdistill.models.families import layers_of
-from llmdistill.parsing import parse_run, recipe_names, recipe_path
-from llmdistill.plan import Plan, make_plans
+from llmdistill.run.plan import Plan, make_plans
 from llmdistill.runtime.engine import split_batch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -43,9 +43,9 @@ from llmdistill.methods import build_method
 from llmdistill.methods.objective import Objective
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
+from llmdistill.run.log import Stopwatch
+from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
-from llmdistill.runtime.log import Stopwatch
-from llmdistill.trainer import Trainer
 
 WORLD = World(rank=0, size=1, device=torch.device("meta"))
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -117,7 +117,7 @@ def make_batch(family: str) -> Batch:
 
 def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
     teacher, student = make_model(family).eval(), make_model(family)
-    objective = Objective(words=True, sequences="classes" if family == "bert" else None)
+    objective = Objective(tokens=True, sequences="classes" if family == "bert" else None)
     method = build_method([method_name], SETTINGS, teacher.config, student.config, objective)
     if settings.get("activation_checkpointing"):
         student.gradient_checkpointing_enable({"use_reentrant": False})

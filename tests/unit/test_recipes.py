@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from llmdistill.parsing import recipe_names, recipe_path
+from llmdistill.config.command_line import recipe_names, recipe_path
 from llmdistill.train import main
 
 ROOT = Path(__file__).resolve().parents[2]

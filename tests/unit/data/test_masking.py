@@ -87,7 +87,7 @@ class TestWholeWords:
     STARTS = np.arange(50) % 2 == 0
     """Even tokens begin a word."""
     IDS = np.array([2, 10, 11, 13, 20, 30, 31, 3, 33, 40, 41, 43, 45, 0])
-    WORDS = ([1, 2, 3], [4], [5, 6], [8], [9, 10, 11, 12])
+    TOKENS = ([1, 2, 3], [4], [5, 6], [8], [9, 10, 11, 12])
     """What follows a special token begins one too."""
 
     def test_are_chosen_as_a_whole_until_the_number_is_reached(self) -> None:
@@ -96,7 +96,7 @@ class TestWholeWords:
             for seed in range(60):
                 _, labels = masked(self.IDS, seed, mask_share=share, word_starts=self.STARTS)
                 places = chosen(labels)
-                words = [word for word in self.WORDS if set(word) & set(places)]
+                words = [word for word in self.TOKENS if set(word) & set(places)]
                 assert sorted(place for word in words for place in word) == places
                 assert len(places) >= number
                 assert any(len(places) - len(word) < number for word in words), "no word after the one that crosses it"

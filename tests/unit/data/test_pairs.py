@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.glue import PairExample
 from llmdistill.data.pairs import (
     EncodedPair,
+    PairExample,
     collate_pairs,
     encode_pairs,
     pair_batches,

@@ -12,7 +12,7 @@ from llmdistill.data.instruct import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus, locate
 from llmdistill.generation.decode import Decoding, generate
-from llmdistill.scoring import rouge_l
+from llmdistill.tasks.rouge import rouge_l
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_f
 from llmdistill.factorize.kronecker_options import Options, make_groups, undominated
 from llmdistill.factorize.kronecker_search import combine, search
 
-WIDTH, FFN, WORDS = 8, 12, 20
+WIDTH, FFN, TOKENS = 8, 12, 20
 
 
 def bert(layers: int = 2) -> PreTrainedModel:
@@ -43,7 +43,7 @@ def bert(layers: int = 2) -> PreTrainedModel:
             num_hidden_layers=layers,
             num_attention_heads=2,
             intermediate_size=FFN,
-            vocab_size=WORDS,
+            vocab_size=TOKENS,
             max_position_embeddings=8,
         )
     )
@@ -93,8 +93,8 @@ def every_combination(model: PreTrainedModel, sums: int) -> Iterator[tuple[int, 
     def embedding(columns: int) -> tuple[int, int, float]:
         if columns == 1:
             return table.numel(), 0, 0.0
-        error = missed(table, KroneckerShape(WORDS, WIDTH // columns)) / float(table.double().square().mean())
-        return WORDS * WIDTH // columns + columns, 0, error
+        error = missed(table, KroneckerShape(TOKENS, WIDTH // columns)) / float(table.double().square().mean())
+        return TOKENS * WIDTH // columns + columns, 0, error
 
     attention = [name for name in linears if ".attention." in name]
     ffn = [name for name in linears if ".attention." not in name]
@@ -123,7 +123,7 @@ def test_it_is_the_best_of_all_combinations(sums: int, max_flops: str | None) ->
         best = min(error for _, _, error, _ in inside)
         free = min(each[2] for each in tried if each[0] <= most)
         assert (best > free) == (max_flops is not None)  # the bound makes a difference
-        total = 2 * (4 * WIDTH * WIDTH + 2 * WIDTH * FFN) + WORDS * WIDTH
+        total = 2 * (4 * WIDTH * WIDTH + 2 * WIDTH * FFN) + TOKENS * WIDTH
         assert found[0].relative_error == pytest.approx((best / total) ** 0.5, rel=1e-4)
         assert [each.relative_error for each in found] == sorted(each.relative_error for each in found)
         for each in found:
@@ -204,7 +204,7 @@ def test_combine_and_undominated_against_loops() -> None:
             assert (choice in kept.choices) is not beaten or option.params.tolist().count(option.params[i]) > 1
 
 
-@pytest.mark.parametrize(("settings", "words"), [
+@pytest.mark.parametrize(("settings", "lm_head"), [
     ({"target_params": "400"}, ["400", "out of reach", "raise the target"]),
     ({"target_params": "20%", "embedding_columns": 2}, ["out of reach", "2 embedding columns"]),
     ({"target_params": "50%", "max_flops": "1%"}, ["max_flops 1%", "less than"]),

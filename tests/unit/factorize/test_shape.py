@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 64,
     "vocab_size": 40,
 }
-DEFAULTS: dict[str, Any] = {"init": "random", "layers": "spread", "embedding": None, "seed": 0, "head": "words"}
+DEFAULTS: dict[str, Any] = {"init": "random", "layers": "spread", "embedding": None, "seed": 0, "head": "lm_head"}
 
 
 @pytest.fixture

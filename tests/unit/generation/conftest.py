@@ -10,14 +10,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORDS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
+TOKENS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
 PROMPTS = ("Name a colour", "Name", "a a a is", "colour : red green", "is", "Below red blue", "green green")
 
 
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
     """Folder of a random Llama with a tokenizer of a dozen words."""
-    vocabulary = {word: n for n, word in enumerate(("</s>", "<pad>", "<unk>", *WORDS))}
+    vocabulary = {word: n for n, word in enumerate(("</s>", "<pad>", "<unk>", *TOKENS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmdistill.generation.command import main
+from llmdistill.commands.generate import main
 from llmdistill.generation.provenance import side_file
 
 LIMITS = ("--max_prompt_length", "60", "--max_length", "70", "--dtype", "fp32", "--engine", "hf")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmdistill.losses import blocks
 from llmdistill.losses.attention import AttentionInputs, attention_kl, attention_score_mse
-from llmdistill.losses.blocks import BlockShape, Visibility, block_loss, block_shape
+from llmdistill.losses.fused import blocks
+from llmdistill.losses.fused.blocks import BlockShape, Visibility, block_loss, block_shape
 from llmdistill.losses.plain import attention_kl_plain, attention_score_mse_plain, relation_kl_plain
 from llmdistill.losses.relation import RelationInputs, _relation, relation_kl
 

@@ -13,10 +13,10 @@ from llmdistill.losses.divergence import (
     REVERSE_KL,
     SOFT_CROSS_ENTROPY,
     TOTAL_VARIATION,
-    jsd_with_slope,
+    jsd_with_derivative,
     output_divergence,
-    skew_forward_kl_with_slope,
-    skew_reverse_kl_with_slope,
+    skew_forward_kl_with_derivative,
+    skew_reverse_kl_with_derivative,
 )
 from llmdistill.methods.kd import divergence_of
 
@@ -172,29 +172,29 @@ SLOPES = {
     "soft_cross_entropy": SOFT_CROSS_ENTROPY,
     "reverse_kl": REVERSE_KL,
     "tvd": TOTAL_VARIATION,
-    "jsd": jsd_with_slope(0.3),
-    "jsd at 0.9": jsd_with_slope(0.9),
-    "skew_forward_kl": skew_forward_kl_with_slope(0.1),
-    "skew_reverse_kl": skew_reverse_kl_with_slope(0.4),
+    "jsd": jsd_with_derivative(0.3),
+    "jsd at 0.9": jsd_with_derivative(0.9),
+    "skew_forward_kl": skew_forward_kl_with_derivative(0.1),
+    "skew_reverse_kl": skew_reverse_kl_with_derivative(0.4),
 }
 
 
 @pytest.mark.parametrize("name", SLOPES)
-def test_the_slope_is_the_values_derivative(name: str) -> None:
+def test_the_derivative_is_the_values_derivative(name: str) -> None:
     """In all directions, also those that leave the distributions: log q are free variables."""
     divergence = SLOPES[name]
     log_p, log_q = draw_log_probabilities(0), draw_log_probabilities(1).requires_grad_()
     value = divergence.value(log_p, log_q)
     assert value.shape == (10,)
     (expected,) = torch.autograd.grad(value.sum(), log_q)
-    torch.testing.assert_close(divergence.slope(log_p, log_q.detach()), expected, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(divergence.derivative(log_p, log_q.detach()), expected, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", SLOPES)
-def test_the_slope_is_finite_at_the_floor(name: str) -> None:
+def test_the_derivative_is_finite_at_the_floor(name: str) -> None:
     log_p = torch.tensor([[0.0, LOG_FLOOR], [LOG_FLOOR, 0.0], [LOG_FLOOR, 0.0]])
     log_q = torch.tensor([[LOG_FLOOR, 0.0], [0.0, LOG_FLOOR], [LOG_FLOOR, 0.0]])
-    assert SLOPES[name].slope(log_p, log_q).isfinite().all()
+    assert SLOPES[name].derivative(log_p, log_q).isfinite().all()
 
 
 def test_the_soft_cross_entropy_is_the_naive_loop() -> None:

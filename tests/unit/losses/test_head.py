@@ -9,30 +9,30 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmdistill.batch import HeadInputs
-from llmdistill.losses import head_chunk
 from llmdistill.losses.divergence import (
     FORWARD_KL,
     REVERSE_KL,
     SOFT_CROSS_ENTROPY,
     TOTAL_VARIATION,
-    jsd_with_slope,
-    skew_forward_kl_with_slope,
-    skew_reverse_kl_with_slope,
+    jsd_with_derivative,
+    skew_forward_kl_with_derivative,
+    skew_reverse_kl_with_derivative,
 )
-from llmdistill.losses.head import WordTerm, word_losses
+from llmdistill.losses.fused import head_chunk
+from llmdistill.losses.head import TokenTerm, token_losses
 from llmdistill.losses.head_plain import word_losses_plain
 
-LABEL = WordTerm("label", None)
-KL = WordTerm("kl", FORWARD_KL)
-KL_2 = WordTerm("kl at 2", FORWARD_KL, 2.0, 4.0)
-SOFT = WordTerm("soft", SOFT_CROSS_ENTROPY)
-SOFT_2 = WordTerm("soft at 2", SOFT_CROSS_ENTROPY, 2.0)
+LABEL = TokenTerm("label", None)
+KL = TokenTerm("kl", FORWARD_KL)
+KL_2 = TokenTerm("kl at 2", FORWARD_KL, 2.0, 4.0)
+SOFT = TokenTerm("soft", SOFT_CROSS_ENTROPY)
+SOFT_2 = TokenTerm("soft at 2", SOFT_CROSS_ENTROPY, 2.0)
 OTHERS = [
-    WordTerm("reverse", REVERSE_KL, 1.5, 2.25),
-    WordTerm("jsd", jsd_with_slope(0.3), 1.5),
-    WordTerm("skew forward", skew_forward_kl_with_slope(0.1), 0.7),
-    WordTerm("skew reverse", skew_reverse_kl_with_slope(0.4)),
-    WordTerm("tvd", TOTAL_VARIATION, 2.0),
+    TokenTerm("reverse", REVERSE_KL, 1.5, 2.25),
+    TokenTerm("jsd", jsd_with_derivative(0.3), 1.5),
+    TokenTerm("skew forward", skew_forward_kl_with_derivative(0.1), 0.7),
+    TokenTerm("skew reverse", skew_reverse_kl_with_derivative(0.4)),
+    TokenTerm("tvd", TOTAL_VARIATION, 2.0),
 ]
 TERMS = [
     *([term] for term in (LABEL, KL, KL_2, SOFT, SOFT_2, *OTHERS)),
@@ -67,7 +67,7 @@ def labels(rows: int = N, words: int = V) -> Tensor:
     return torch.randint(words, (rows,), generator=torch.Generator().manual_seed(9))
 
 
-def factors_of(terms: Sequence[WordTerm]) -> Tensor:
+def factors_of(terms: Sequence[TokenTerm]) -> Tensor:
     return torch.tensor([0.5 + 0.25 * i for i in range(len(terms))])
 
 
@@ -75,7 +75,7 @@ def outcome(
     function: Callable[..., Tensor],
     student: HeadInputs,
     teacher: HeadInputs | None,
-    terms: Sequence[WordTerm],
+    terms: Sequence[TokenTerm],
     *,
     times: float = 1.0,
     rows: int = N,
@@ -96,10 +96,10 @@ def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], relative: f
 
 
 @every_choice
-def test_it_equals_full_logits(terms: list[WordTerm]) -> None:
+def test_it_equals_full_logits(terms: list[TokenTerm]) -> None:
     """With chunks that leave a rest, and a factor that only shows in the backward pass."""
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    found = outcome(word_losses, student, teacher, terms, times=3.0, chunk=4)
+    found = outcome(token_losses, student, teacher, terms, times=3.0, chunk=4)
     assert_near(found, outcome(word_losses_plain, student, teacher, terms, times=3.0))
     assert len(found) == 4
 
@@ -115,34 +115,34 @@ def test_label_and_kl_equal_the_naive_loop() -> None:
         expected[0] += 4 * sum(a / sum(p) * math.log(a / sum(p) / (b / sum(q))) for a, b in zip(p, q, strict=True))
         squares = [x**2 for x in q]
         expected[1] -= math.log(squares[int(labels()[i])] / sum(squares))
-    found = word_losses(student, teacher, labels(), [KL_2, LABEL], torch.ones(2), chunk=3)
+    found = token_losses(student, teacher, labels(), [KL_2, LABEL], torch.ones(2), chunk=3)
     assert found.tolist() == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("terms", [[LABEL, KL], [LABEL, OTHERS[0]]], ids=["short way", "any way"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, N, 100])
-def test_chunks_and_blocks_change_nothing(terms: list[WordTerm], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_blocks_change_nothing(terms: list[TokenTerm], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
     expected = outcome(word_losses_plain, student, teacher, terms)
-    assert_near(outcome(word_losses, student, teacher, terms, chunk=chunk), expected)
+    assert_near(outcome(token_losses, student, teacher, terms, chunk=chunk), expected)
     monkeypatch.setattr(head_chunk, "_BLOCK_BYTES", 2 * V * 8)
-    assert_near(outcome(word_losses, student, teacher, terms, chunk=chunk), expected)
+    assert_near(outcome(token_losses, student, teacher, terms, chunk=chunk), expected)
 
 
 def test_the_default_chunk_leaves_no_row_out() -> None:
     student, teacher = learnt(head(0, rows=600)), head(1, rows=600, width=K_TEACHER)
-    found = outcome(word_losses, student, teacher, [LABEL, KL], rows=600)
+    found = outcome(token_losses, student, teacher, [LABEL, KL], rows=600)
     assert_near(found, outcome(word_losses_plain, student, teacher, [LABEL, KL], rows=600))
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @every_choice
-def test_precision(terms: list[WordTerm], dtype: torch.dtype, relative: float) -> None:
+def test_precision(terms: list[TokenTerm], dtype: torch.dtype, relative: float) -> None:
     """Against full logits in fp64 from the very same numbers."""
-    sizes = {"rows": 64, "words": 97}
+    sizes = {"rows": 64, "lm_head": 97}
     student, teacher = head(0, dtype=dtype, **sizes), head(1, width=K_TEACHER, dtype=dtype, **sizes)
     exact = HeadInputs(*(each.double() for each in student)), HeadInputs(*(each.double() for each in teacher))
-    found = outcome(word_losses, learnt(student), teacher, terms, rows=64, chunk=24)
+    found = outcome(token_losses, learnt(student), teacher, terms, rows=64, chunk=24)
     assert found[0].dtype == torch.float32
     assert all(each.dtype == dtype for each in found[1:])
     assert_near(found, outcome(word_losses_plain, learnt(exact[0]), exact[1], terms, rows=64), relative)
@@ -152,7 +152,7 @@ def test_half_precision_keeps_gradients_far_below_its_least_number() -> None:
     """As 1 / count is for a batch of many tokens; loss scaling multiplies only in the backward pass."""
     student, teacher = learnt(head(0, dtype=torch.float16)), head(1, width=K_TEACHER, dtype=torch.float16)
     factors = torch.tensor([1e-7])
-    sums = word_losses(student, teacher, labels(), [KL], factors)
+    sums = token_losses(student, teacher, labels(), [KL], factors)
     (sums * factors * 1e7).sum().backward()
     expected = outcome(word_losses_plain, student, teacher, [KL], times=2.0)
     assert_near([student.weight.grad], [expected[2]], 5e-3)
@@ -163,7 +163,9 @@ def test_the_weights_gradient_is_summed_in_fp32() -> None:
     rows, words = 1000, 2
     student = HeadInputs(torch.ones(rows, 1).bfloat16(), torch.zeros(words, 1).bfloat16(), None)
     student.weight.requires_grad_()
-    sums = word_losses(student, None, torch.zeros(rows, dtype=torch.int64), [LABEL], torch.full((1,), 1 / 256), chunk=1)
+    sums = token_losses(
+        student, None, torch.zeros(rows, dtype=torch.int64), [LABEL], torch.full((1,), 1 / 256), chunk=1
+    )
     (sums / 256).sum().backward()
     assert student.weight.grad.tolist() == [[pytest.approx(-1000 / 512, rel=5e-3)], [pytest.approx(1.953, rel=5e-3)]]
 
@@ -171,15 +173,15 @@ def test_the_weights_gradient_is_summed_in_fp32() -> None:
 def test_rows_of_another_type_than_the_weight() -> None:
     student, teacher = head(0), head(1, width=K_TEACHER)
     mixed = learnt(HeadInputs(student.rows.float(), student.weight, student.bias))
-    found = outcome(word_losses, mixed, HeadInputs(teacher.rows.float(), teacher.weight, teacher.bias), [KL])
+    found = outcome(token_losses, mixed, HeadInputs(teacher.rows.float(), teacher.weight, teacher.bias), [KL])
     assert [each.dtype for each in found[1:]] == [torch.float32, torch.float64, torch.float64]
     assert_near(found, outcome(word_losses_plain, learnt(student), teacher, [KL]), 1e-5)
 
 
 @pytest.mark.parametrize("terms", [[LABEL, KL], [OTHERS[1]]], ids=["short way", "any way"])
-def test_the_first_words_of_padded_vocabularies(terms: list[WordTerm]) -> None:
+def test_the_first_words_of_padded_vocabularies(terms: list[TokenTerm]) -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER, words=V + 3)
-    found = outcome(word_losses, student, teacher, terms, vocabulary=V - 2, chunk=4)
+    found = outcome(token_losses, student, teacher, terms, vocabulary=V - 2, chunk=4)
     assert_near(found, outcome(word_losses_plain, student, teacher, terms, vocabulary=V - 2))
     assert not found[2][V - 2 :].any()
     assert not found[3][V - 2 :].any()
@@ -189,7 +191,7 @@ def test_the_first_words_of_padded_vocabularies(terms: list[WordTerm]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_rows(dtype: torch.dtype) -> None:
     student, teacher = learnt(head(0, rows=0, dtype=dtype)), head(1, rows=0, width=K_TEACHER, dtype=dtype)
-    sums, *gradients = outcome(word_losses, student, teacher, [LABEL, KL], rows=0)
+    sums, *gradients = outcome(token_losses, student, teacher, [LABEL, KL], rows=0)
     assert sums.tolist() == [0.0, 0.0]
     assert [each.shape for each in gradients] == [(0, K), (V, K), (V,)]
     assert not any(each.any() for each in gradients)
@@ -197,19 +199,19 @@ def test_no_rows(dtype: torch.dtype) -> None:
 
 def test_no_bias_and_no_teacher() -> None:
     student = learnt(head(0, bias=False))
-    assert_near(outcome(word_losses, student, None, [LABEL]), outcome(word_losses_plain, student, None, [LABEL]))
+    assert_near(outcome(token_losses, student, None, [LABEL]), outcome(word_losses_plain, student, None, [LABEL]))
 
 
 def test_labels_alone_do_not_run_the_teachers_head() -> None:
     broken = HeadInputs(torch.zeros(0), torch.zeros(0), None)
     student = learnt(head(0))
-    assert_near(outcome(word_losses, student, broken, [LABEL]), outcome(word_losses_plain, student, None, [LABEL]))
+    assert_near(outcome(token_losses, student, broken, [LABEL]), outcome(word_losses_plain, student, None, [LABEL]))
 
 
 def test_a_weight_that_is_the_embedding_too() -> None:
     ids = labels()
     gradients = []
-    for function in (word_losses, word_losses_plain):
+    for function in (token_losses, word_losses_plain):
         student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
         rows_NK = student.rows + student.weight[ids] * 2
         sums = function(HeadInputs(rows_NK, student.weight, student.bias), teacher, ids, [LABEL, KL], torch.ones(2))
@@ -221,7 +223,7 @@ def test_a_weight_that_is_the_embedding_too() -> None:
 def test_what_is_frozen_gets_no_gradient_and_costs_no_product() -> None:
     for frozen in (("weight", "bias"), ("rows",), ("weight",)):
         student, teacher = learnt(head(0), *frozen), head(1, width=K_TEACHER)
-        found = outcome(word_losses, student, teacher, [LABEL, KL])
+        found = outcome(token_losses, student, teacher, [LABEL, KL])
         assert len(found) == 4 - len(frozen)
         assert_near(found, outcome(word_losses_plain, student, teacher, [LABEL, KL]))
 
@@ -244,12 +246,12 @@ class Record(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("terms", [[LABEL, KL_2], [LABEL, *OTHERS]], ids=["short way", "any way"])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(terms: list[WordTerm]) -> None:
+def test_no_tensor_is_larger_than_a_chunk_of_logits(terms: list[TokenTerm]) -> None:
     rows, words, chunk = 4000, 200, 100
-    sizes = {"rows": rows, "words": words, "width": 2}
+    sizes = {"rows": rows, "lm_head": words, "width": 2}
     student, teacher = learnt(head(0, **sizes)), head(1, **sizes)
     with Record() as record:
-        outcome(word_losses, student, teacher, terms, rows=rows, vocabulary=words, chunk=chunk)
+        outcome(token_losses, student, teacher, terms, rows=rows, vocabulary=words, chunk=chunk)
     assert chunk * words <= record.largest <= 1.01 * chunk * words
 
 
@@ -257,7 +259,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(terms: list[WordTerm]) -> No
 def test_without_gradients_only_the_logits_are_computed(weight_is_learnt: bool) -> None:
     student, teacher = learnt(head(0), *([] if weight_is_learnt else ["rows", "weight", "bias"])), head(1)
     with torch.set_grad_enabled(not weight_is_learnt), Record() as record:
-        sums = word_losses(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3), chunk=100)
+        sums = token_losses(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3), chunk=100)
     assert not sums.requires_grad
     assert record.products == [(N, V), (6, V), (5, V)]
     assert_near([sums], [word_losses_plain(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3)).detach()])
@@ -266,11 +268,11 @@ def test_without_gradients_only_the_logits_are_computed(weight_is_learnt: bool) 
 def test_nan_in_a_row_stays_there() -> None:
     for terms in ([LABEL, KL], [LABEL, OTHERS[0]]):
         student, teacher = head(0), head(1, width=K_TEACHER)
-        expected = outcome(word_losses, learnt(student, "weight", "bias"), teacher, terms, chunk=4)
+        expected = outcome(token_losses, learnt(student, "weight", "bias"), teacher, terms, chunk=4)
         broken = student.rows.detach().clone()
         broken[5] = math.nan
         found = outcome(
-            word_losses, HeadInputs(broken.requires_grad_(), student.weight, student.bias), teacher, terms, chunk=4
+            token_losses, HeadInputs(broken.requires_grad_(), student.weight, student.bias), teacher, terms, chunk=4
         )
         others = torch.arange(N) != 5
         assert found[0].isnan().all()
@@ -279,7 +281,7 @@ def test_nan_in_a_row_stays_there() -> None:
 
 @pytest.mark.parametrize("terms", TERMS, ids=lambda terms: ", ".join(term.name for term in terms))
 @pytest.mark.parametrize("of_student", [True, False])
-def test_forbidden_words(terms: list[WordTerm], of_student: bool) -> None:
+def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
     """Logits of -inf, of which LOG_FLOOR has the say: finite, and as with full logits."""
     sides = [head(0), head(1, width=K_TEACHER)]
     for side in sides[:1] if of_student else sides:
@@ -288,7 +290,7 @@ def test_forbidden_words(terms: list[WordTerm], of_student: bool) -> None:
     allowed = torch.tensor([j not in (4, 7) for j in range(V)])
     chosen = torch.where(allowed[labels()], labels(), 0)
     results = []
-    for function in (word_losses, word_losses_plain):
+    for function in (token_losses, word_losses_plain):
         sums = function(student, sides[1], chosen, terms, factors_of(terms))
         results.append([sums.detach(), *torch.autograd.grad((sums * factors_of(terms)).sum(), student)])
     assert all(each.isfinite().all() for each in results[0])
@@ -297,7 +299,7 @@ def test_forbidden_words(terms: list[WordTerm], of_student: bool) -> None:
 
 def test_a_gradient_that_is_not_in_the_factors_proportion_is_refused() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    sums = word_losses(student, teacher, labels(), [LABEL, KL], torch.tensor([1.0, 2.0]))
+    sums = token_losses(student, teacher, labels(), [LABEL, KL], torch.tensor([1.0, 2.0]))
     with pytest.raises(RuntimeError, match="not proportional"):
         (sums[0] + sums[1]).backward()
 
@@ -305,7 +307,7 @@ def test_a_gradient_that_is_not_in_the_factors_proportion_is_refused() -> None:
 def test_a_factor_of_zero_and_a_loss_that_nobody_asks_about() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
     for factors, weights in (([0.0, 2.0], [0.0, 1.0]), ([0.0, 0.0], [0.0, 0.0]), ([1.0, 2.0], [0.0, 0.0])):
-        sums = word_losses(student, teacher, labels(), [LABEL, KL], torch.tensor(factors))
+        sums = token_losses(student, teacher, labels(), [LABEL, KL], torch.tensor(factors))
         found = torch.autograd.grad((sums * torch.tensor(weights)).sum(), student)
         plain = word_losses_plain(student, teacher, labels(), [LABEL, KL], torch.tensor(factors))
         assert_near(found, torch.autograd.grad((plain * torch.tensor(weights)).sum(), student))
@@ -313,7 +315,7 @@ def test_a_factor_of_zero_and_a_loss_that_nobody_asks_about() -> None:
 
 def test_a_second_backward_pass_is_refused() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    loss = word_losses(student, teacher, labels(), [KL], torch.ones(1)).sum()
+    loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
@@ -321,27 +323,27 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    loss = word_losses(student, teacher, labels(), [KL], torch.ones(1)).sum()
+    loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).sum()
     with pytest.raises(RuntimeError, match="twice"):
         torch.autograd.grad(loss, student.rows, create_graph=True)
 
 
 def test_the_weights_gradient_is_handed_over_without_a_copy() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    sums = word_losses(student, teacher, labels(), [KL], torch.ones(1))
+    sums = token_losses(student, teacher, labels(), [KL], torch.ones(1))
     kept = sums.grad_fn.gradients.weight.data_ptr()
     sums.sum().backward()
     assert student.weight.grad.data_ptr() == kept
 
 
 @every_choice
-def test_gradcheck(terms: list[WordTerm]) -> None:
+def test_gradcheck(terms: list[TokenTerm]) -> None:
     """Each call its own graph, because gradcheck goes back through one graph many times."""
     student, teacher = head(0, rows=3), head(1, rows=3, width=K_TEACHER)
     factors = factors_of(terms).double()
 
     def loss_of(*inputs: Tensor) -> Tensor:
-        return (word_losses(HeadInputs(*inputs), teacher, labels(3), terms, factors, chunk=2) * factors).sum()
+        return (token_losses(HeadInputs(*inputs), teacher, labels(3), terms, factors, chunk=2) * factors).sum()
 
     class Again(torch.autograd.Function):
         @staticmethod

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from llmdistill.losses import attention, head_chunk
+from llmdistill.losses import attention
 from llmdistill.losses.attention import AttentionInputs, attention_kl
-from llmdistill.losses.blocks import Visibility, block_loss
-from llmdistill.losses.divergence import FORWARD_KL, Divergence, jsd_with_slope
-from llmdistill.losses.head import HeadInputs, WordTerm, word_losses
+from llmdistill.losses.divergence import FORWARD_KL, Divergence, jsd_with_derivative
+from llmdistill.losses.fused import head_chunk
+from llmdistill.losses.fused.blocks import Visibility, block_loss
+from llmdistill.losses.head import HeadInputs, TokenTerm, token_losses
 
 
 class Sides(NamedTuple):
@@ -31,10 +32,10 @@ class Term(NamedTuple):
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
     """A module in the place of one that needs Triton."""
-    module = ModuleType(f"llmdistill.kernels.{name}")
+    module = ModuleType(f"llmdistill.losses.fused.triton.{name}")
     vars(module).update(contents)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("llmdistill.kernels." + name, module, raising=False)
+    monkeypatch.setattr("llmdistill.losses.fused.triton." + name, module, raising=False)
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -74,15 +75,15 @@ def test_fp64_stays_where_it_is_exact(monkeypatch) -> None:
     inputs = AttentionInputs(*torch.randn(2, 1, 2, 3, 4, dtype=torch.float64), 1.0)
     assert attention_kl(inputs, inputs, torch.ones(1, 3, dtype=torch.long), causal=False).sum == 0
     head = HeadInputs(torch.randn(3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64), None)
-    word_losses(head, head, torch.tensor([0, 1, 2]), [WordTerm("kl", FORWARD_KL)], torch.ones(1))
+    token_losses(head, head, torch.tensor([0, 1, 2]), [TokenTerm("kl", FORWARD_KL)], torch.ones(1))
 
 
 def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypatch) -> None:
     torch.manual_seed(0)
     student, teacher = (HeadInputs(torch.randn(5, 4), torch.randn(9, 4), torch.randn(9)) for _ in range(2))
     labels, factors = torch.randint(9, (5,)), torch.tensor([0.3, 0.7])
-    terms = [WordTerm("label", None), WordTerm("jsd", jsd_with_slope(0.2), 2.0, 4.0)]
-    expected = word_losses(student, teacher, labels, terms, factors)
+    terms = [TokenTerm("label", None), TokenTerm("jsd", jsd_with_derivative(0.2), 2.0, 4.0)]
+    expected = token_losses(student, teacher, labels, terms, factors)
     seen = []
 
     def chunk_losses(student_NV, teacher_NV, labels_N, given, factors, *, with_gradient):
@@ -91,10 +92,10 @@ def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypat
 
     stand_in(monkeypatch, "head", Term=Term, Kind=str, chunk_losses=chunk_losses)
     monkeypatch.setattr(head_chunk, "available", lambda device: True)
-    torch.testing.assert_close(word_losses(student, teacher, labels, terms, factors), expected)
+    torch.testing.assert_close(token_losses(student, teacher, labels, terms, factors), expected)
     assert seen[0].terms == [Term("label", 1.0, 1.0, 0.5), Term("jsd", 2.0, 4.0, 0.2)]
     assert not seen[0].with_gradient
-    unknown = [terms[0], WordTerm("own", Divergence(FORWARD_KL.value, FORWARD_KL.slope))]
+    unknown = [terms[0], TokenTerm("own", Divergence(FORWARD_KL.value, FORWARD_KL.derivative))]
     calls = len(seen)
-    word_losses(student, teacher, labels, unknown, factors)
+    token_losses(student, teacher, labels, unknown, factors)
     assert len(seen) == calls

@@ -28,7 +28,7 @@ def test_there_are_all_methods() -> None:
 def test_one_method_stays_itself(models) -> None:
     config = models.bert(2, 16, 4, 4)
     assert list(build_method(["kd"], SETTINGS, config, config).weights) == ["forward_kl", "label"]
-    objective = Objective(words=False, sequences="classes")
+    objective = Objective(tokens=False, sequences="classes")
     assert list(build_method(["sft"], {}, config, config, objective).weights) == ["sequence_label"]
 
 
@@ -94,7 +94,7 @@ def test_a_teacher_is_needed_if_one_method_needs_it(models) -> None:
 def mapped(name: str, widths: tuple[int, int]) -> Method:
     """A method of one aspect, mapped."""
     term = LayerTerm(name, frozenset({("hidden", 0)}), frozenset({("hidden", 0)}), lambda *_: None)
-    return Method(weights={name: 1.0}, layers=[term], projections={"hidden": widths})
+    return Method(weights={name: 1.0}, layer_terms=[term], projections={"hidden": widths})
 
 
 def test_one_aspect_is_mapped_one_way() -> None:

@@ -177,10 +177,10 @@ def test_it_asks_only_for_what_it_needs(models, settings: KroneckerbertConfig, t
 
 def test_the_labels_are_those_of_the_objective(models) -> None:
     config = models.bert(LAYERS, 16, 4, 4)
-    both = Objective(words=True, sequences="classes")
+    both = Objective(tokens=True, sequences="classes")
     stage_one = METHODS["kroneckerbert"](KroneckerbertConfig(), config, config, both)
     assert list(stage_one.weights) == [*INNER, "logits", "sequence_logits", "label", "sequence_label"]
-    task = METHODS["kroneckerbert"](KroneckerbertConfig(), config, config, Objective(words=False, sequences="scores"))
+    task = METHODS["kroneckerbert"](KroneckerbertConfig(), config, config, Objective(tokens=False, sequences="scores"))
     assert list(task.weights) == [*INNER, "sequence_logits", "sequence_label"]
 
 

@@ -16,41 +16,41 @@ from llmdistill.config import DistilbertConfig, KdConfig, KroneckerbertConfig, M
 from llmdistill.methods import METHODS
 from llmdistill.methods.objective import Objective
 
-WORDS, CLASSES, SCORES = Objective(), Objective(words=False, sequences="classes"), Objective(False, "scores")
-BOTH = Objective(words=True, sequences="classes")
+TOKENS, CLASSES, SCORES = Objective(), Objective(tokens=False, sequences="classes"), Objective(False, "scores")
+BOTH = Objective(tokens=True, sequences="classes")
 
 MAKD = MakdConfig(matrix_layers="none", layer_layers="none", logits=0.8, label=0.3, temperature=2.0)
 TINYBERT = TinybertConfig(attention=0.0, hidden=0.0, embedding=0.0, soft=0.8, temperature=2.0)
 KRONECKERBERT = KroneckerbertConfig(embedding=0.0, attention=0.0, ffn=0.0, logits=0.8, label=0.3, temperature=2.0)
 DISTILBERT = DistilbertConfig(cosine=0.0)
 WEIGHTS = {
-    ("sft", WORDS): {"label": 1.0},
+    ("sft", TOKENS): {"label": 1.0},
     ("sft", CLASSES): {"sequence_label": 1.0},
     ("sft", SCORES): {"sequence_label": 1.0},
     ("sft", BOTH): {"label": 1.0, "sequence_label": 1.0},
-    ("kd", WORDS): {"reverse_kl": 0.25, "label": 0.75},
+    ("kd", TOKENS): {"reverse_kl": 0.25, "label": 0.75},
     ("kd", CLASSES): {"sequence_reverse_kl": 0.25, "sequence_label": 0.75},
     ("kd", SCORES): {"sequence_mse": 0.25, "sequence_label": 0.75},
     ("kd", BOTH): {"reverse_kl": 0.25, "sequence_reverse_kl": 0.25, "label": 0.75, "sequence_label": 0.75},
-    ("makd", WORDS): {"logits": 0.8, "label": 0.3},
+    ("makd", TOKENS): {"logits": 0.8, "label": 0.3},
     ("makd", CLASSES): {"sequence_logits": 0.8, "sequence_label": 0.3},
     ("makd", SCORES): {"sequence_logits": 0.8, "sequence_label": 0.3},
     ("makd", BOTH): {"logits": 0.8, "sequence_logits": 0.8, "label": 0.3, "sequence_label": 0.3},
-    ("distilbert", WORDS): {"soft": 5.0, "label": 2.0},
+    ("distilbert", TOKENS): {"soft": 5.0, "label": 2.0},
     ("distilbert", CLASSES): {"sequence_soft": 5.0, "sequence_label": 2.0},
     ("distilbert", SCORES): {"sequence_soft": 5.0, "sequence_label": 2.0},
     ("distilbert", BOTH): {"soft": 5.0, "sequence_soft": 5.0, "label": 2.0, "sequence_label": 2.0},
-    ("tinybert", WORDS): {"soft": 0.8},
+    ("tinybert", TOKENS): {"soft": 0.8},
     ("tinybert", CLASSES): {"sequence_soft": 0.8},
     ("tinybert", SCORES): {"sequence_soft": 0.8},
     ("tinybert", BOTH): {"soft": 0.8, "sequence_soft": 0.8},
-    ("kroneckerbert", WORDS): {"logits": 0.8, "label": 0.3},
+    ("kroneckerbert", TOKENS): {"logits": 0.8, "label": 0.3},
     ("kroneckerbert", CLASSES): {"sequence_logits": 0.8, "sequence_label": 0.3},
     ("kroneckerbert", SCORES): {"sequence_logits": 0.8, "sequence_label": 0.3},
     ("kroneckerbert", BOTH): {"logits": 0.8, "sequence_logits": 0.8, "label": 0.3, "sequence_label": 0.3},
 }
 every_case = pytest.mark.parametrize(
-    ("method", "objective"), WEIGHTS, ids=[f"{m}-{o.words}-{o.sequences}" for m, o in WEIGHTS]
+    ("method", "objective"), WEIGHTS, ids=[f"{m}-{o.tokens}-{o.sequences}" for m, o in WEIGHTS]
 )
 
 LABELS = torch.tensor([[IGNORE_INDEX, 2, 3], [IGNORE_INDEX, IGNORE_INDEX, 1], [IGNORE_INDEX, 4, IGNORE_INDEX]])
@@ -63,14 +63,14 @@ def outputs(seed: int, objective: Objective) -> Outputs:
     words = torch.randn(3, 3, 5, generator=generator)
     sequences = torch.randn(3, 1 if objective.sequences == "scores" else 2, generator=generator)
     return Outputs(
-        words if objective.words else None,
+        words if objective.tokens else None,
         Taps(),
         sequence_logits=None if objective.sequences is None else sequences,
     )
 
 
 def make_batch(objective: Objective) -> Batch:
-    labels = LABELS if objective.words else torch.full_like(LABELS, IGNORE_INDEX)
+    labels = LABELS if objective.tokens else torch.full_like(LABELS, IGNORE_INDEX)
     targets = None if objective.sequences is None else TARGETS[objective.sequences]
     return Batch(LABELS.clamp_min(0), torch.ones_like(LABELS), labels, targets=targets)
 
@@ -151,9 +151,9 @@ def test_sequences_without_target_do_not_matter(method: str, objective: Objectiv
 
 
 def test_the_students_own_answers_are_no_labels(models) -> None:
-    batch = replace(make_batch(WORDS), own_answers=True)
+    batch = replace(make_batch(TOKENS), own_answers=True)
     for method in ("sft", "kd", "makd", "distilbert"):
-        terms = build(method, WORDS, models.bert)(outputs(0, WORDS), outputs(1, WORDS), batch)
+        terms = build(method, TOKENS, models.bert)(outputs(0, TOKENS), outputs(1, TOKENS), batch)
         assert terms["label"].sum == 0
         assert terms["label"].count == 4
 
@@ -171,9 +171,9 @@ def test_a_head_that_is_missing_is_named(models) -> None:
         with pytest.raises(AssertionError, match="language-model head"):
             built(outputs(0, CLASSES), teacher, make_batch(BOTH))
         with pytest.raises(AssertionError, match="head for"):
-            built(outputs(0, WORDS), teacher, make_batch(BOTH))
+            built(outputs(0, TOKENS), teacher, make_batch(BOTH))
 
 
 def test_an_objective_is_something_to_learn() -> None:
     with pytest.raises(AssertionError, match="words, a target for each sequence, or both"):
-        Objective(words=False)
+        Objective(tokens=False)

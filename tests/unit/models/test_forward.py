@@ -40,7 +40,7 @@ def bert(kind: type[PreTrainedModel], **changes: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "sequences"),
+    ("kind", "lm_head", "sequences"),
     [
         (BertModel, None, None),
         (BertForMaskedLM, "logits", None),
@@ -48,14 +48,14 @@ def bert(kind: type[PreTrainedModel], **changes: int) -> PreTrainedModel:
         (BertForSequenceClassification, None, "logits"),
     ],
 )
-def test_each_head_gives_what_it_has(kind: type[PreTrainedModel], words: str | None, sequences: str | None) -> None:
+def test_each_head_gives_what_it_has(kind: type[PreTrainedModel], lm_head: str | None, sequences: str | None) -> None:
     model = bert(kind)
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     types = torch.tensor([[0, 0, 1], [0, 1, 1]])
     batch = Batch(ids, torch.ones_like(ids), ids, token_type_ids=types)
     outputs = TappedModel(model, Recorder(model, {}))(batch)
     expected = model(input_ids=ids, token_type_ids=types)
-    for given, name in ((outputs.logits, words), (outputs.sequence_logits, sequences)):
+    for given, name in ((outputs.logits, lm_head), (outputs.sequence_logits, sequences)):
         assert (given is None) == (name is None)
         if given is not None:
             assert torch.equal(given, expected[name])
@@ -66,5 +66,5 @@ def test_a_loss_on_all_ends_reaches_every_parameter() -> None:
     model = bert(BertForPreTraining)
     ids = torch.tensor([[1, 2, 3]])
     outputs = TappedModel(model, Recorder(model, {}))(Batch(ids, torch.ones_like(ids), ids))
-    torch.stack([end.sum() for end in outputs.ends]).sum().backward()
+    torch.stack([end.sum() for end in outputs.tensors]).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

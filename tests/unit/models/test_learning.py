@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
 }
 ENDS = ("_proj", "c_attn", "c_fc", "query", "key", "value", "output.dense", "intermediate.dense")
 """Of the names of all linears in the layers."""
-BOTH = Objective(words=True, sequences="classes")
+BOTH = Objective(tokens=True, sequences="classes")
 
 
 def make(family: str, seed: int) -> PreTrainedModel:
@@ -96,7 +96,7 @@ def both_ways(method: Method, student: PreTrainedModel, teacher: PreTrainedModel
         of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
         of_student = TappedModel(student, Recorder(student, method.student_taps))
         with torch.no_grad():
-            taught = of_teacher.teach(batch, words=method.needs_teacher_words) if running else of_teacher(batch)
+            taught = of_teacher.teach(batch, lm_head=method.needs_teacher_logits) if running else of_teacher(batch)
         outputs = of_student.learn(batch, method.running(taught, batch, factors)) if running else of_student(batch)
         losses = method(outputs, taught, batch)
         student.zero_grad()
@@ -180,7 +180,7 @@ def test_projectors_under_checkpointing_learn_the_same() -> None:
         batch = make_batch()
         of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
         with torch.no_grad():
-            taught = of_teacher.teach(batch, words=True)
+            taught = of_teacher.teach(batch, lm_head=True)
         of_teacher._recorder.remove()
         outputs = TappedModel(student, Recorder(student, method.student_taps, projectors)).learn(
             batch, method.running(taught, batch, {name: 1 / 7 for name in method.weights})
@@ -244,7 +244,7 @@ def test_words_beyond_the_shared_vocabulary_take_no_part() -> None:
     of_teacher = TappedModel(teacher, Recorder(teacher, {}), vocabulary=30)
     of_student = TappedModel(student, Recorder(student, {}), vocabulary=30)
     with torch.no_grad():
-        taught = of_teacher.teach(batch, words=True)
+        taught = of_teacher.teach(batch, lm_head=True)
         plain = method(of_student(batch), of_teacher(batch), batch)
     outputs = of_student.learn(batch, method.running(taught, batch, {"skew_reverse_kl": 0.7, "label": 0.3}))
     for name, loss in method(outputs, taught, batch).items():
@@ -256,7 +256,7 @@ def test_without_gradients_the_values_are_the_same() -> None:
     student, teacher = make("llama", 1), make("llama", 0)
     expected = both_ways(method, student, teacher, batch).plain.losses
     with torch.no_grad():
-        taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)).teach(batch, words=True)
+        taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)).teach(batch, lm_head=True)
         outputs = TappedModel(student, Recorder(student, method.student_taps)).learn(
             batch, method.running(taught, batch)
         )

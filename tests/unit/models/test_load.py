@@ -72,7 +72,7 @@ class TestHeads:
         ("saved", "head", "loaded"),
         [
             (BertForPreTraining, "pretraining", "BertForPreTraining"),
-            (BertForPreTraining, "words", "BertForMaskedLM"),
+            (BertForPreTraining, "lm_head", "BertForMaskedLM"),
             (BertForPreTraining, "none", "BertModel"),
             (BertForMaskedLM, "none", "BertModel"),  # it has no pooler, which nothing reads
             (BertForSequenceClassification, "sequence", "BertForSequenceClassification"),
@@ -90,7 +90,7 @@ class TestHeads:
     @pytest.mark.parametrize(
         ("saved", "head", "remedy"),
         [
-            (BertModel, "words", "set the weights of those on the output to 0"),
+            (BertModel, "lm_head", "set the weights of those on the output to 0"),
             (BertForMaskedLM, "pretraining", "data.text.next_sentence=false"),
             (BertForMaskedLM, "sequence", "with a classifier"),
         ],
@@ -119,7 +119,7 @@ class TestHeads:
         gone = "bert.encoder.layer.1.output.dense.weight"
         save_file({name: value for name, value in weights.items() if name != gone}, folder / "model.safetensors")
         with pytest.raises(UserError, match=f"1 weights are missing, such as {gone}"):
-            load_model(folder, dtype=torch.float32, head="words", new_head=True)
+            load_model(folder, dtype=torch.float32, head="lm_head", new_head=True)
 
     def test_a_new_classifier_has_the_classes_asked_for(self, tmp_path: Path) -> None:
         folder = self.save(tmp_path, BertModel)
@@ -243,18 +243,18 @@ def vocabulary(folder: Path, size: int, words: list[str] | None = None) -> Path:
     return folder if words is None else save_tokenizer(folder, words, eos_token="</s>")
 
 
-WORDS = ["<unk>", "a", "</s>", "b"]
+TOKENS = ["<unk>", "a", "</s>", "b"]
 
 
 def test_same_vocabulary(tmp_path: Path) -> None:
-    teacher = vocabulary(tmp_path / "teacher", 30, WORDS)
-    assert compare_vocabularies(teacher, vocabulary(tmp_path / "student", 30, WORDS)) == (30, None)
+    teacher = vocabulary(tmp_path / "teacher", 30, TOKENS)
+    assert compare_vocabularies(teacher, vocabulary(tmp_path / "student", 30, TOKENS)) == (30, None)
     assert compare_vocabularies(teacher, vocabulary(tmp_path / "bare", 30)) == (30, None)
 
 
 def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
-    small = vocabulary(tmp_path / "small", 28, WORDS)
-    large = vocabulary(tmp_path / "large", 1030, WORDS)
+    small = vocabulary(tmp_path / "small", 28, TOKENS)
+    large = vocabulary(tmp_path / "large", 1030, TOKENS)
     size, note = compare_vocabularies(large, small)
     assert size == 28
     assert note == (
@@ -263,13 +263,13 @@ def test_padded_vocabularies_share_what_both_have(tmp_path: Path) -> None:
     )
     assert compare_vocabularies(small, large)[0] == 28
     # Four tokens need four rows; with three the last one is lost, and that is no padding.
-    assert compare_vocabularies(large, vocabulary(tmp_path / "four", 4, WORDS))[0] == 4
+    assert compare_vocabularies(large, vocabulary(tmp_path / "four", 4, TOKENS))[0] == 4
     with pytest.raises(UserError, match=r"vocabulary of 1030 tokens and student .* one of 3: .*--method seqkd$"):
-        compare_vocabularies(large, vocabulary(tmp_path / "three", 3, WORDS))
+        compare_vocabularies(large, vocabulary(tmp_path / "three", 3, TOKENS))
 
 
 def test_different_vocabularies_are_sent_to_seqkd(tmp_path: Path) -> None:
-    teacher = vocabulary(tmp_path / "teacher", 30, WORDS)
+    teacher = vocabulary(tmp_path / "teacher", 30, TOKENS)
     with pytest.raises(UserError, match=r"vocabulary of 30 tokens and student .* one of 28: .*--method seqkd$"):
         compare_vocabularies(teacher, vocabulary(tmp_path / "smaller", 28))
     for size in (30, 28):

@@ -70,7 +70,7 @@ def train(
     seen = []
     for batch in (make_batch(3, 9), make_batch(2, 7)):
         with torch.no_grad():
-            taught = of_teacher.teach(batch, words=method.needs_teacher_words)
+            taught = of_teacher.teach(batch, lm_head=method.needs_teacher_logits)
         outputs = of_student.learn(batch, method.running(taught, batch))
         losses = method(outputs, taught, batch)
         student.zero_grad()

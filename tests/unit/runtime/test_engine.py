@@ -18,7 +18,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import compress
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
-from llmdistill.runtime.checkpoint import load_checkpoint, save_checkpoint
+from llmdistill.run.checkpoints import load_checkpoint, save_checkpoint
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import build_engine, full_state_dict, parameter_groups, save_student
 

@@ -128,12 +128,12 @@ class Teacher:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
 
-    def teach(self, batch: Batch, *, words: bool) -> Outputs:
+    def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
         assert self.streams.current == "main" or not torch.is_grad_enabled()
         self.streams.calls.append(("teach", self.streams.current))
         self.streams.peak += 7
         head = HeadInputs(torch.ones(2, 3), torch.ones(4, 3), None)
-        return Outputs(None, Taps(hidden={0: torch.ones(1)}, projected={"value": {1: torch.ones(1)}}), words=head)
+        return Outputs(None, Taps(hidden={0: torch.ones(1)}, projected={"value": {1: torch.ones(1)}}), lm_head=head)
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def make_batch() -> Batch:
 def test_what_was_started_is_waited_for_on_the_device(streams: Streams) -> None:
     teacher = StreamedTeacher(Teacher(streams), DEVICE, AheadTrial(GIB, ahead=True, report="decided"))
     batch = make_batch()
-    teacher.start(batch, words=True)
+    teacher.start(batch, lm_head=True)
     assert streams.calls == [
         ("side", "waits for stream", "main"),
         ("teach", "side"),
@@ -172,22 +172,22 @@ def test_what_was_started_is_waited_for_on_the_device(streams: Streams) -> None:
         *[("used by", "side")] * 3,  # the batch
     ]
     streams.calls.clear()
-    outputs = teacher.teach(batch, words=True)
-    assert outputs.words is not None
+    outputs = teacher.teach(batch, lm_head=True)
+    assert outputs.lm_head is not None
     assert streams.calls == [("main", "waits for event"), *[("used by", "main")] * 4]  # two taps, rows and weight
 
 
 def test_another_batch_than_the_one_started_is_taught_at_once(streams: Streams) -> None:
     teacher = StreamedTeacher(Teacher(streams), DEVICE, AheadTrial(GIB, ahead=True, report="decided"))
-    teacher.start(make_batch(), words=True)
+    teacher.start(make_batch(), lm_head=True)
     streams.calls.clear()
-    teacher.teach(make_batch(), words=True)
+    teacher.teach(make_batch(), lm_head=True)
     assert streams.calls == [("teach", "main")]
 
 
 def test_nothing_is_started_without_the_decision_or_a_batch(streams: Streams) -> None:
-    StreamedTeacher(Teacher(streams), DEVICE, AheadTrial(GIB)).start(make_batch(), words=True)
-    StreamedTeacher(Teacher(streams), DEVICE, AheadTrial(GIB, ahead=True)).start(None, words=True)
+    StreamedTeacher(Teacher(streams), DEVICE, AheadTrial(GIB)).start(make_batch(), lm_head=True)
+    StreamedTeacher(Teacher(streams), DEVICE, AheadTrial(GIB, ahead=True)).start(None, lm_head=True)
     assert streams.calls == []
 
 
@@ -200,8 +200,8 @@ def test_steps_are_measured_until_it_is_decided(streams: Streams) -> None:
 
     def step() -> int:
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
-            teacher.teach(batch, words=True)
-            teacher.start(following, words=True)
+            teacher.teach(batch, lm_head=True)
+            teacher.start(following, lm_head=True)
         return 5
 
     said = [teacher.step(step) for _ in range(4)]
@@ -216,5 +216,5 @@ def test_steps_are_measured_until_it_is_decided(streams: Streams) -> None:
 
 def test_all_tensors_are_found() -> None:
     one, two, three = (torch.ones(1) for _ in range(3))
-    outputs = Outputs(one, Taps(query={4: two}, scaling={4: 0.5}), ends=(three,))
+    outputs = Outputs(one, Taps(query={4: two}, scaling={4: 0.5}), tensors=(three,))
     assert [id(each) for each in tensors_of(outputs)] == [id(one), id(two), id(three)]

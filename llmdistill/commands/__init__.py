@@ -1,0 +1,1 @@
+"""The commands, a file each; every one is thin over the library."""

@@ -1,0 +1,181 @@
+"""``llmdistill compare``: a recipe and a list of methods in, a report out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import build, parse, parse_run, recipe_names
+from llmdistill.errors import UserError
+from llmdistill.experiments.variants import Suite, load_methods, load_suite, method_names, suite_names
+
+DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
+DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
+GRID_FACTORS = (0.5, 1.0, 2.0)
+"""Learning rates to try, as multiples of the recipe's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """What is compared."""
+
+    methods: str | None = None
+    """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd."""
+    suite: str | None = None
+    """A table of the papers in place of methods: table3, table4 or table5."""
+    seeds: int = 3
+    """Seeds of the chosen settings of each method; the first also tries the grid."""
+    learning_rates: list[float] | None = None
+    """Peak learning rates that every method tries; default: half, once and twice the recipe's."""
+    sizes: list[str | int] = field(default_factory=list)
+    """Further sizes of the student for the plot of quality against size: ranks (20) or parameters (0.69B, 40%)."""
+    output_dir: str | None = None
+    """Folder of the comparison; default: runs/compare-RECIPE, with the suite's name where one is given."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no comparison.
+
+        Raises:
+            ValueError: settings that contradict each other.
+        """
+        if self.seeds < 1:
+            raise ValueError(f"--seeds {self.seeds}: give 1 or more")
+        if self.suite is not None and self.methods is not None:
+            raise ValueError("--suite and --methods both say what is compared: leave one out")
+        if self.learning_rates is not None and (not self.learning_rates or min(self.learning_rates) <= 0):
+            raise ValueError(f"--learning_rates {self.learning_rates}: give at least one, all over 0")
+
+
+def build_parser() -> ArgumentParser:
+    """The comparison's own arguments."""
+    parser = ArgumentParser(
+        prog="llmdistill compare",
+        usage="llmdistill compare [--recipe NAME] [--methods A,B,... | --suite NAME] [--num_gpus N] [--KEY VALUE ...]",
+        exit_on_error=False,
+        description="Train a student by several methods under equal conditions and report how they compare. All "
+        "settings of a run (llmdistill train --help) may be given too; --num_gpus and its like go to the launcher. "
+        "Finished runs are kept: the same command goes on where it stopped.",
+        epilog=f"Methods: {', '.join(method_names())}. Suites: {', '.join(suite_names())}.",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="List the runs, and stop.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parser.add_class_arguments(CompareConfig, None)
+    return parser
+
+
+def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
+    """Run the command; returns 1 if a run failed, 130 if it was interrupted, else 0.
+
+    Raises:
+        UserError: bad arguments, or a base that cannot be scored.
+    """
+    own, rest = split_own(arguments)
+    parsed = parse(build_parser(), own)
+    settings = build(parsed, CompareConfig)
+    if not any(word.split("=")[0] == "--ds_config" for word in rest):
+        rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
+    recipe, flags = parse_run(rest)
+    if recipe.data.kind == "text":
+        raise UserError(
+            f"--recipe {flags.recipe} learns from text, and a comparison scores answers to instructions: train its "
+            "students one by one and compare them with `llmdistill evaluate --suite glue`"
+        )
+    suite = choose_suite(settings)
+    # Imported here: --help and mistyped arguments must not wait for torch.
+    from llmdistill.experiments.collect import collect, typed
+    from llmdistill.experiments.comparison import Study, conduct
+    from llmdistill.experiments.launcher import Launcher
+    from llmdistill.report.comparison import write_comparison
+
+    study = Study(
+        recipe=recipe,
+        root=Path(settings.output_dir or default_folder(flags.recipe, settings.suite)),
+        variants=suite.variants,
+        grid={"train.learning_rate": learning_rates(settings, recipe)},
+        seeds=[recipe.seed + offset for offset in range(settings.seeds)],
+        sizes=[str(size) for size in settings.sizes],
+        launcher=Launcher(tuple(launcher_flags)),
+    )
+    study.check()
+    if parsed.dry_run:
+        print_plan(study, as_json=parsed.json)
+        return 0
+    try:
+        findings = conduct(study)
+    except KeyboardInterrupt:
+        print(f"Stopped; what is finished stays in {study.root}, and the same command goes on.", file=sys.stderr)
+        return 130
+    command = typed([*arguments, *launcher_flags])
+    comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
+    write_comparison(study.root, comparison)
+    show(study.root, as_json=parsed.json)
+    return 1 if findings.failed else 0
+
+
+def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The comparison's own arguments, and the rest, which is the run's."""
+    names = {each.name for each in fields(CompareConfig)} | {"help", "dry_run", "json"}
+    own: list[str] = []
+    rest: list[str] = []
+    mine = False
+    for word in arguments:
+        if word.startswith("--") or word == "-h":
+            mine = word == "-h" or word.removeprefix("--").split("=")[0] in names
+        (own if mine else rest).append(word)
+    return own, rest
+
+
+def choose_suite(settings: CompareConfig) -> Suite:
+    """The suite named, or the methods as one."""
+    if settings.suite is not None:
+        return load_suite(settings.suite)
+    names = [name.strip() for name in (settings.methods or DEFAULT_METHODS).split(",") if name.strip()]
+    return Suite("Did it help? Methods under equal conditions", load_methods(names))
+
+
+def default_folder(recipe: str, suite: str | None) -> str:
+    """Where a comparison goes unless said."""
+    name = recipe.replace("/", "-") if recipe in recipe_names() else Path(recipe).stem
+    return "-".join(["runs/compare", name, *([] if suite is None else [suite])])
+
+
+def learning_rates(settings: CompareConfig, recipe: RunConfig) -> list[float]:
+    """The grid that all methods share."""
+    if settings.learning_rates is not None:
+        return settings.learning_rates
+    return [factor * recipe.train.learning_rate for factor in GRID_FACTORS]
+
+
+def print_plan(study: Any, *, as_json: bool) -> None:
+    """The runs of a comparison, without running any."""
+    trials = [study.base()]
+    for variant in study.trained():
+        points = variant.points(study.grid)
+        trials += [study.trial(variant, point, study.seeds[0], study.untrained(), tests=False) for point in points]
+    further = study.final_runs()
+    if as_json:
+        runs = [{"title": trial.title, "folder": str(trial.folder)} for trial in trials]
+        print(json.dumps({"runs": runs, "final_runs": further, "sizes": list(study.sizes)}))
+        return
+    for trial in trials:
+        print(f"{trial.title:60} {trial.folder}")
+    print(f"then the chosen settings of each method with {len(study.seeds)} seed(s): {further} run(s) more")
+
+
+def show(root: Path, *, as_json: bool) -> None:
+    """The results on the terminal, and where the rest is."""
+    results = json.loads((root / "results.json").read_text(encoding="utf-8"))
+    if as_json:
+        print(json.dumps(results))
+        return
+    from llmdistill.report.table import print_comparison
+
+    print_comparison(results)
+    print(f"The report is {root / 'report.html'}, also report.md, results.json and costs.json beside it.")

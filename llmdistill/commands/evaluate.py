@@ -1,0 +1,188 @@
+"""The command that scores a model on instruction sets: its arguments, its table, its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script by the launcher: the checkout itself is not on the path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from rich.table import Table
+
+from llmdistill.config import DataConfig, GenerationConfig
+from llmdistill.config.command_line import build, parse
+from llmdistill.errors import UserError
+from llmdistill.runtime.exit import exit_code
+from llmdistill.runtime.terminal import quiet_transformers
+from llmdistill.tasks.instruction_sets import SETS, suite_sets
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_parser(prog: str) -> ArgumentParser:
+    """The arguments; the settings of generation and their defaults are those of GenerationConfig."""
+    limits = DataConfig()
+    parser = ArgumentParser(
+        prog=prog,
+        exit_on_error=False,
+        description="ROUGE-L of a causal LM's answers, by MiniLLM's protocol or greedily.",
+    )
+    parser.add_argument("--model", type=str, required=True, help="Folder of the model, or embedded:teacher.")
+    parser.add_argument(
+        "--data",
+        type=str,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="Sets of instruction, input, output: JSONL, JSON, Parquet or CSV files, hub names, or embedded:NAME.",
+    )
+    parser.add_argument(
+        "--suite",
+        type=str,
+        metavar="A,B",
+        help=f"Sets by name, such as dolly,self_inst,vicuna; of {', '.join(SETS)}. Of llmdistill evaluate also glue, "
+        "which fine-tunes and has settings of its own: llmdistill evaluate --suite glue --help.",
+    )
+    parser.add_argument(
+        "--data_dir", type=Path, metavar="DIR", help="Where the suite's NAME.jsonl are; without it on the hub."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="Folder for the predictions (one JSONL a set) and metrics.json; without it runs/evaluate/MODEL-DECODING.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object in place of the table.")
+    parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on a GPU.")
+    # Under both names, so that a message that names a run's key tells what to type here too.
+    for name in ("max_prompt_length", "max_length"):
+        parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(limits, name), help="Tokens.")
+    parser.add_argument(
+        "--long_prompts",
+        "--data.long_prompts",
+        type=Literal["error", "drop", "truncate"],
+        help="What happens to prompts over max_prompt_length; default: error, or with --suite drop, as MiniLLM does.",
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
+    parser.add_class_arguments(GenerationConfig)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
+    """Run the command and return its exit code: 2, and one sentence on stderr, for bad input."""
+    return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
+
+
+def evaluate(arguments: Sequence[str], *, prog: str) -> None:
+    """Score as the arguments say and print the result.
+
+    Raises:
+        UserError: bad arguments or input.
+    """
+    quiet_transformers()
+    parsed = parse(build_parser(prog), arguments)
+    result = run(parsed)
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if parsed.json:
+        print(json.dumps(result))
+    else:
+        Console().print(table(result))
+
+
+def run(parsed: Any) -> dict[str, Any]:
+    """Score as the parsed arguments say, on every rank that the launcher started; see evaluate_model."""
+    # Imported here: --help must wait for neither transformers nor DeepSpeed.
+    from llmdistill.runtime.distributed import init_distributed, shut_down
+    from llmdistill.tasks.answers import evaluate_model
+
+    try:
+        settings = build(parsed, GenerationConfig)
+    except UserError as error:  # there, these settings are the part `scoring` of a run
+        raise UserError(str(error).replace("scoring.", "--")) from error
+    data = chosen_sets(parsed)
+    rank, world_size = 0, 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        world = init_distributed()
+        rank, world_size, device = world.rank, world.size, world.device
+    auto = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    try:
+        return evaluate_model(
+            parsed.model,
+            data,
+            settings,
+            max_prompt_length=parsed.max_prompt_length,
+            max_length=parsed.max_length,
+            long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
+            dtype=_DTYPES.get(parsed.dtype, auto),
+            device=device,
+            output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
+            rank=rank,
+            world_size=world_size,
+            log=lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
+        )
+    finally:
+        shut_down()
+
+
+def chosen_sets(parsed: Any) -> dict[str, str]:
+    """{name: reference} of what --suite and --data name. Raises UserError where they name nothing, or a name twice."""
+    suite = {} if parsed.suite is None else suite_sets(parsed.suite, parsed.data_dir)
+    given = set_names(parsed.data)
+    if not suite and not given:
+        raise UserError("--data is missing: name a file, or sets with --suite dolly,self_inst,vicuna")
+    twice = sorted(suite.keys() & given.keys())
+    if twice:
+        raise UserError(f"--data and --suite both have a set called {twice[0]}; leave one out or rename the file")
+    return {**suite, **given}
+
+
+def set_names(paths: Sequence[str]) -> dict[str, str]:
+    """{name: path}; a set is called by its file's name without the ending. Raises UserError where two share one."""
+    names: dict[str, str] = {}
+    for path in paths:
+        name = path.removeprefix("embedded:") if path.startswith("embedded:") else Path(path).stem
+        if name in names:
+            raise UserError(f"--data: {names[name]} and {path} would both be called {name}; rename one of the files")
+        names[name] = path
+    return names
+
+
+def default_output(model: str, decoding: str) -> Path:
+    """Where the predictions go unless said: a folder that no other model or decoding shares."""
+    return Path("runs") / "evaluate" / f"{re.sub(r'[^A-Za-z0-9._]+', '-', model).strip('-.')}-{decoding}"
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The scores of evaluate_model, one row a set."""
+    sheet = Table(title=f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}")
+    sheet.add_column("set")
+    for head in ("examples", "ROUGE-L", "± std", "tokens/s", "dropped", "truncated"):
+        sheet.add_column(head, justify="right")
+    for name, score in result["sets"].items():
+        sheet.add_row(
+            name,
+            str(score["examples"]),
+            f"{score['rougeL']:.2f}",
+            f"{score['std']:.2f}",
+            f"{score['tokens_per_second']:.0f}",
+            str(score["dropped"]),
+            str(score["truncated"]),
+        )
+    return sheet
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="llmdistill evaluate"))

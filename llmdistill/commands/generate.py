@@ -1,0 +1,123 @@
+"""The command that has a teacher answer prompts: its arguments, its summary, its exit code.
+
+llmdistill generate --model DIR --data FILE --output FILE.jsonl
+deepspeed --num_gpus 2 llmdistill/commands/generate.py --model DIR --data FILE --output FILE.jsonl
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a script: the checkout itself is not on the path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.config.command_line import build, parse
+from llmdistill.errors import UserError
+from llmdistill.generation.settings import ResponseConfig
+from llmdistill.runtime.exit import exit_code
+from llmdistill.runtime.terminal import quiet_transformers
+
+
+def build_parser(prog: str) -> ArgumentParser:
+    """The arguments; the settings and their defaults are those of ResponseConfig."""
+    defaults = ResponseConfig()
+    parser = ArgumentParser(
+        prog=prog,
+        exit_on_error=False,
+        description="Have a teacher answer prompts, for sequence-level distillation: the output can be data.train. "
+        "Started again after a kill, it goes on where it stood, on any number of ranks.",
+    )
+    parser.add_argument("--model", type=str, required=True, help="The teacher: folder, hub name or embedded:teacher.")
+    parser.add_argument(
+        "--data", type=str, required=True, help="Prompts, as in data.train (answers in it are not looked at)."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="Where the answers go; FILE.jsonl.provenance.json beside it says which model wrote them, and how.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print that record as one JSON object.")
+    # Under both names, so that a message that names a run's key tells what to type here too.
+    for name, text in (
+        ("max_prompt_length", "Most tokens a prompt may have, template included."),
+        ("max_length", "An answer has at most max_length - max_prompt_length tokens."),
+    ):
+        parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(defaults, name), help=text)
+    parser.add_argument(
+        "--long_prompts",
+        "--data.long_prompts",
+        type=Literal["error", "drop", "truncate"],
+        default=defaults.long_prompts,
+        help="What happens to prompts over max_prompt_length.",
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
+    parser.add_class_arguments(ResponseConfig, skip={"max_prompt_length", "max_length", "long_prompts"})
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "llmdistill generate") -> int:
+    """Run the command and return its exit code: 2, and one sentence on stderr, for bad input."""
+    return exit_code(lambda: generate(sys.argv[1:] if arguments is None else arguments, prog=prog))
+
+
+def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> None:
+    """Generate as the arguments say, on every rank that the launcher started, and print what came of it.
+
+    Raises:
+        UserError: bad arguments or input.
+    """
+    # Imported here: --help must wait for neither transformers nor DeepSpeed.
+    parsed = parse(build_parser(prog), arguments)
+    try:
+        settings = build(parsed, ResponseConfig)
+    except UserError as error:
+        raise UserError(f"--{error}") from error
+    quiet_transformers()
+    from llmdistill.generation.responses import generate_responses
+    from llmdistill.runtime.distributed import init_distributed, shut_down
+
+    world = init_distributed() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    is_main = world is None or world.is_main
+    try:
+        record = generate_responses(
+            parsed.model,
+            parsed.data,
+            parsed.output,
+            settings,
+            world=world,
+            log=lambda line: print(line, file=sys.stderr, flush=True) if is_main else None,
+        )
+    finally:
+        shut_down()
+    if is_main:
+        print(json.dumps(record) if parsed.json else summary(record, parsed.output), flush=True)
+
+
+def summary(record: dict[str, Any], output: Path) -> str:
+    """What was written and by whom, and what to know before it is learnt."""
+    room = record["settings"]["max_length"] - record["settings"]["max_prompt_length"]
+    return "\n".join(
+        (
+            f"{record['prompts']:,} answers of {record['teacher']} ({record['teacher_fingerprint']}) are in {output}: "
+            f"{record['generated_tokens']:,} tokens, {record['settings']['decoding']}, engine {record['engine']}.",
+            f"{record['unfinished_answers']:,} were cut at {room} tokens before their end, "
+            f"{record['empty_answers']:,} are empty; "
+            f"{record['dropped']:,} prompts were dropped for their length and {record['truncated']:,} truncated.",
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

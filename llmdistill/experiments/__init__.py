@@ -1,0 +1,1 @@
+"""Many runs: trials side by side, a choice on the validation set, and the table of a study."""

@@ -1,0 +1,254 @@
+"""From the folders of finished runs to the plain data of a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmdistill.embedded import locate
+from llmdistill.experiments.comparison import Findings, Study
+from llmdistill.experiments.launcher import Launcher, shown_command
+from llmdistill.experiments.trials import Result, Trial, seconds_of
+from llmdistill.factorize.checkpoint import local_folder
+from llmdistill.models.load import load_config
+from llmdistill.report.metrics_log import FIGURES
+from llmdistill.report.results import Comparison, Row, Run, Sample, SizePoint
+
+SAMPLES = 10
+"""Questions whose answers are shown side by side."""
+
+
+def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
+    """The whole comparison as plain data."""
+    base = study.base()
+    rows = [
+        _base_row(study, findings, "teacher", "teacher", locate(study.recipe.teacher.model)),
+        _base_row(study, findings, "none", "untrained student", Path(study.untrained()), key="untrained"),
+    ]
+    for variant in study.trained():
+        runs, trials = findings.runs[variant.name], findings.trials[variant.name]
+        rows.append(
+            Row(
+                name=variant.name,
+                label=variant.label,
+                params=findings.base["untrained"]["params"],
+                checkpoint_bytes=next(
+                    (_weight_bytes(each.trial.folder / "student") for each in runs if each.metrics), None
+                ),
+                runs=[_run(study, each) for each in runs],
+                trials=[_run(study, each) for each in trials],
+                terms=_terms(runs),
+            )
+        )
+    sets = list(study.recipe.data.tests)
+    model_type = load_config(locate(study.recipe.teacher.model)).model_type
+    printed = paper.get(model_type)
+    return Comparison(
+        title=title,
+        sets=sets,
+        rows=rows,
+        sizes=_sizes(study, findings),
+        samples=_samples(study, findings, base),
+        warnings=_warnings(findings),
+        facts=_facts(study, findings, command),
+        failures=[
+            _run(study, result)
+            for results in findings.sizes.values()
+            for result in results.values()
+            if result.error is not None
+        ],
+        paper=printed if printed is not None and set(printed["teacher"]) == set(sets) else None,
+    )
+
+
+def _base_row(study: Study, findings: Findings, name: str, label: str, model: Path, key: str | None = None) -> Row:
+    """Teacher or untrained student: one run that trains nothing."""
+    scores, trial = findings.base[key or name], study.base()
+    run = Run(
+        method=name,
+        seed=trial.seed,
+        folder=_relative(study, trial),
+        command=_command(study.launcher, trial),
+        settings={},
+        rouge_l=scores["rougeL"],
+        valid_rouge_l=scores.get("valid", {}).get("rougeL"),
+        training_tokens=None,
+        training_tokens_per_second=None,
+        generation_tokens_per_second=scores["generation_tokens_per_second"],
+        peak_memory_bytes=None,
+        seconds=None,
+        history=[],
+    )
+    return Row(
+        name=name,
+        label=label,
+        params=scores["params"],
+        checkpoint_bytes=_weight_bytes(local_folder(model)),
+        runs=[run],
+        trials=[],
+        terms=[],
+    )
+
+
+def _run(study: Study, result: Result) -> Run:
+    trial = result.trial
+    student = {} if result.metrics is None else result.metrics["student"]
+    training = ({} if result.metrics is None else result.metrics["run"]["training"]) or {}
+    return Run(
+        method=trial.variant.name,
+        seed=trial.seed,
+        folder=_relative(study, trial),
+        command=_command(study.launcher, trial),
+        settings=dict(trial.point),
+        rouge_l=student.get("rougeL"),
+        valid_rouge_l=student.get("valid", {}).get("rougeL"),
+        training_tokens=training.get("tokens"),
+        training_tokens_per_second=training.get("tokens_per_second"),
+        generation_tokens_per_second=student.get("generation_tokens_per_second"),
+        peak_memory_bytes=training.get("peak_memory_bytes"),
+        seconds=seconds_of(trial),
+        history=_history(trial),
+        error=result.error,
+    )
+
+
+def _relative(study: Study, trial: Trial) -> str:
+    return os.path.relpath(trial.folder, study.root)
+
+
+def _command(launcher: Launcher, trial: Trial) -> str:
+    return shown_command(launcher.train_command(trial.recipe))
+
+
+def _history(trial: Trial) -> list[dict[str, float]]:
+    """The rows of the run's log."""
+    file = trial.folder / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _terms(runs: Sequence[Result]) -> list[str]:
+    """The terms of the loss, as the logs name them."""
+    for result in runs:
+        history = _history(result.trial)
+        if history:
+            return [name for name in history[0] if name not in FIGURES]
+    return []
+
+
+def _weight_bytes(folder: Path) -> int | None:
+    """Bytes of a model's weights on disk."""
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    return sum(sizes) if sizes else None
+
+
+def _sizes(study: Study, findings: Findings) -> list[SizePoint]:
+    """Quality against size: the size of the table, the mean over its seeds, and the further ones with one seed."""
+    if not findings.sizes:
+        return []
+    base = Result(study.base(), {"student": findings.base["untrained"]})
+    groups = [("as in the table", name, runs) for name, runs in {"none": [base], **findings.runs}.items()]
+    for size, results in findings.sizes.items():
+        setting = f"rank {size}" if size.isdigit() else size
+        groups += [(setting, name, [result]) for name, result in results.items()]
+    points = []
+    for setting, name, runs in groups:
+        ended = [run for run in runs if run.metrics is not None]
+        scores = [(run.metrics or {}).get("student") or (run.metrics or {})["untrained"] for run in ended]
+        if not scores or not all(each["rougeL"] for each in scores):
+            continue
+        points.append(
+            SizePoint(
+                method=name,
+                params=scores[0]["params"],
+                setting=setting,
+                average=statistics.fmean(statistics.fmean(each["rougeL"].values()) for each in scores),
+                folder=_relative(study, ended[0].trial),
+                command=_command(study.launcher, ended[0].trial),
+            )
+        )
+    return points
+
+
+def _samples(study: Study, findings: Findings, base: Trial) -> list[Sample]:
+    """Questions spread evenly over the test sets, with each model's answer (first seed, first pass)."""
+    folders = {"teacher": base.folder / "predictions" / "teacher", "none": base.folder / "predictions" / "untrained"}
+    for name, runs in findings.runs.items():
+        first = next((run for run in runs if run.metrics is not None), None)
+        if first is not None:
+            folders[name] = first.trial.folder / "predictions" / "student"
+    sets = list(study.recipe.data.tests)
+    samples = []
+    for number, set_name in enumerate(sets):
+        answers = {name: _predictions(folder / f"{set_name}.jsonl") for name, folder in folders.items()}
+        rows = answers["teacher"]
+        wanted = SAMPLES // len(sets) + (number < SAMPLES % len(sets))
+        for index in dict.fromkeys(len(rows) * k // wanted for k in range(min(wanted, len(rows)))):
+            row = rows[index]
+            samples.append(
+                Sample(
+                    set=set_name,
+                    prompt=_prompt(row),
+                    reference=row["references"][0],
+                    answers={
+                        name: next(iter(each[index]["predictions"].values()))
+                        for name, each in answers.items()
+                        if index < len(each)
+                    },
+                )
+            )
+    return samples
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """A question as a reader sees it, whichever form its row has."""
+    messages = [f"{turn['role']}: {turn['content']}" for turn in row.get("messages", [])]
+    parts = [row.get("instruction"), row.get("input"), row.get("prompt"), *messages]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _predictions(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _warnings(findings: Findings) -> list[str]:
+    """What every run warned of, each once."""
+    results = [result for runs in findings.runs.values() for result in runs if result.metrics is not None]
+    warnings = [
+        *findings.base["warnings"],
+        *(warning for each in results for warning in (each.metrics or {})["warnings"]),
+    ]
+    if findings.failed:
+        warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
+    return list(dict.fromkeys(warnings))
+
+
+def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
+    """What must stand beside the figures."""
+    recipe, run = study.recipe, findings.base["run"]
+    data, train = recipe.data, recipe.train
+    grid = "; ".join(f"{key}: {', '.join(f'{value:g}' for value in values)}" for key, values in study.grid.items())
+    return {
+        "Command": command,
+        "Hardware": run["hardware"],
+        "Versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
+        "Teacher": recipe.teacher.model,
+        "Training data": f"{data.train}, {train.global_batch_size} examples a step, {train.steps} steps",
+        "Same for all": "untrained student, order of the examples, global batch, number of training tokens",
+        "Chosen": f"on {data.valid} by ROUGE-L with seed {study.seeds[0]}, never on a test set; all tried {grid}",
+        "Decoding": f"{run['decoding']}, ROUGE-L F1 with stemming, best of the references, x 100",
+        "Seeds": ", ".join(map(str, study.seeds)),
+    }
+
+
+def typed(arguments: Sequence[str]) -> str:
+    """The command as it was typed."""
+    return shlex.join(["llmdistill", "compare", *arguments])

@@ -1,0 +1,60 @@
+"""The same number of training tokens for methods whose texts differ in length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+
+from llmdistill.config import RunConfig
+from llmdistill.data.instruct import LongPrompts, encode
+from llmdistill.data.sampler import global_batch_indices
+from llmdistill.data.sources import read_examples
+from llmdistill.embedded import locate
+from llmdistill.models.load import load_tokenizer
+from llmdistill.run.plan import tokenizer_path
+
+
+def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
+    """After how many steps a run on `other` has seen as many tokens as the configuration's run on its own data.
+
+    The loader is a pure function of seed and step, so both are known before anything is trained. With a streamed set
+    they are not, and without the other file neither: then the number of steps stays.
+    """
+    if config.data.streaming or not other.is_file():
+        return config.train.steps
+    budget = sum(islice(_step_tokens(config, config.data.train, seed), config.train.steps))
+    seen = 0
+    for step, tokens in enumerate(_step_tokens(config, str(other), seed)):
+        if seen + tokens >= budget:
+            is_nearer = seen + tokens - budget <= budget - seen
+            return max(1, step + is_nearer)
+        seen += tokens
+    raise AssertionError("the loader has no end")
+
+
+def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
+    """Real tokens of each step's global batch, without end."""
+    data, size = config.data, config.train.global_batch_size
+    lengths = _lengths(tokenizer_path(config), reference, data.max_prompt_length, data.max_length, data.long_prompts)
+    for step in count():
+        batch = global_batch_indices(seed=seed, step=step, dataset_size=len(lengths), global_batch_size=size)
+        yield int(lengths[batch].sum())
+
+
+@cache
+def _lengths(
+    tokenizer: Path, reference: str, max_prompt_length: int, max_length: int, long_prompts: LongPrompts
+) -> np.ndarray:
+    """Tokens of each example of a training set, (examples,)."""
+    data = encode(
+        read_examples(locate(reference)),
+        load_tokenizer(tokenizer),
+        max_prompt_length=max_prompt_length,
+        max_length=max_length,
+        long_prompts=long_prompts,
+    )
+    return np.array([len(item.prompt_ids) + len(item.response_ids) for item in data.items])

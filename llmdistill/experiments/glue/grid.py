@@ -1,0 +1,126 @@
+"""Which settings are tried on a task, and which of them is chosen on dev."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import ProtocolName
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run."""
+
+    learning_rate: float
+    epochs: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        return f"lr-{self.learning_rate:g}-epochs-{self.epochs}-seed-{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is tried, and what all runs share."""
+
+    learning_rates: tuple[float, ...]
+    epochs: tuple[int, ...]
+    seeds: tuple[int, ...]
+    batch_size: int = 32
+    max_length: int = 128
+    warmup_ratio: float = 0.1
+    weight_decay: float = 0.01
+
+    def shared(self) -> dict[str, float]:
+        """What all runs share, by the names of its settings."""
+        return {key: getattr(self, key) for key in _SHARED}
+
+    def trials(self) -> list[Trial]:
+        """All runs, those of one setting together."""
+        settings = [(rate, epochs) for rate in self.learning_rates for epochs in self.epochs]
+        return [Trial(rate, epochs, seed) for rate, epochs in settings for seed in self.seeds]
+
+
+_SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
+
+PROTOCOLS: dict[ProtocolName, Grid] = {
+    # MaKD §4.1; epochs, batch, length, warm-up and decay are not said there.
+    "makd": Grid(learning_rates=(1e-5, 2.3e-5, 3.5e-5, 4.8e-5), epochs=(3,), seeds=(1, 2, 3, 4, 5)),
+    # MiniLMv2 appendix C.
+    "minilmv2": Grid(learning_rates=(1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5), epochs=(3, 5, 10), seeds=(1, 2, 3, 4)),
+    # KroneckerBERT appendix A.1, "single runs"; of the epochs it gives the range, and Table 8 has a 1e-5 outside of its
+    # own range of learning rates.
+    "kroneckerbert": Grid(learning_rates=(5e-5, 1e-4, 5e-4), epochs=(5, 10, 15), seeds=(1,)),
+    "custom": Grid(learning_rates=(2e-5,), epochs=(3,), seeds=(1,)),
+}
+
+LONGER: dict[tuple[ProtocolName, str], tuple[int, ...]] = {
+    ("minilmv2", "CoLA"): (25,),
+    ("kroneckerbert", "CoLA"): (15, 20, 30),
+}
+"""Epochs of a task that differ from its protocol's (MiniLMv2 appendix C, KroneckerBERT appendix A.1)."""
+
+
+def grid_of(config: GlueConfig, task: str) -> Grid:
+    """The protocol's grid for a task, with what the configuration sets itself."""
+    grid = PROTOCOLS[config.protocol]
+    grid = replace(grid, epochs=LONGER.get((config.protocol, task), grid.epochs))
+    given: dict[str, Any] = {
+        key: tuple(values)
+        for key in ("learning_rates", "epochs", "seeds")
+        if (values := getattr(config, key)) is not None
+    }
+    for key in _SHARED:
+        if getattr(config, key) is not None:
+            given[key] = getattr(config, key)
+    return replace(grid, **given)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings with the best mean over seeds."""
+
+    learning_rate: float
+    epochs: int
+    seeds: tuple[int, ...]
+    best: Trial
+    """The seed that scored best by them; of equals the first."""
+
+    def trials(self) -> list[Trial]:
+        """Their runs."""
+        return [Trial(self.learning_rate, self.epochs, seed) for seed in self.seeds]
+
+
+def choose(scores: Mapping[Trial, float], grid: Grid) -> Choice:
+    """Of settings all of whose seeds have a score, those with the highest mean; of equals the first in the grid."""
+    groups = [group for group in _groups(grid) if all(trial in scores for trial in group)]
+    assert groups, "no settings have all their seeds yet"
+    chosen = max(groups, key=lambda group: statistics.fmean(scores[trial] for trial in group))
+    best = max(chosen, key=lambda trial: scores[trial])
+    return Choice(best.learning_rate, best.epochs, grid.seeds, best)
+
+
+def may_be_best(scores: Mapping[Trial, float], grid: Grid) -> set[Trial]:
+    """Runs whose model may yet be the best: of the settings that lead, and of those that lack some seeds."""
+    groups = [[trial for trial in group if trial in scores] for group in _groups(grid)]
+    open_groups = [group for group in groups if 0 < len(group) < len(grid.seeds)]
+    leaders = {max(group, key=lambda trial: scores[trial]) for group in open_groups}
+    if any(len(group) == len(grid.seeds) for group in groups):
+        leaders.add(choose(scores, grid).best)
+    return leaders
+
+
+def _groups(grid: Grid) -> list[list[Trial]]:
+    trials, size = grid.trials(), len(grid.seeds)
+    return [trials[start : start + size] for start in range(0, len(trials), size)]
+
+
+def mean_and_std(values: list[float]) -> dict[str, float]:
+    """The mean and the sample standard deviation, 0 for a single value."""
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}

@@ -1,0 +1,70 @@
+"""How big the model and its baseline are, and how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmdistill.files import write_json
+from llmdistill.models.families import family_of
+from llmdistill.models.load import Head, load_config, load_model
+from llmdistill.report.table import describe_hardware
+from llmdistill.runtime.speed import measure_speed, parameter_split
+
+_CPU_REPEATS, _GPU_REPEATS = 5, 20
+
+
+def measure(
+    models: Mapping[str, str],
+    fingerprints: Mapping[str, str],
+    *,
+    file: Path,
+    speed: bool,
+    batch_size: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Parameters by part and, where wanted, times of forward passes; one rank does it, and the file keeps it.
+
+    Encoders are counted and timed without a head, with pooler, as papers do; decoders with a classifier.
+
+    Args:
+        models: folders or hub names by role; the first one's speed is what the others' are compared with.
+        fingerprints: of the models, by path.
+        file: where the measurement is kept.
+        speed: whether times are wanted.
+        batch_size: sequences in a whole batch.
+        length: tokens in each.
+        dtype: number format.
+        device: where to.
+
+    Raises:
+        UserError: a model cannot be loaded, or has positions for fewer tokens.
+    """
+    asked: dict[str, Any] = {"models": {role: fingerprints[path] for role, path in models.items()}, "dtype": str(dtype)}
+    if speed:
+        asked |= {"batch_size": batch_size, "length": length, "hardware": describe_hardware(1)}
+    if file.is_file():
+        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if kept["asked"] == asked:
+            return kept
+    loaded = {}
+    for role, path in models.items():
+        head: Head = "sequence" if family_of(load_config(path)).causal else "none"
+        loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
+    found: dict[str, Any] = {
+        "asked": asked,
+        "params": {role: parameter_split(model) for role, model in loaded.items()},
+    }
+    if speed:
+        repeats = _GPU_REPEATS if device.type == "cuda" else _CPU_REPEATS
+        speeds = measure_speed(loaded, batch_size=batch_size, length=length, repeats=repeats, warmup=1)
+        found["speed"] = {role: asdict(value) for role, value in speeds.items()}
+    write_json(file, found)
+    return found

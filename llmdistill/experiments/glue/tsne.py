@@ -1,0 +1,150 @@
+"""What a layer of fine-tuned models makes of a task's dev set, drawn by t-SNE (KroneckerBERT Figure 4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.manifold import TSNE
+from sklearn.metrics import silhouette_score
+
+from llmdistill.data.pairs import encode_pairs, pair_batches
+from llmdistill.experiments.glue.teachers import fingerprint
+from llmdistill.files import write_json
+from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import load_config, load_model, load_tokenizer
+from llmdistill.models.taps import Recorder
+from llmdistill.report.clusters import Cloud, plot_clusters
+from llmdistill.report.plots import save_plot
+from llmdistill.tasks.glue_data import TaskData
+from llmdistill.tasks.predict import targets_of
+
+EXAMPLES = 1000
+"""Of a longer dev set so many examples are drawn, chosen by seed."""
+
+_BATCH_SIZE = 32
+_PERPLEXITY = 30.0
+"""scikit-learn's; less where there are few examples."""
+
+
+def draw(
+    models: Mapping[str, str],
+    data: TaskData,
+    *,
+    folder: Path,
+    name: str,
+    layer: int | None,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Draw the dev set as each model sees it, side by side; one rank does it, and the files keep it.
+
+    Args:
+        models: fine-tuned on the task: folders or hub names by the titles of their panels.
+        data: the task.
+        folder: gets NAME.png, NAME.svg and NAME.json with every point.
+        name: of the files.
+        layer: from 1, None for the middle one of each model.
+        max_length: tokens of an example.
+        dtype: number format.
+        device: where the models run.
+
+    Returns:
+        the number of examples, and of each model its layer and `silhouette`: how far apart the
+        classes lie among its features, before t-SNE, from -1 to 1; None for a task of scores.
+
+    Raises:
+        UserError: a model cannot be loaded.
+    """
+    file = folder / f"{name}.json"
+    prints = {title: fingerprint(path) for title, path in models.items()}
+    asked = {"models": prints, "layer": layer, "max_length": max_length, "examples": data.digest, "dtype": str(dtype)}
+    if file.is_file() and (folder / f"{name}.png").is_file():
+        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if kept["asked"] == asked:
+            return _summary(kept)
+    rows = _chosen(len(data.dev["dev"]))
+    targets = targets_of([data.dev["dev"][row] for row in rows])
+    found, clouds = {}, []
+    for title, path in models.items():
+        number = middle_layer(path) if layer is None else layer
+        features = layer_features(path, data, rows, layer=number, max_length=max_length, dtype=dtype, device=device)
+        points = embed(features)
+        apart = _silhouette(features, targets) if data.task.classes else None
+        found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
+        note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
+        clouds.append(Cloud(title, f"layer {number}{note}", points))
+    save_plot(plot_clusters(clouds, targets, data.task.classes), folder, name)
+    result = {"asked": asked, "rows": rows, "targets": targets.tolist(), "models": found}
+    write_json(file, result)
+    return _summary(result)
+
+
+def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    models = {title: {key: model[key] for key in ("layer", "silhouette")} for title, model in result["models"].items()}
+    return {"examples": len(result["rows"]), "models": models}
+
+
+def _chosen(count: int) -> list[int]:
+    """The dev examples that are drawn: all, or some by seed; files are often in the order of their sources."""
+    if count <= EXAMPLES:
+        return list(range(count))
+    return sorted(np.random.default_rng(0).choice(count, EXAMPLES, replace=False).tolist())
+
+
+def middle_layer(path: str) -> int:
+    """The middle layer of a model, from 1: the 6th of 12."""
+    return max(1, shape_of(load_config(path)).num_layers // 2)
+
+
+@torch.no_grad()
+def layer_features(
+    path: str,
+    data: TaskData,
+    rows: list[int],
+    *,
+    layer: int,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> np.ndarray:
+    """A layer's output (rows, width) in fp32, at the token that stands for the example: an encoder's first one, a
+    decoder's last, as its first sees nothing but itself.
+
+    KroneckerBERT's caption says "the output of the middle Transformer layer" and its text "of the FFN of the middle
+    layer"; this is the former, with residual and norm.
+
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+    model = load_model(path, dtype=dtype, device=device, head="sequence")
+    tokenizer: Any = load_tokenizer(path)
+    items = encode_pairs([data.dev["dev"][row] for row in rows], tokenizer, max_length)
+    forward = TappedModel(model, Recorder(model, {"hidden": frozenset({layer - 1})}))
+    features = np.empty((len(items), model.config.hidden_size), dtype=np.float32)
+    for indices, batch in pair_batches(items, pad_token_id=tokenizer.pad_token_id, batch_size=_BATCH_SIZE):
+        hidden_BTW = forward(batch.to(device)).taps.hidden[layer - 1]
+        where_B = (
+            batch.attention_mask.sum(1) - 1 if family_of(model.config).causal else torch.zeros(len(indices)).long()
+        )
+        chosen_BW = hidden_BTW[torch.arange(len(indices)), where_B.to(device)]
+        features[indices] = chosen_BW.float().cpu().numpy()
+    return features
+
+
+def embed(features: np.ndarray) -> np.ndarray:
+    """The points (rows, 2) of t-SNE; the same for the same features."""
+    perplexity = min(_PERPLEXITY, max(1.0, (len(features) - 1) / 3))
+    points: np.ndarray = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
+    return points
+
+
+def _silhouette(features: np.ndarray, targets: np.ndarray) -> float | None:
+    """The mean silhouette of the classes; None where all examples are of one."""
+    return float(silhouette_score(features, targets)) if len(np.unique(targets)) > 1 else None

@@ -1,0 +1,100 @@
+"""From the section `tasks` of a run to the runs of eval/glue.py that it stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from llmdistill.config import RunConfig, TasksConfig, command_line
+from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import GridConfig
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.run.plan import Plan
+
+TEACHER = "teacher"
+"""The row of the run's own teacher, which is fine-tuned where none is given."""
+
+
+def tasks_folder(plan: Plan) -> Path:
+    """Where all of a run's second stage is written."""
+    return plan.folder / "tasks"
+
+
+def row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig]:
+    """The fine-tuning of each row of Table 6, in order, before them that of the teacher where a row needs one.
+
+    Args:
+        plans: the runs before it; the first one's teacher is fine-tuned, the last one's student learns.
+        tasks: in TASKS.
+
+    Raises:
+        UserError: settings that cannot work.
+    """
+    plan, config = plans[-1], plans[-1].config
+    settings, folder = config.tasks, tasks_folder(plans[-1])
+    shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
+    shared |= {"tasks": tasks, "ds_config": config.ds_config, "dtype": config.train.dtype, "speed": False}
+    alone = {**shared, "method": "sft", "copy_classifier": None}
+    teacher = str(folder / TEACHER) if settings.teacher is None else settings.teacher
+    trained = str(plan.folder / "student")
+    given = plan.config.student.model
+    untrained = str(plan.folder / "untrained") if given is None else str(locate(given))
+    learning = {**shared, "teacher": teacher, **_methods(config)}
+    configs: dict[str, GlueConfig] = {}
+    if settings.teacher is None and set(settings.rows) != {"no_kd"}:
+        own = str(plans[0].teacher_path)
+        configs[TEACHER] = _checked(model=own, output_dir=str(folder / TEACHER), **alone)
+    for row in settings.rows:
+        model = untrained if row == "no_pretraining" else trained
+        values = alone if row == "no_kd" else learning
+        configs[row] = _checked(model=model, output_dir=str(folder / row), **values)
+    return configs
+
+
+def _checked(**values: Any) -> GlueConfig:
+    try:
+        return GlueConfig(**values)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _methods(config: RunConfig) -> dict[str, Any]:
+    """The methods of the second stage with their settings: the run's, as far as `tasks` does not say otherwise."""
+    settings = config.tasks
+    method = config.method if settings.method is None else settings.method
+    if method in ("sft", "seqkd", "none"):
+        raise UserError(
+            f"tasks.method: the run's method {method} has no teacher; say by which one the student learns from its "
+            "fine-tuned teachers, such as kroneckerbert or kd"
+        )
+    inherited = config.also if settings.method is None else []
+    also = inherited if settings.also is None else settings.also
+    unused = sorted(settings.settings.keys() - {method, *also})
+    if unused:
+        raise UserError(
+            f"tasks.settings.{unused[0]}: that is no method of the second stage ({', '.join([method, *also])})"
+        )
+    sections: dict[str, Any] = {
+        name: command_line.changed(getattr(config, name), settings.settings.get(name, {}), key=f"tasks.settings.{name}")
+        for name in (method, *also)
+    }
+    return {"method": method, "also": also, **sections}
+
+
+@contextmanager
+def named_as_settings() -> Iterator[None]:
+    """Inside, a mistake in an argument of eval/glue.py is told as one in the section `tasks`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(re.sub(r"--(\w+)", _key, str(error))) from error
+
+
+def _key(flag: re.Match[str]) -> str:
+    names = {field.name: f"tasks.{field.name}" for field in fields(TasksConfig)} | {"tasks": "tasks.names"}
+    return names.get(flag.group(1), flag.group(1))

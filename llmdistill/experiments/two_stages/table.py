@@ -1,0 +1,172 @@
+"""The table of the rows that were run (KroneckerBERT Table 6): on the terminal, as report.md and as report.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llmdistill.experiments.glue.grid import mean_and_std
+from llmdistill.experiments.glue.results import markdown_table, spread
+from llmdistill.experiments.two_stages.settings import TEACHER
+from llmdistill.files import write_json, write_text
+
+_TITLE = "Dev sets x 100"
+
+
+class Row(NamedTuple):
+    """What a reader sees of a row."""
+
+    title: str
+    pretraining: str
+    """What was learnt in the first stage."""
+    finetuning: str
+    """What is learnt in the second."""
+
+
+ROWS: dict[str, Row] = {
+    TEACHER: Row("teacher", "", "labels"),
+    "no_kd": Row("no KD in stage 2", "distilled", "labels"),
+    "no_pretraining": Row("no stage 1", "none", "distilled"),
+    "two_stages": Row("both stages", "distilled", "distilled"),
+}
+"""In the order of the table."""
+
+
+def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
+    """The rows, as plain JSON values.
+
+    Args:
+        results: what eval/glue.py says of each row.
+        figures: the t-SNE figure of each task, empty without any.
+        run: the run's folder.
+    """
+    found = {
+        row: {
+            **ROWS[row]._asdict(),
+            "params": each["params"]["model"]["total"],
+            "dev": {column: metrics for task in each["tasks"].values() for column, metrics in task["dev"].items()},
+            "average": each["averages"]["model"]["plain"],
+        }
+        for row, each in results.items()
+    }
+    taught = next((each for each in results.values() if each["teacher"] is not None), None)
+    if TEACHER not in found and taught is not None:
+        found[TEACHER] = _given_teacher(taught)
+    last = list(results.values())[-1]
+    columns = [
+        {"task": name, "column": column, "metric": task["metric"], "train": task["examples"]["train"]}
+        for name, task in last["tasks"].items()
+        for column in task["dev"]
+    ]
+    return {
+        "name": run,
+        "columns": columns,
+        "rows": {row: found[row] for row in ROWS if row in found},
+        "figures": dict(figures),
+        "seeds": max(len(task["seeds"]) for task in last["tasks"].values()),
+        "limit": last["limit"],
+        "own_teacher": TEACHER in results,
+        "warnings": list(dict.fromkeys(warning for each in results.values() for warning in each["warnings"])),
+        "run": last["run"],
+    }
+
+
+def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a teacher that was fine-tuned before: one model a task, of which no seeds are known."""
+    dev = {
+        column: {metric: {**mean_and_std([value]), "seeds": [value]} for metric, value in metrics.items()}
+        for task in results["tasks"].values()
+        for column, metrics in task["teacher"]["dev"].items()
+    }
+    return {
+        **ROWS[TEACHER]._asdict(),
+        "params": results["params"]["teacher"]["total"],
+        "dev": dev,
+        "average": results["averages"]["teacher"]["plain"],
+    }
+
+
+def table_cells(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows as text."""
+    columns = table["columns"]
+    averaged = len({column["task"] for column in columns}) > 1
+    header = ["", "stage 1", "stage 2", "params"]
+    header += [f"{column['column']} {column['metric']} ({column['train']:,})" for column in columns]
+    rows = []
+    for row in table["rows"].values():
+        cells = [row["title"], row["pretraining"], row["finetuning"], f"{row['params']:,}"]
+        cells += [spread(row["dev"][column["column"]][column["metric"]], 1) for column in columns]
+        rows.append([*cells, f"{row['average']:.1f}"] if averaged else cells)
+    return [*header, "average"] if averaged else header, rows
+
+
+def print_rows(table: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the table on the terminal."""
+    header, rows = table_cells(table)
+    shown = Table(title=f"{_TITLE}, {_seeds(table)}", title_justify="left", box=box.HORIZONTALS, pad_edge=False)
+    for number, name in enumerate(header):
+        shown.add_column(name, justify="left" if number < 3 else "right", no_wrap=number == 0)
+    for row in rows:
+        shown.add_row(*row)
+    (console or Console()).print(shown)
+
+
+def _seeds(table: Mapping[str, Any]) -> str:
+    count = table["seeds"]
+    return f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"
+
+
+def write_rows(folder: Path, table: Mapping[str, Any]) -> None:
+    """Write report.md and report.json."""
+    write_json(folder / "report.json", table)
+    run, header = table["run"], table_cells(table)[0]
+    teacher = ""
+    if TEACHER in table["rows"]:
+        teacher = (
+            " The teacher was fine-tuned by the same settings, and of its seeds the best one taught."
+            if table["own_teacher"]
+            else " The teacher is the one that was given."
+        )
+    average = " The average is that of the tasks' first metrics." if header[-1] == "average" else ""
+    figures = [
+        f"{task}: {figure['examples']} examples, {_layers(figure)}\n\n![t-SNE of {task}]({figure['file']})\n"
+        for task, figure in table["figures"].items()
+    ]
+    lines = [
+        f"# Two stages: {table['name']}",
+        "",
+        *markdown_table(*table_cells(table)),
+        "",
+        f"{_TITLE}, {_seeds(table)}; in brackets the number of training examples. Distilled: the terms of the method, "
+        f"labels: these alone.{teacher}{average} The settings with the best mean over seeds were chosen on the same "
+        "dev sets, as papers do. Params: without the classifier.",
+        "",
+        *(f"**Warning: {warning}**\n" for warning in table["warnings"]),
+        *(["## A layer's output by t-SNE", "", *figures] if figures else []),
+        f"- Command: `{run['command']}`",
+        f"- Hardware: {run['hardware']}",
+        f"- Versions: {', '.join(f'{name} {version}' for name, version in run['versions'].items())}",
+        f"- Finished: {run['finished']}",
+        "",
+        "Each row has a folder with its own report, and the best model of each task in `TASK/best` there.",
+        "",
+    ]
+    write_text(folder / "report.md", "\n".join(lines))
+
+
+def _layers(figure: Mapping[str, Any]) -> str:
+    """Which layer of each model was drawn, and how far apart the classes lie there."""
+    said = []
+    for title, model in figure["models"].items():
+        apart = (
+            ""
+            if model["silhouette"] is None
+            else f" (silhouette of the classes {round(model['silhouette'], 2) + 0.0:.2f})"
+        )
+        said.append(f"{title} layer {model['layer']}{apart}")
+    return ", ".join(said)

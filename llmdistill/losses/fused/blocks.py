@@ -1,0 +1,269 @@
+"""Losses of attention over blocks of queries, value and gradient in one pass: no matrix of T x T ever exists.
+
+A block holds the scores of some sequences, heads and queries against all keys that these may look at. Its buffers stay
+in cache; the derivative by the student's scores is written over them and turned at once into gradients of queries and
+keys.
+
+Letters beside the legend: S sequences, L rows (queries) and J keys of a block; N = S x key heads; X = rows of all query
+heads that share a key head, so that grouped queries meet their keys in one product and keys are never repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmdistill.losses.fused.block_rows import Kind, hidden_keys, row_losses
+
+_CPU_BUDGET = 3 * 2**16
+"""Scores of one model in a block, for each thread: much of its three buffers then stays in a core's cache, and smaller
+blocks keep threads waiting for one another."""
+
+_CUDA_BUDGET = 2**22
+"""The same for a whole GPU: large enough to hide the launch of its kernels."""
+
+_LEAST_ROWS = 32
+"""Products of fewer queries are slow."""
+
+_LEAST_DIAGONAL = 64
+"""The same for blocks at the diagonal, of which half is computed in vain."""
+
+
+class AttentionInputs(NamedTuple):
+    """What one layer's attention distribution is made of."""
+
+    query: Tensor
+    """(B, H, T, D)."""
+    key: Tensor
+    """(B, G, T, D); H is a multiple of G."""
+    scaling: float
+    """Factor on query·key before the softmax."""
+
+
+class Visibility(NamedTuple):
+    """Which keys a query may look at."""
+
+    segments_BT: Tensor
+    """(B, T) int: 0 at padding; elsewhere the number, from 1, of the sequence, whose tokens see only one another."""
+    causal: bool
+    """A token sees only itself and what stands before it."""
+    window: int | None
+    """A token sees only the last so many positions, itself included; None for all."""
+
+
+class BlockLoss(NamedTuple):
+    """A loss and its gradient."""
+
+    sum: Tensor
+    """Scalar, at least fp32: sum over real queries of the mean over heads."""
+    query_grad: Tensor | None
+    """Derivative of the sum by the student's queries, (B, H, T, D) in their type; None if not asked for."""
+    key_grad: Tensor | None
+    """The same by the student's keys, (B, G, T, D)."""
+
+
+class BlockShape(NamedTuple):
+    """How much is computed at a time."""
+
+    sequences: int
+    heads: int
+    rows: int
+
+
+@torch.no_grad()
+def block_loss(
+    kind: Kind,
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    visibility: Visibility,
+    *,
+    query_grad: bool,
+    key_grad: bool,
+    shape: BlockShape | None = None,
+) -> BlockLoss:
+    """The loss of one layer and, as far as asked for, its gradient by the student's queries and keys.
+
+    Padded positions may hold anything, NaN too: they add nothing and their gradient is zero.
+
+    Args:
+        kind: which loss.
+        student: its queries and keys. Where both are the same tensor object, `query_grad` asks for the gradient by it,
+            with both shares, and `key_grad` must be False.
+        teacher: the teacher's, of as many query heads H; G and D may differ. No gradient goes there.
+        visibility: which keys a query sees.
+        query_grad: whether the gradient by the student's queries is wanted.
+        key_grad: the same for the keys.
+        shape: how much at a time; by default what suits the device.
+    """
+    batch, heads, tokens, _ = student.query.shape
+    both = student.key is student.query
+    assert not (both and key_grad), "one tensor has one gradient"
+    shape = shape or block_shape(student, teacher, visibility)
+    dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
+    weights_B1T1 = (visibility.segments_BT != 0).to(dtype)[:, None, :, None] / heads
+    if visibility.segments_BT.device.type == "cpu" and bool((visibility.segments_BT == 1).all()):
+        segments_BT = None  # Nothing to clear or hide. A GPU is not asked: it would have to be waited for.
+    else:
+        segments_BT = visibility.segments_BT
+    total = torch.zeros((), device=student.query.device, dtype=dtype)
+    of_query = torch.empty_like(student.query) if query_grad else None
+    of_key = of_query if both else torch.empty_like(student.key) if key_grad else None
+    buffers = [torch.empty(math.prod(shape) * tokens, device=total.device, dtype=dtype) for _ in range(3)]
+    for sequences in _slices(batch, shape.sequences):
+        segments_ST = None if segments_BT is None else segments_BT[sequences]
+        for at in _slices(heads, shape.heads):
+            ours, theirs = (_Strip(inputs, sequences, at, segments_ST, dtype) for inputs in (student, teacher))
+            gradient = None
+            if query_grad or key_grad:
+                gradient = _StripGradient(ours, sequences, at, of_query, of_key)
+            for rows, keys in _row_blocks(tokens, shape.rows, visibility):
+                size = (*ours.query_SHTD.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
+                s, t, spare = (buffer[: math.prod(size)].view(size) for buffer in buffers)
+                queries_NXD = ours.queries(rows)
+                ours.scores(queries_NXD, keys, out=s)
+                theirs.scores(theirs.queries(rows), keys, out=t)
+                hidden = hidden_keys(
+                    segments_ST, rows, keys, causal=visibility.causal, window=visibility.window, like=s
+                )
+                losses = row_losses(kind, s, t, spare, hidden, derivative=gradient is not None)
+                weights_S1L1 = weights_B1T1[sequences, :, rows]
+                total += (losses.value * weights_S1L1).sum()
+                if gradient is not None:
+                    gradient.add(s, losses.factor * weights_S1L1, queries_NXD, rows, keys)
+            if gradient is not None:
+                gradient.finish()
+    return BlockLoss(total, of_query, None if both else of_key)
+
+
+def block_shape(student: AttentionInputs, teacher: AttentionInputs, visibility: Visibility) -> BlockShape:
+    """How much to compute at a time, so that the three buffers of scores stay in cache."""
+    batch, heads, tokens, _ = student.query.shape
+    # A block has whole groups of query heads, of both models.
+    group = math.lcm(heads // student.key.shape[1], heads // teacher.key.shape[1])
+    budget = _CUDA_BUDGET if student.query.is_cuda else _CPU_BUDGET * torch.get_num_threads()
+    keys, most = tokens, tokens
+    if visibility.causal or visibility.window is not None:
+        most = max(_LEAST_DIAGONAL, tokens // 8)  # Smaller ones compute less beyond the diagonal.
+    if visibility.causal and visibility.window is not None:
+        keys = min(tokens, most + visibility.window)
+    rows = _even(tokens, min(most, max(_LEAST_ROWS, budget // (group * keys))))
+    at = _even(heads // group, budget // (rows * keys * group)) * group
+    sequences = _even(batch, budget // (rows * keys * heads)) if at == heads else 1
+    return BlockShape(sequences, at, rows)
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right of two batches of matrices, summed up and returned in `dtype`, whatever theirs."""
+    if left.dtype == dtype:
+        return torch.bmm(left, right)
+    return torch.bmm(left, right, out_dtype=dtype)
+
+
+class _Strip:
+    """One model's share of some sequences and heads: its keys, ready for the products, and its queries, block by
+    block."""
+
+    def __init__(
+        self, inputs: AttentionInputs, sequences: slice, heads: slice, segments_ST: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        per_key = inputs.query.shape[1] // inputs.key.shape[1]
+        self.groups = slice(heads.start // per_key, heads.stop // per_key)
+        self.query_SHTD = inputs.query[sequences, heads]
+        self.scaling = inputs.scaling
+        self.dtype = dtype
+        self.operands = _operands(inputs, dtype)
+        self.real_S1T1 = None if segments_ST is None else (segments_ST != 0)[:, None, :, None]
+        self.key_NTD = self._cleared(inputs.key[sequences, self.groups], slice(None)).flatten(0, 1)
+
+    def queries(self, rows: slice) -> Tensor:
+        """The queries of some rows: (N, X, D)."""
+        query_SHLD = self._cleared(self.query_SHTD[:, :, rows], rows)
+        return query_SHLD.reshape(len(self.key_NTD), -1, query_SHLD.shape[-1])
+
+    def scores(self, queries_NXD: Tensor, keys: slice, *, out: Tensor) -> None:
+        """Their scaled products with some keys, written to (S, H, L, J)."""
+        out_NXJ = out.view(*queries_NXD.shape[:2], -1)
+        key_NDJ = self.key_NTD[:, keys].mT
+        if self.operands == self.dtype:
+            torch.baddbmm(out_NXJ, queries_NXD, key_NDJ, beta=0, alpha=self.scaling, out=out_NXJ)
+        else:
+            torch.mul(product(queries_NXD, key_NDJ, self.dtype), self.scaling, out=out_NXJ)
+
+    def _cleared(self, heads_SHLD: Tensor, rows: slice) -> Tensor:
+        if self.real_S1T1 is not None:
+            heads_SHLD = torch.where(self.real_S1T1[:, :, rows], heads_SHLD, 0.0)
+        return heads_SHLD.to(self.operands)
+
+
+class _StripGradient:
+    """The gradient by the student's queries and keys of one strip, gathered block by block."""
+
+    def __init__(
+        self, strip: _Strip, sequences: slice, heads: slice, of_query: Tensor | None, of_key: Tensor | None
+    ) -> None:
+        self.strip = strip
+        self.both = of_query is of_key
+        self.of_query_SHTD = None if of_query is None else of_query[sequences, heads]
+        self.of_key_SGTD = None if of_key is None else of_key[sequences, strip.groups]
+        self.by_key_NTD = None if of_key is None else torch.zeros_like(strip.key_NTD, dtype=strip.dtype)
+
+    def add(self, derivative_SHLJ: Tensor, factor_SHL1: Tensor, queries_NXD: Tensor, rows: slice, keys: slice) -> None:
+        """One block's share: the derivative by its scores, each row of which lacks a factor."""
+        strip = self.strip
+        derivative_NXJ = derivative_SHLJ.view(*queries_NXD.shape[:2], -1).to(strip.operands)
+        factor_NX1 = (
+            (factor_SHL1 * strip.scaling).expand(*derivative_SHLJ.shape[:3], 1).reshape(*queries_NXD.shape[:2], 1)
+        )
+        if self.of_query_SHTD is not None:
+            query_NXD = product(derivative_NXJ, strip.key_NTD[:, keys], strip.dtype).mul_(factor_NX1)
+            if self.both and self.by_key_NTD is not None:
+                self.by_key_NTD[:, rows] += query_NXD
+            else:
+                self.of_query_SHTD[:, :, rows] = query_NXD.view(*derivative_SHLJ.shape[:3], -1).to(
+                    self.of_query_SHTD.dtype
+                )
+        if self.by_key_NTD is not None:
+            weighted_NXD = (queries_NXD * factor_NX1).to(strip.operands)
+            by_key_NJD = self.by_key_NTD[:, keys]
+            if strip.operands == strip.dtype:
+                by_key_NJD.baddbmm_(derivative_NXJ.mT, weighted_NXD)
+            else:
+                by_key_NJD += product(derivative_NXJ.mT, weighted_NXD, strip.dtype)
+
+    def finish(self) -> None:
+        """All blocks have been added."""
+        if self.of_key_SGTD is not None and self.by_key_NTD is not None:
+            by_key_SGTD = self.by_key_NTD.view(self.of_key_SGTD.shape)
+            if self.strip.real_S1T1 is not None:
+                by_key_SGTD = torch.where(self.strip.real_S1T1, by_key_SGTD, 0.0)
+            self.of_key_SGTD.copy_(by_key_SGTD)
+
+
+def _operands(inputs: AttentionInputs, dtype: torch.dtype) -> torch.dtype:
+    """The type of what goes into the products: bf16 where the device sums its products in fp32, else that of the sums.
+
+    Not fp16: the derivatives would leave its range.
+    """
+    if inputs.query.is_cuda and inputs.query.dtype == inputs.key.dtype == torch.bfloat16 and dtype == torch.float32:
+        return torch.bfloat16 if hasattr(torch.ops.aten.bmm, "dtype") else dtype
+    return dtype
+
+
+def _row_blocks(tokens: int, rows: int, visibility: Visibility) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, each with the keys that any of them may look at."""
+    for block in _slices(tokens, rows):
+        first = 0 if visibility.window is None else max(0, block.start - visibility.window + 1)
+        yield block, slice(first, block.stop if visibility.causal else tokens)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _even(total: int, most: int) -> int:
+    """The size of parts of a total, none above `most`, that are as even as can be."""
+    return math.ceil(total / math.ceil(total / max(1, most)))

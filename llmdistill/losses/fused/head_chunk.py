@@ -1,0 +1,227 @@
+"""The work on words between the matrix products of `losses.head`: values, and their derivatives by the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTROPY, Divergence
+from llmdistill.losses.fused.triton import available
+
+_BLOCK_BYTES = 1 << 19
+"""Of one buffer, for each thread: the four that a block of rows takes then stay in the L2 cache of its core."""
+
+_DOUBTFUL = 1e3
+"""A row's divergence beyond it, or NaN, shows that LOG_FLOOR may have a say in it."""
+
+
+@dataclass(frozen=True)
+class TokenTerm:
+    """One loss on words."""
+
+    name: str
+    divergence: Divergence | None
+    """From the teacher's distribution; None: cross-entropy of the labels."""
+    temperature: float = 1.0
+    """Of both distributions, over zero; the labels' cross-entropy does not use it."""
+    scale: float = 1.0
+    """t² for the divergences of distillation (Hinton et al. 2015, §2), 1 for MaKD's soft cross-entropy (eq. 18)."""
+
+
+def chunk_losses(
+    student_NV: Tensor,
+    teacher_NV: Tensor | None,
+    labels_N: Tensor,
+    terms: Sequence[TokenTerm],
+    factors: Tensor,
+    *,
+    with_gradient: bool,
+) -> Tensor:
+    """The terms' sums over some rows; with gradient the student's logits become the derivative of Σ factor · sum.
+
+    Args:
+        student_NV: the student's logits; overwritten.
+        teacher_NV: the teacher's, overwritten too; None where no term asks for a divergence.
+        labels_N: the word that each row predicts.
+        terms: C of them.
+        factors: (C,), at least fp32; all work on words is done in their type.
+        with_gradient: whether to form the derivative.
+
+    Returns:
+        (C,), in the factors' type.
+    """
+    if available(student_NV.device) and student_NV.element_size() <= 4:
+        kernel_terms = _kernel_terms(terms)
+        if kernel_terms is not None:
+            return _by_kernel(student_NV, teacher_NV, labels_N, kernel_terms, factors, with_gradient=with_gradient)
+    # The short way looks at its values to know whether they hold; on CUDA the host would have to wait for them.
+    on_cpu = student_NV.device.type == "cpu"
+    short = _ShortWay.of(terms, factors) if on_cpu else None
+    size = _block_rows(student_NV.shape[1], factors) if on_cpu else max(1, len(labels_N))
+    sums = torch.zeros_like(factors)
+    for start in range(0, len(labels_N), size):
+        here = slice(start, start + size)
+        student = student_NV[here].to(factors.dtype)
+        teacher = None if teacher_NV is None else teacher_NV[here].to(factors.dtype)
+        values = None if short is None else short(student, teacher, labels_N[here], with_gradient=with_gradient)
+        if values is None:
+            values = _any_way(student, teacher, labels_N[here], terms, factors, with_gradient=with_gradient)
+        if with_gradient and student.dtype != student_NV.dtype:
+            student_NV[here] = student
+        sums += values
+    return sums
+
+
+def _kernel_terms(terms: Sequence[TokenTerm]) -> list[tuple[str, float, float, float]] | None:
+    """The terms as the kernel for GPUs takes them; None if it does not know one of them."""
+    known: list[tuple[str, float, float, float]] = []
+    for term in terms:
+        kind, share = ("label", 0.5) if term.divergence is None else (term.divergence.kernel, term.divergence.share)
+        if kind is None:
+            return None
+        known.append((kind, term.temperature, term.scale, share))
+    return known
+
+
+def _by_kernel(
+    student_NV: Tensor,
+    teacher_NV: Tensor | None,
+    labels_N: Tensor,
+    terms: Sequence[tuple[str, float, float, float]],
+    factors: Tensor,
+    *,
+    with_gradient: bool,
+) -> Tensor:
+    from llmdistill.losses.fused import triton_head as head  # it needs Triton
+
+    named = [head.Term(cast(head.Kind, kind), *numbers) for kind, *numbers in terms]
+    return head.chunk_losses(student_NV, teacher_NV, labels_N, named, factors, with_gradient=with_gradient)
+
+
+def _block_rows(words: int, factors: Tensor) -> int:
+    row_bytes = max(1, words * factors.element_size())
+    return torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)
+
+
+def _any_way(
+    student: Tensor,
+    teacher: Tensor | None,
+    labels: Tensor,
+    terms: Sequence[TokenTerm],
+    factors: Tensor,
+    *,
+    with_gradient: bool,
+) -> Tensor:
+    """As `chunk_losses`, term by term from the closed-form derivatives; dz = (derivative - q Σ derivative) / t."""
+    gradient = torch.zeros_like(student) if with_gradient else None
+    sums = torch.zeros_like(factors)
+    temperatures = [1.0 if term.divergence is None else term.temperature for term in terms]
+    for temperature in dict.fromkeys(temperatures):
+        log_q = (student / temperature).log_softmax(-1)
+        floored_log_q = log_q.clamp(min=LOG_FLOOR)
+        log_p = None if teacher is None else (teacher / temperature).log_softmax(-1).clamp_(min=LOG_FLOOR)
+        derivatives = torch.zeros_like(student) if with_gradient else None
+        for i, term in enumerate(terms):
+            if temperatures[i] != temperature:
+                continue
+            if term.divergence is None:
+                sums[i] = -log_q.gather(1, labels[:, None]).sum()
+                if derivatives is not None:
+                    derivatives.scatter_add_(1, labels[:, None], -factors[i].expand(len(labels), 1))
+                continue
+            assert log_p is not None, f"{term.name} needs a teacher"
+            sums[i] = term.scale * term.divergence.value(log_p, floored_log_q).sum()
+            if derivatives is not None:
+                derivative = term.divergence.derivative(log_p, floored_log_q).masked_fill_(log_q < LOG_FLOOR, 0.0)
+                derivatives.add_(derivative.mul_(factors[i] * (term.scale / temperature)))
+        if gradient is not None and derivatives is not None:
+            gradient.add_(derivatives).sub_(log_q.exp_().mul_(derivatives.sum(-1, keepdim=True)))
+    if gradient is not None:
+        student.copy_(gradient)
+    return sums
+
+
+@dataclass
+class _ShortWay:
+    """KL(T‖S) and the soft cross-entropy, at one temperature, with the labels' beside them.
+
+    Their derivative is a weighted sum of q, p and the label, and their values need one exp of each distribution.
+    """
+
+    terms: Sequence[TokenTerm]
+    temperature: float
+    soft_factor: float
+    """Of q - p in the derivative by the logits."""
+    label_factor: float
+    """Of q at temperature 1, less the label."""
+    buffers: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, terms: Sequence[TokenTerm], factors: Tensor) -> _ShortWay | None:
+        """None where a term is of another kind, or temperatures differ."""
+        soft = [term for term in terms if term.divergence is not None]
+        temperatures = {term.temperature for term in soft} or {1.0}
+        if len(temperatures) > 1 or any(term.divergence not in (FORWARD_KL, SOFT_CROSS_ENTROPY) for term in soft):
+            return None
+        pairs = list(zip(terms, factors.tolist(), strict=True))
+        return cls(
+            terms,
+            temperatures.pop(),
+            sum(factor * term.scale / term.temperature for term, factor in pairs if term.divergence is not None),
+            sum(factor for term, factor in pairs if term.divergence is None),
+        )
+
+    def __call__(
+        self, student: Tensor, teacher: Tensor | None, labels: Tensor, *, with_gradient: bool
+    ) -> Tensor | None:
+        """As `chunk_losses`, or None where LOG_FLOOR may have a say.
+
+        Both logits are then what they were, but for a constant of each row that no softmax sees.
+        """
+        self.buffers = self.buffers or [torch.empty_like(student), torch.empty_like(student)]
+        for_p, for_q = (buffer[: len(student)] for buffer in self.buffers)
+        kinds = {term.divergence for term in self.terms}
+        values: dict[Divergence | None, Tensor] = {}
+        student.sub_(student.amax(-1, keepdim=True))
+        if kinds != {None}:
+            assert teacher is not None, "a divergence needs a teacher"
+            teacher.sub_(teacher.amax(-1, keepdim=True))
+            p, p_total = _exp(teacher, self.temperature, out=for_p)
+            if FORWARD_KL in kinds:
+                mean_gap = torch.sub(teacher, student, out=for_q).mul_(p).sum(-1, keepdim=True) / p_total
+                values[FORWARD_KL] = mean_gap / self.temperature - p_total.log()
+            if SOFT_CROSS_ENTROPY in kinds:
+                mean = torch.mul(p, student, out=for_q).sum(-1, keepdim=True) / p_total
+                values[SOFT_CROSS_ENTROPY] = -mean / self.temperature
+            q, q_total = _exp(student, self.temperature, out=for_q)
+            for kind in values:
+                values[kind] += q_total.log()
+                if not (values[kind] < _DOUBTFUL).all():
+                    return None
+        shared = kinds != {None} and self.temperature == 1
+        if None in kinds:
+            free = for_q if teacher is None or kinds == {None} else teacher
+            label_q, label_total = (q, q_total) if shared else _exp(student, 1.0, out=free)
+            values[None] = label_total.log() - student.gather(1, labels[:, None])
+        if with_gradient:
+            if kinds == {None}:
+                torch.mul(label_q, self.label_factor / label_total, out=student)
+            else:
+                of_q = self.soft_factor + (self.label_factor if shared else 0.0)
+                torch.mul(q, of_q / q_total, out=student).sub_(p.mul_(self.soft_factor / p_total))
+                if None in kinds and not shared:
+                    student.add_(label_q.mul_(self.label_factor / label_total))
+            if None in kinds:
+                student.scatter_add_(1, labels[:, None], torch.full_like(label_total, -self.label_factor))
+        scales = [1.0 if term.divergence is None else term.scale for term in self.terms]
+        return torch.stack([values[term.divergence].sum() * x for term, x in zip(self.terms, scales, strict=True)])
+
+
+def _exp(logits: Tensor, temperature: float, *, out: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logits / t) and its sums, (n, 1)."""
+    exps = torch.exp(logits, out=out) if temperature == 1 else torch.mul(logits, 1 / temperature, out=out).exp_()
+    return exps, exps.sum(-1, keepdim=True)

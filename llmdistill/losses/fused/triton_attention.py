@@ -1,0 +1,147 @@
+"""The losses of attention without a matrix of T x T, as Triton kernels in the manner of flash attention.
+
+Three launches: the rows' values and what their gradients need (log-sum-exps), then the gradient by the queries, then
+that by the keys; each goes over blocks of scores that never leave the chip. Not yet timed on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from llmdistill.losses.fused.triton_attention_passes import key_gradient, query_gradient, row_values
+from llmdistill.losses.fused.triton_blocks import Model
+
+Kind = Literal["student_teacher", "teacher_student", "score_mse"]
+"""KL(A^S‖A^T) (MaKD eq. 12), KL(A^T‖A^S) (MiniLM eq. 3), or the squared error of the scores (TinyBERT eq. 7)."""
+
+
+class Sides(NamedTuple):
+    """What one model's attention distribution is made of."""
+
+    query: Tensor
+    """(B, H, T, D), fp32, bf16 or fp16."""
+    key: Tensor
+    """(B, G, T, D); H is a multiple of G."""
+    scaling: float
+    """Factor on query·key before the softmax."""
+
+
+class AttentionLoss(NamedTuple):
+    """A loss and its gradient."""
+
+    sum: Tensor
+    """Scalar, fp32: sum over real queries of the mean over heads (and, for score_mse, over visible keys)."""
+    query_grad: Tensor | None
+    """Derivative of the sum by the student's queries, (B, H, T, D) in their dtype; None if not asked for."""
+    key_grad: Tensor | None
+    """The same by the student's keys, (B, G, T, D)."""
+
+
+def attention_loss(
+    kind: Kind,
+    student: Sides,
+    teacher: Sides,
+    segments_BT: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    query_grad: bool,
+    key_grad: bool,
+    blocks: tuple[int, int] | None = None,
+) -> AttentionLoss:
+    """The loss of one layer and, as far as asked for, its gradient by the student's queries and keys.
+
+    With p the student's and q the teacher's attention of a row and s the student's scores: ∂KL(p‖q)/∂s = p (log p -
+    log q - KL), ∂KL(q‖p)/∂s = p - q, and for the mean squared error 2 (s - t) / visible keys. A query sees the keys of
+    its own segment. Padded positions may hold anything, NaN too. Sums are taken in a fixed order, without atomics, in
+    fp32; the products of fp32 inputs are exact fp32 (no TF32). Beyond the gradients, three numbers a row are allocated.
+
+    Args:
+        kind: which loss.
+        student: its queries and keys.
+        teacher: the teacher's; number of query heads H as the student's, D and G may differ.
+        segments_BT: 0 at padding, elsewhere the number, from 1, of the sequence in the row.
+        causal: a token sees only itself and what stands before it.
+        window: a token sees only the last so many positions, itself included; None for all.
+        query_grad: whether the gradient by the student's queries is wanted.
+        key_grad: the same for the keys.
+        blocks: queries and keys in a block, powers of two from 16; by default by width and dtype.
+    """
+    student, teacher = _prepared(student), _prepared(teacher)
+    batch, heads, tokens, width = student.query.shape
+    device = student.query.device
+    assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
+    assert window is None or window > 0, f"a window of {window} tokens"
+    rows, columns = blocks or _block_sizes(student, teacher)
+    segments_BT = segments_BT.to(torch.int32).contiguous()
+    # Per query: its loss, and what the softmaxes of student and teacher (or the mean) divide by.
+    statistics = torch.empty(3, batch, heads, tokens, dtype=torch.float32, device=device)
+    groups = student.key.shape[1]
+    common = {
+        "student": _model(student),
+        "teacher": _model(teacher),
+        "segments_ptr": segments_BT,
+        "statistics_ptr": statistics,
+        "heads": heads,
+        "tokens": tokens,
+        "queries": statistics[0].numel(),
+        "window": window or 0,
+        "KIND": kind,
+        "CAUSAL": causal,
+        "WINDOWED": window is not None,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "STUDENT_PADDED": _padded(student),
+        "TEACHER_PADDED": _padded(teacher),
+    }
+    factor = student.scaling / heads
+    of_query = of_key = None
+    row_grid, column_grid = (batch * heads, triton.cdiv(tokens, rows)), (batch * groups, triton.cdiv(tokens, columns))
+    if batch * tokens == 0:
+        return AttentionLoss(
+            torch.zeros((), device=device),
+            torch.zeros_like(student.query) if query_grad else None,
+            torch.zeros_like(student.key) if key_grad else None,
+        )
+    with torch.cuda.device_of(student.query):
+        row_values[row_grid](**common)
+        if query_grad:
+            of_query = torch.empty(batch, heads, tokens, width, dtype=student.query.dtype, device=device)
+            query_gradient[row_grid](gradient_ptr=of_query, factor=factor, **common)
+        if key_grad:
+            of_key = torch.empty(batch, groups, tokens, width, dtype=student.key.dtype, device=device)
+            key_gradient[column_grid](gradient_ptr=of_key, factor=factor, **common)
+    return AttentionLoss(statistics[0].sum() / heads, of_query, of_key)
+
+
+def _prepared(sides: Sides) -> Sides:
+    heads, groups = sides.query.shape[1], sides.key.shape[1]
+    assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
+    assert sides.query.dtype == sides.key.dtype, f"queries in {sides.query.dtype}, keys in {sides.key.dtype}"
+    assert sides.query.element_size() <= 4, f"no kernel takes {sides.query.dtype}"
+    query, key = (side if side.stride(-1) == 1 else side.contiguous() for side in (sides.query, sides.key))
+    return Sides(query, key, sides.scaling)
+
+
+def _block_sizes(student: Sides, teacher: Sides) -> tuple[int, int]:
+    """What stays in registers on an A100: products in fp32 take no tensor cores, and with them far more registers."""
+    width = max(_padded(student), _padded(teacher))
+    if torch.float32 in (student.query.dtype, teacher.query.dtype):
+        return (32, 32) if width <= 64 else (16, 16)
+    return (64, 64) if width <= 128 else (32, 32)
+
+
+def _padded(sides: Sides) -> int:
+    """The head width as the matrix products need it."""
+    return max(16, triton.next_power_of_2(sides.query.shape[-1]))
+
+
+def _model(sides: Sides) -> Model:
+    *query_strides, _ = sides.query.stride()
+    *key_strides, _ = sides.key.stride()
+    groups, width = sides.key.shape[1], sides.key.shape[-1]
+    return Model(sides.query, sides.key, tuple(query_strides), tuple(key_strides), groups, width, sides.scaling)

@@ -1,0 +1,208 @@
+"""The three passes of an attention loss: values, gradient by the queries, gradient by the keys."""
+
+# Triton reads the annotations of a kernel as part of its code.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from llmdistill.losses.fused.triton_blocks import (
+    derivative_product,
+    derivatives,
+    load_keys,
+    load_queries,
+    scores,
+    span,
+    store_rows,
+    visible,
+)
+
+
+@triton.jit
+def row_values(
+    student,
+    teacher,
+    segments_ptr,
+    statistics_ptr,
+    heads,
+    tokens,
+    queries,
+    window,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STUDENT_PADDED: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+):
+    """Each query's loss and divisors; a program a block of queries of one head, by way of online softmaxes."""
+    pair = tl.program_id(0)
+    batch = pair // heads
+    head = pair % heads
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    segments_ptr += batch.to(tl.int64) * tokens
+    row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+    student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
+    teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
+
+    student_max = tl.full((ROWS,), -float("inf"), tl.float32)
+    teacher_max = tl.full((ROWS,), -float("inf"), tl.float32)
+    student_sum = tl.zeros((ROWS,), tl.float32)
+    teacher_sum = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)  # of the log ratios, weighted as in one of the sums; or of the squares
+    first, last = span(segments_ptr, row_segment, tokens)
+    if CAUSAL:
+        last = tl.minimum(last, (tl.program_id(1) + 1) * ROWS)
+    if WINDOWED:
+        first = tl.maximum(first, tl.program_id(1) * ROWS - window + 1)
+    for start in range(first, last, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
+        seen = visible(row, column, row_segment, segment, window, CAUSAL, WINDOWED)
+        student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
+        teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
+        s = scores(student_query, student_key, student.scaling)
+        t = scores(teacher_query, teacher_key, teacher.scaling)
+        difference = tl.where(seen, s - t, 0.0)
+        if KIND == "score_mse":
+            total += tl.sum(difference * difference, 1)
+            student_sum += tl.sum(tl.where(seen, 1.0, 0.0), 1)
+        else:
+            student_new = tl.maximum(student_max, tl.max(tl.where(seen, s, -float("inf")), 1))
+            teacher_new = tl.maximum(teacher_max, tl.max(tl.where(seen, t, -float("inf")), 1))
+            student_decay = tl.where(student_sum > 0, tl.exp(student_max - student_new), 0.0)
+            teacher_decay = tl.where(teacher_sum > 0, tl.exp(teacher_max - teacher_new), 0.0)
+            student_share = tl.where(seen, tl.exp(s - student_new[:, None]), 0.0)
+            teacher_share = tl.where(seen, tl.exp(t - teacher_new[:, None]), 0.0)
+            student_sum = student_sum * student_decay + tl.sum(student_share, 1)
+            teacher_sum = teacher_sum * teacher_decay + tl.sum(teacher_share, 1)
+            if KIND == "student_teacher":
+                total = total * student_decay + tl.sum(student_share * difference, 1)
+            else:
+                total = total * teacher_decay - tl.sum(teacher_share * difference, 1)
+            student_max = student_new
+            teacher_max = teacher_new
+
+    if KIND == "score_mse":
+        loss = total / student_sum
+        student_divisor = student_sum
+        teacher_divisor = student_sum
+    else:
+        student_divisor = student_max + tl.log(student_sum)
+        teacher_divisor = teacher_max + tl.log(teacher_sum)
+        if KIND == "student_teacher":
+            loss = total / student_sum - (student_divisor - teacher_divisor)
+        else:
+            loss = total / teacher_sum + (student_divisor - teacher_divisor)
+    at = statistics_ptr + pair.to(tl.int64) * tokens + row
+    tl.store(at, tl.where(row_segment != 0, loss, 0.0), mask=row < tokens)
+    tl.store(at + queries, student_divisor, mask=row < tokens)
+    tl.store(at + 2 * queries, teacher_divisor, mask=row < tokens)
+
+
+@triton.jit
+def query_gradient(
+    gradient_ptr,
+    factor,
+    student,
+    teacher,
+    segments_ptr,
+    statistics_ptr,
+    heads,
+    tokens,
+    queries,
+    window,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STUDENT_PADDED: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+):
+    """dQ = factor · dS K of a block of queries of one head, dS formed anew block by block of keys."""
+    pair = tl.program_id(0)
+    batch = pair // heads
+    head = pair % heads
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    segments_ptr += batch.to(tl.int64) * tokens
+    statistics_ptr += pair.to(tl.int64) * tokens
+    row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+    student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
+    teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
+
+    result = tl.zeros((ROWS, STUDENT_PADDED), tl.float32)
+    first, last = span(segments_ptr, row_segment, tokens)
+    if CAUSAL:
+        last = tl.minimum(last, (tl.program_id(1) + 1) * ROWS)
+    if WINDOWED:
+        first = tl.maximum(first, tl.program_id(1) * ROWS - window + 1)
+    for start in range(first, last, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
+        seen = visible(row, column, row_segment, segment, window, CAUSAL, WINDOWED)
+        student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
+        teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
+        s = scores(student_query, student_key, student.scaling)
+        t = scores(teacher_query, teacher_key, teacher.scaling)
+        derivative = derivatives(s, t, seen, statistics_ptr, row, tokens, queries, KIND)
+        result += derivative_product(derivative, student_key)
+    gradient_ptr += pair.to(tl.int64) * tokens * student.width
+    store_rows(gradient_ptr, result * factor, row, tokens, student.width, STUDENT_PADDED)
+
+
+@triton.jit
+def key_gradient(
+    gradient_ptr,
+    factor,
+    student,
+    teacher,
+    segments_ptr,
+    statistics_ptr,
+    heads,
+    tokens,
+    queries,
+    window,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STUDENT_PADDED: tl.constexpr,
+    TEACHER_PADDED: tl.constexpr,
+):
+    """dK = factor · Σ dSᵀ Q of a block of keys of one key head, over the query heads that read it and their queries."""
+    pair = tl.program_id(0)
+    batch = pair // student.groups
+    heads_a_group = heads // student.groups
+    first_head = pair % student.groups * heads_a_group
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    segments_ptr += batch.to(tl.int64) * tokens
+    segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
+    student_key = load_keys(student, batch, first_head, heads, column, segment, STUDENT_PADDED)
+
+    result = tl.zeros((COLUMNS, STUDENT_PADDED), tl.float32)
+    first, last = span(segments_ptr, segment, tokens)
+    if CAUSAL:
+        first = tl.maximum(first, tl.program_id(1) * COLUMNS)
+    if WINDOWED:
+        last = tl.minimum(last, (tl.program_id(1) + 1) * COLUMNS - 1 + window)
+    for member in range(heads_a_group):
+        head = first_head + member
+        teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
+        of_head = statistics_ptr + (batch * heads + head).to(tl.int64) * tokens
+        for start in range(first, last, ROWS):
+            row = start + tl.arange(0, ROWS)
+            row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+            seen = visible(row, column, row_segment, segment, window, CAUSAL, WINDOWED)
+            student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
+            teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
+            s = scores(student_query, student_key, student.scaling)
+            t = scores(teacher_query, teacher_key, teacher.scaling)
+            derivative = derivatives(s, t, seen, of_head, row, tokens, queries, KIND)
+            result += derivative_product(tl.trans(derivative), student_query)
+    gradient_ptr += pair.to(tl.int64) * tokens * student.width
+    store_rows(gradient_ptr, result * factor, column, tokens, student.width, STUDENT_PADDED)

@@ -1,0 +1,266 @@
+"""The losses on words between the two matrix products of a head, as a Triton kernel. Not yet timed on a GPU."""
+
+# Triton reads the annotations of a kernel as part of its code.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Kind = Literal[
+    "label",
+    "soft_cross_entropy",
+    "forward_kl",
+    "reverse_kl",
+    "jsd",
+    "skew_forward_kl",
+    "skew_reverse_kl",
+    "total_variation",
+]
+"""Cross-entropy of the labels, and the divergences of `losses.divergence` by their names."""
+
+LOG_FLOOR = tl.constexpr(-1e5)  # that of losses.divergence, which this package stands below
+LARGEST_BLOCK = 4096
+
+
+class Term(NamedTuple):
+    """One loss on words."""
+
+    kind: Kind
+    temperature: float = 1.0
+    """Of both distributions, over zero; the labels' cross-entropy does not use it."""
+    scale: float = 1.0
+    """Factor on the divergence; the labels' cross-entropy does not use it."""
+    share: float = 0.5
+    """β of jsd, α of the skewed divergences, strictly between 0 and 1; the others do not use it."""
+
+
+def chunk_losses(
+    student_NV: Tensor,
+    teacher_NV: Tensor | None,
+    labels_N: Tensor,
+    terms: Sequence[Term],
+    factors: Tensor,
+    *,
+    with_gradient: bool,
+) -> Tensor:
+    """The terms' sums over some rows; with gradient the student's logits become the loss's derivative by them.
+
+    One program a row, which is read once for the two log-softmaxes and once more for values and gradient; the
+    divergences whose derivatives do not sum to a known number need a third reading. Nothing of the rows' size is
+    allocated, no atomics are used, and the host never waits.
+
+    Args:
+        student_NV: the student's logits, fp32, bf16 or fp16, rows contiguous; overwritten with gradient.
+        teacher_NV: the teacher's, of the same shape; None where no term asks for a divergence.
+        labels_N: the word that each row predicts, int64.
+        terms: K of them.
+        factors: (K,), the derivative of the loss by each sum.
+        with_gradient: whether to form the derivative.
+
+    Returns:
+        (K,), fp32.
+    """
+    rows, words = student_NV.shape
+    if teacher_NV is None:
+        assert all(term.kind == "label" for term in terms), "a divergence needs the teacher's logits"
+        teacher_NV = student_NV
+    assert teacher_NV.shape == student_NV.shape, f"{tuple(teacher_NV.shape)}, not {tuple(student_NV.shape)}"
+    assert student_NV.stride(1) == teacher_NV.stride(1) == 1, "a row's words must be contiguous"
+    values_NK = torch.empty(rows, len(terms), dtype=torch.float32, device=student_NV.device)
+    if rows == 0:
+        return values_NK.sum(0)
+    with torch.cuda.device_of(student_NV):
+        _rows_kernel[(rows,)](
+            student_NV,
+            teacher_NV,
+            labels_N.contiguous(),
+            factors.contiguous(),
+            values_NK,
+            student_NV.stride(0),
+            teacher_NV.stride(0),
+            words,
+            KINDS=tuple(term.kind for term in terms),
+            # The labels' cross-entropy has neither.
+            TEMPERATURES=tuple(1.0 if term.kind == "label" else float(term.temperature) for term in terms),
+            SCALES=tuple(1.0 if term.kind == "label" else float(term.scale) for term in terms),
+            SHARES=tuple(float(term.share) for term in terms),
+            SLOTS=triton.next_power_of_2(len(terms)),
+            # Their derivatives sum to -1, so that the gradient can be written in the pass that finds the values.
+            KNOWN_SLOPES=all(term.kind in ("label", "soft_cross_entropy", "forward_kl") for term in terms),
+            WITH_GRADIENT=with_gradient,
+            BLOCK=min(LARGEST_BLOCK, triton.next_power_of_2(words)),
+            num_warps=8,
+        )
+    return values_NK.sum(0)
+
+
+@triton.jit
+def _rows_kernel(
+    student_ptr,
+    teacher_ptr,
+    labels_ptr,
+    factors_ptr,
+    values_ptr,
+    student_stride,
+    teacher_stride,
+    words,
+    KINDS: tl.constexpr,
+    TEMPERATURES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SHARES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KNOWN_SLOPES: tl.constexpr,
+    WITH_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # a row times a vocabulary may pass 2³¹
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    label = tl.load(labels_ptr + row)
+    TERMS: tl.constexpr = len(KINDS)
+    slot = tl.arange(0, SLOTS)  # what is known of the terms stands side by side in small vectors
+
+    student_max = tl.full((), -float("inf"), tl.float32)
+    teacher_max = tl.full((), -float("inf"), tl.float32)
+    student_sums = tl.zeros((SLOTS,), tl.float32)
+    teacher_sums = tl.zeros((SLOTS,), tl.float32)
+    open_sums = tl.zeros((SLOTS,), tl.float32)  # the teacher's, of words that the student's log-probability can reach
+    for start in range(0, words, BLOCK):
+        student = _words(student_ptr, start, words, BLOCK)
+        teacher = _words(teacher_ptr, start, words, BLOCK)
+        student_new = tl.maximum(student_max, tl.max(student, 0))
+        teacher_new = tl.maximum(teacher_max, tl.max(teacher, 0))
+        for k in tl.static_range(TERMS):
+            here = slot == k
+            student_share = _exp_difference(student, student_new, TEMPERATURES[k])
+            scaled = student_sums * _exp_difference(student_max, student_new, TEMPERATURES[k])
+            student_sums = tl.where(here, scaled + tl.sum(student_share, 0), student_sums)
+            if KINDS[k] != "label":
+                teacher_share = _exp_difference(teacher, teacher_new, TEMPERATURES[k])
+                decay = _exp_difference(teacher_max, teacher_new, TEMPERATURES[k])
+                teacher_sums = tl.where(here, teacher_sums * decay + tl.sum(teacher_share, 0), teacher_sums)
+                open_share = tl.where(student > LOG_FLOOR * TEMPERATURES[k], teacher_share, 0.0)
+                open_sums = tl.where(here, open_sums * decay + tl.sum(open_share, 0), open_sums)
+        student_max = student_new
+        teacher_max = teacher_new
+
+    student_log_sums = tl.log(student_sums)
+    teacher_log_sums = tl.log(teacher_sums)
+    values = tl.zeros((SLOTS,), tl.float32)
+    derivative_sums = tl.zeros((SLOTS,), tl.float32)
+    if KNOWN_SLOPES:
+        for k in tl.static_range(TERMS):
+            derivative_sum = -1.0 if KINDS[k] == "label" else -_pick(open_sums / teacher_sums, k, SLOTS)
+            derivative_sums = tl.where(slot == k, derivative_sum, derivative_sums)
+    if not (KNOWN_SLOPES and WITH_GRADIENT):
+        for start in range(0, words, BLOCK):
+            student = _words(student_ptr, start, words, BLOCK) - student_max
+            teacher = _words(teacher_ptr, start, words, BLOCK) - teacher_max
+            is_label = start + tl.arange(0, BLOCK) == label
+            for k in tl.static_range(TERMS):
+                log_q = student / TEMPERATURES[k] - _pick(student_log_sums, k, SLOTS)
+                log_p = teacher / TEMPERATURES[k] - _pick(teacher_log_sums, k, SLOTS)
+                value, derivative = _value_and_derivative(
+                    log_p, log_q, is_label, tl.constexpr(SHARES[k]), tl.constexpr(KINDS[k])
+                )
+                values = tl.where(slot == k, values + tl.sum(value, 0), values)
+                if not KNOWN_SLOPES:
+                    derivative_sums = tl.where(slot == k, derivative_sums + tl.sum(derivative, 0), derivative_sums)
+    if WITH_GRADIENT:
+        for start in range(0, words, BLOCK):
+            student = _words(student_ptr, start, words, BLOCK) - student_max
+            teacher = _words(teacher_ptr, start, words, BLOCK) - teacher_max
+            is_label = start + tl.arange(0, BLOCK) == label
+            gradient = tl.zeros((BLOCK,), tl.float32)
+            for k in tl.static_range(TERMS):
+                log_q = student / TEMPERATURES[k] - _pick(student_log_sums, k, SLOTS)
+                log_p = teacher / TEMPERATURES[k] - _pick(teacher_log_sums, k, SLOTS)
+                value, derivative = _value_and_derivative(
+                    log_p, log_q, is_label, tl.constexpr(SHARES[k]), tl.constexpr(KINDS[k])
+                )
+                if KNOWN_SLOPES:
+                    values = tl.where(slot == k, values + tl.sum(value, 0), values)
+                factor = tl.load(factors_ptr + k) * (SCALES[k] / TEMPERATURES[k])
+                gradient += factor * (derivative - tl.exp(log_q) * _pick(derivative_sums, k, SLOTS))
+            at = start + tl.arange(0, BLOCK)
+            tl.store(student_ptr + at, gradient, mask=at < words)
+    for k in tl.static_range(TERMS):
+        tl.store(values_ptr + row * TERMS + k, _pick(values, k, SLOTS) * SCALES[k])
+
+
+@triton.jit
+def _words(row_ptr, start, words, BLOCK: tl.constexpr):
+    """A block of a row's logits, in fp32; -inf beyond its end, which is a word of no probability to all."""
+    at = start + tl.arange(0, BLOCK)
+    return tl.load(row_ptr + at, mask=at < words, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _exp_difference(logits, largest, temperature):
+    """exp((logits - largest) / t); while nothing but -inf has been seen, 0."""
+    return tl.exp((logits - tl.where(largest == -float("inf"), 0.0, largest)) / temperature)
+
+
+@triton.jit
+def _pick(values, k: tl.constexpr, SLOTS: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, SLOTS) == k, values, 0.0), 0)
+
+
+@triton.jit
+def _value_and_derivative(log_p, log_q, is_label, share: tl.constexpr, KIND: tl.constexpr):
+    """Each word's part of the loss, and the loss's derivative by log q_j, log q taken as free variables."""
+    if KIND == "label":
+        value = tl.where(is_label, -log_q, 0.0)
+        derivative = tl.where(is_label, -1.0, 0.0)
+    else:
+        value, derivative = _divergence(tl.maximum(log_p, LOG_FLOOR), tl.maximum(log_q, LOG_FLOOR), share, KIND)
+        derivative = tl.where(log_q >= LOG_FLOOR, derivative, 0.0)
+    return value, derivative
+
+
+@triton.jit
+def _divergence(log_p, log_q, share: tl.constexpr, KIND: tl.constexpr):
+    """The same of a divergence, in the formulas of `losses.divergence`."""
+    p = tl.exp(log_p)
+    q = tl.exp(log_q)
+    if KIND == "soft_cross_entropy":
+        value = -p * log_q
+        derivative = -p
+    elif KIND == "forward_kl":
+        value = p * (log_p - log_q)
+        derivative = -p
+    elif KIND == "reverse_kl":
+        value = q * (log_q - log_p)
+        derivative = value + q
+    elif KIND == "jsd":
+        log_m = _log_mix(log_p, log_q, share)
+        value = share * p * (log_p - log_m) + (1 - share) * q * (log_q - log_m)
+        derivative = (1 - share) * q * (log_q - log_m)  # by way of M everything else cancels
+    elif KIND == "skew_forward_kl":
+        log_m = _log_mix(log_p, log_q, share)
+        value = p * (log_p - log_m)
+        derivative = -(1 - share) * p * tl.exp(log_q - log_m)
+    elif KIND == "skew_reverse_kl":
+        log_m = _log_mix(log_q, log_p, share)
+        value = q * (log_q - log_m)
+        derivative = value + q * (1 - share * tl.exp(log_q - log_m))
+    else:
+        tl.static_assert(KIND == "total_variation", "an unknown divergence")
+        value = 0.5 * tl.abs(p - q)
+        derivative = tl.where(p == q, 0.0, tl.where(q > p, 0.5, -0.5)) * q
+    return value, derivative
+
+
+@triton.jit
+def _log_mix(log_a, log_b, share: tl.constexpr):
+    """log(share · a + (1-share) · b)."""
+    log_a += tl.log(tl.full((), share, tl.float32))
+    log_b += tl.log(tl.full((), 1 - share, tl.float32))
+    return tl.maximum(log_a, log_b) + tl.log(1 + tl.exp(-tl.abs(log_a - log_b)))

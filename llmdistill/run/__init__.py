@@ -1,0 +1,1 @@
+"""One run of the main job: planned, assembled, trained, recorded."""

@@ -1,0 +1,123 @@
+"""The models of a run, from its plan: teacher, student, the student's engine, and the taps on both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from llmdistill.batch import TapRequest
+from llmdistill.embedded import locate
+from llmdistill.factorize import compress
+from llmdistill.factorize.budget import embedding_size
+from llmdistill.factorize.checkpoint import merge_adapter
+from llmdistill.factorize.shape import make_student
+from llmdistill.models.adapters import add_lora, is_adapter
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import load_model
+from llmdistill.models.shapes import parse_shape
+from llmdistill.models.taps import Recorder
+from llmdistill.run.plan import Plan
+from llmdistill.runtime.compile import check_compile, compile_layers
+from llmdistill.runtime.distributed import World, all_ranks_agree, on_main
+from llmdistill.runtime.engine import TORCH_DTYPES, add_projectors, build_engine
+from llmdistill.teacher.live import LiveTeacher, load_teacher
+from llmdistill.teacher.stream import AheadTrial, StreamedTeacher
+
+
+def prepare_student(plan: Plan, world: World) -> Path:
+    """The folder of the untrained student: the one given, or the teacher factorised once, by one rank, for all.
+
+    A resumed run finds it there.
+    """
+    if plan.config.student.model is not None:
+        return locate(plan.config.student.model)
+    folder = plan.folder / "untrained"
+    if not (folder / "config.json").is_file():
+        on_main(lambda: _make_student(plan, folder, world.device), world)
+    return folder
+
+
+def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
+    settings = plan.config.student
+    if settings.shape is None:
+        # An encoder's folder may hold other heads than the run needs; a decoder comes as its folder says.
+        head = None if plan.causal else plan.student_head
+        compress(plan.teacher_path, folder, settings.factorize, settings.method, device=device, head=head)
+        return
+    make_student(
+        plan.teacher_path,
+        folder,
+        parse_shape(settings.shape),
+        init=settings.init,
+        layers=settings.layers,
+        embedding=embedding_size(settings.factorize, settings.method),
+        method=settings.method,
+        seed=plan.config.seed,
+        head=plan.student_head,
+    )
+
+
+def make_teacher(plan: Plan, world: World) -> LiveTeacher:
+    """The teacher, in evaluation mode."""
+    wanted = plan.config.teacher.dtype
+    dtype = plan.dtype if wanted == "auto" else TORCH_DTYPES[wanted]
+    path, sharding = plan.teacher_path, plan.config.teacher.sharding
+    if sharding == "zero3" and is_adapter(path):
+        # No rank could merge an adapter into a base of which it holds a share.
+        merged = plan.folder / "teacher"
+        if not (merged / "config.json").is_file():
+            on_main(lambda: merge_adapter(path, merged), world)
+        path = merged
+    return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world, head=plan.teacher_head)
+
+
+def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:
+    """A model to score, in the number format it was trained in."""
+    return load_model(str(folder), dtype=plan.dtype, device=world.device)
+
+
+def check_machine(plan: Plan, world: World) -> None:
+    """Whether the run can do here what its settings ask for.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if plan.config.train.compile:
+        stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
+        check_compile(world.device, student_stage=stage, teacher_sharding=plan.config.teacher.sharding)
+
+
+def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
+    """The student under DeepSpeed, and the matrices that map its widths."""
+    config = plan.config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # of a head that the student's folder lacks, the same on every rank
+        student = load_model(str(student_folder), dtype=plan.dtype, head=plan.student_head, new_head=True)
+    if config.student.lora.rank is not None:
+        add_lora(student, config.student.lora, config.seed)
+    projectors = add_projectors(student, plan.method.projections, config.seed)
+    return build_engine(student, plan.ds_config, config.train), projectors
+
+
+def make_recorder(
+    plan: Plan, model: PreTrainedModel, taps: TapRequest, projectors: nn.ModuleDict | None = None
+) -> Recorder:
+    recorder = Recorder(model, taps, projectors)
+    if plan.config.train.compile:
+        compile_layers(recorder)
+    return recorder
+
+
+def make_ahead(plan: Plan, teacher: TappedModel | None, world: World) -> StreamedTeacher | None:
+    """The teacher on a stream of its own, where that is asked for and there is a micro batch to be ahead with."""
+    if not plan.config.teacher.ahead or teacher is None or world.device.type != "cuda":
+        return None
+    if plan.split.accumulation_steps == 1:
+        return None
+    return StreamedTeacher(
+        teacher, world.device, AheadTrial(torch.cuda.mem_get_info(world.device)[1], agree=all_ranks_agree)
+    )

@@ -1,0 +1,59 @@
+"""A run's trainer and score book, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from llmdistill.data.instruct import Encoded
+from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.stream import StreamLoader
+from llmdistill.data.text import TextLoader
+from llmdistill.methods.sft import make_sft
+from llmdistill.models.forward import TappedModel
+from llmdistill.run.assemble.data import RunData, make_validation, prepare_loader
+from llmdistill.run.assemble.models import make_ahead, make_engine, make_recorder
+from llmdistill.run.plan import Plan
+from llmdistill.run.trainer import Trainer
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.scores import ScoreBook
+from llmdistill.teacher.live import LiveTeacher
+
+
+def make_trainer(
+    plan: Plan,
+    student_folder: Path,
+    teacher: Callable[[], LiveTeacher],
+    data: RunData,
+    train_loader: TrainLoader[Encoded] | StreamLoader | TextLoader,
+    world: World,
+) -> Trainer:
+    """Student engine, taps, loader and method, put together; `teacher` is called only where the method needs one."""
+    config, method = plan.config, plan.method
+    engine, projectors = make_engine(plan, student_folder)
+    # The recorders come last: DeepSpeed's own hooks must sit inside them.
+    tapped_teacher = None
+    if method.needs_teacher:
+        live = teacher()
+        recorder = make_recorder(plan, live.model, method.teacher_taps)
+        tapped_teacher = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary)
+    recorder = make_recorder(plan, engine.module, method.student_taps, projectors)
+    return Trainer(
+        engine=engine,
+        student=TappedModel(engine, recorder, vocabulary=plan.vocabulary),
+        teacher=tapped_teacher,
+        ahead=make_ahead(plan, tapped_teacher, world),
+        method=method,
+        loader=prepare_loader(plan, train_loader, engine, data, world),
+        settings=config.train,
+        seed=config.seed,
+        folder=plan.folder,
+        world=world,
+        validation=make_validation(plan, data, world),
+        validation_method=make_sft() if config.data.kind == "instructions" else None,
+    )
+
+
+def make_score_book(plan: Plan, data: RunData, world: World) -> ScoreBook:
+    """The scoring of the run's models."""
+    return ScoreBook(plan.folder, data.tests, data.valid, plan.config.scoring, plan.config.data, world)

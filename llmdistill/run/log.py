@@ -1,0 +1,131 @@
+"""What a run says while it goes: a line a step on the terminal, a row in metrics.jsonl, curves in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from llmdistill.report.metrics_log import FIGURES, METRICS_LOG
+from llmdistill.runtime.distributed import World
+
+
+class Stopwatch:
+    """Adds up the time of a repeated piece of work, on a GPU without making it wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time spent inside."""
+        if self._on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        for begin, end in self._events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds
+
+
+class RunLog:
+    """Progress of one training run; only rank 0 writes."""
+
+    def __init__(self, folder: Path, *, start: int, steps: int, world: World, monitor: Any) -> None:
+        """Open the log.
+
+        Args:
+            folder: the run's folder.
+            start: steps already done; rows of later steps, written before a kill, are dropped.
+            steps: steps in all.
+            world: this process.
+            monitor: DeepSpeed's monitor (TensorBoard and whatever else the DeepSpeed configuration names).
+        """
+        self._active = world.is_main
+        self._file = folder / METRICS_LOG
+        self._steps = steps
+        self._monitor = monitor
+        self._header: list[str] = []
+        self._bar: Any = None
+        if self._active:
+            self._drop_rows_after(start)
+            # A terminal gets a bar beneath the lines; a file or a pipe only the lines.
+            self._bar = tqdm(total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), leave=False)
+
+    def _drop_rows_after(self, step: int) -> None:
+        if self._file.is_file():
+            rows = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [row for row in rows if step > 0 and row.endswith("\n") and json.loads(row)["step"] <= step]
+            self._file.write_text("".join(kept), encoding="utf-8")
+
+    def row(self, step: int, values: dict[str, float], eta: float) -> None:
+        """Log one line: loss, tokens_per_second, shares and the other FIGURES there are, then each term."""
+        if not self._active:
+            return
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if getattr(self._monitor, "enabled", False):
+            self._monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
+        cells = {
+            "step": f"{step}/{self._steps}",
+            "loss": f"{values['loss']:.4g}",
+            **{name: f"{value:.3g}" for name, value in values.items() if name not in FIGURES},
+            "tok/s": f"{values['tokens_per_second']:,.0f}",
+            "padding": f"{values['padding_share']:.0%}",
+            "teacher": f"{values['teacher_share']:.0%}",
+            "eta": tqdm.format_interval(eta),
+        }
+        if list(cells) != self._header:
+            self._header = list(cells)
+            self.say("".join(f"{name:>{_width(name)}}" for name in cells))
+        self.say("".join(f"{cell:>{_width(name)}}" for name, cell in cells.items()))
+        if "valid_loss" in values:
+            self.say(f"validation loss {values['valid_loss']:.4f} at step {step}")
+
+    def start(self, valid_loss: float) -> None:
+        """Log the validation loss of the student as it starts, as step 0."""
+        if self._active:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": 0, "valid_loss": valid_loss}) + "\n")
+            self.say(f"validation loss {valid_loss:.4f} before the first step")
+
+    def advance(self, steps: int = 1) -> None:
+        """Move the bar."""
+        if self._active:
+            self._bar.update(steps)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._active:
+            tqdm.write(line)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._active:
+            self._bar.close()
+
+
+def _width(name: str) -> int:
+    return max(9, len(name) + 1)

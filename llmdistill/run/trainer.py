@@ -1,0 +1,227 @@
+"""The loop: accumulate, step, log, save. It knows no model family, file format or paper."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import POSITIONS, Batch, Loader, Outputs
+from llmdistill.config import TrainConfig
+from llmdistill.errors import UserError
+from llmdistill.losses.terms import RunningTerms
+from llmdistill.methods import Method
+from llmdistill.run.checkpoints import save_checkpoint
+from llmdistill.run.log import RunLog, Stopwatch
+from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.runtime.engine import set_learning_rate
+from llmdistill.runtime.schedule import learning_rate
+from llmdistill.teacher.stream import StreamedTeacher, Teacher
+
+
+class Student(Protocol):
+    """The model that is trained."""
+
+    def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
+        """Run it on a batch, and compute these losses on the way."""
+        ...
+
+
+@dataclass
+class Trainer:
+    """Everything that a training run needs, finished; `run` trains."""
+
+    engine: Any
+    student: Student
+    teacher: Teacher | None
+    """None for a method that learns from the labels alone."""
+    method: Method
+    loader: Loader
+    settings: TrainConfig
+    seed: int
+    folder: Path
+    world: World
+    validation: Sequence[Batch] = ()
+    """This rank's share of the validation set: the same number of batches on every rank, empty without a set."""
+    ahead: StreamedTeacher | None = None
+    """The teacher again, where it may run on a stream of its own."""
+    validation_method: Method | None = None
+    """Whose weighted loss on the validation set is logged; None for the method's own."""
+
+    def run(self, start: int, log: RunLog) -> None:
+        """Train from step `start` to the end, saving on the way.
+
+        Raises:
+            UserError: the loss is no longer finite.
+        """
+        clock = Stopwatch(self.world.device)
+        since = _Since(self.world.device, list(self.method.weights))
+        began = time.perf_counter()
+        for step in range(start, self.settings.steps):
+            set_learning_rate(self.engine, learning_rate(self.settings, step))
+            # All randomness of a step follows from its number, so a resumed run repeats it.
+            torch.manual_seed(_mix(self.seed, step, self.world.rank))
+            micro_batches = self.loader.micro_batches(step)
+            terms, counts = self._step(micro_batches, clock, log)
+            since.add(terms, counts, sum(batch.input_ids.numel() for batch in micro_batches))
+            done = step + 1
+            validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
+            if validates or self._is_due(done, self.settings.log_every):
+                elapsed = time.perf_counter() - began
+                eta = elapsed / (done - start) * (self.settings.steps - done)
+                row = self._row(done, since, clock.take())
+                if validates:
+                    row["valid_loss"] = self.validation_loss()
+                    since.restart_clock()
+                log.row(done, row, eta)
+            if self.settings.save_every is not None and self._is_due(done, self.settings.save_every):
+                save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
+            log.advance()
+
+    def _step(self, micro_batches: list[Batch], clock: Stopwatch, log: RunLog) -> tuple[Tensor, Tensor]:
+        if self.ahead is None:
+            return self.train_step(micro_batches, clock)
+        result, decision = self.ahead.step(lambda: self.train_step(micro_batches, clock))
+        if decision is not None:
+            log.say(decision)
+        return cast("tuple[Tensor, Tensor]", result)
+
+    def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:
+        """One optimizer step.
+
+        Returns this rank's terms, already divided by the global counts, and the global counts, as POSITIONS.
+        """
+        micro_batches = [self._moved(batch, self.method) for batch in micro_batches]
+        counts = global_counts(micro_batches)
+        divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
+        factors = {name: weight / divisors[self.method.positions[name]] for name, weight in self.method.weights.items()}
+        # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
+        undo_average = self.world.size * len(micro_batches)
+        totals = torch.zeros(len(self.method.weights), device=self.world.device)
+        teacher = self.teacher if self.ahead is None else self.ahead
+        for batch, following in zip(micro_batches, [*micro_batches[1:], None], strict=True):
+            taught = None
+            if teacher is not None:
+                with clock.running(), torch.no_grad():
+                    taught = teacher.teach(batch, lm_head=self.method.needs_teacher_logits)
+            student = self.student.learn(batch, self.method.running(taught, batch, factors))
+            if self.ahead is not None:
+                self.ahead.start(following, lm_head=self.method.needs_teacher_logits)
+            losses = self.method(student, taught, batch)
+            terms = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.items()}
+            total = torch.stack([self.method.weights[name] * term for name, term in terms.items()]).sum()
+            if "labels" not in self.method.positions.values():
+                # ZeRO-3 gathers parameters on the way back from the model's output, so the loss must hang on it.
+                total = total + 0.0 * torch.stack([end.sum() for end in student.tensors]).sum()
+            self.engine.backward(total * undo_average)
+            self.engine.step()
+            totals += torch.stack([terms[name].detach() for name in self.method.weights])
+        return totals, counts
+
+    def validation_loss(self) -> float:
+        """The weighted loss on the validation set, each term the mean over its positions; every rank must call it."""
+        method = self.method if self.validation_method is None else self.validation_method
+        self.engine.eval()
+        sums = torch.zeros(2, len(method.weights), dtype=torch.float64, device=self.world.device)
+        with torch.no_grad():
+            for batch in self.validation:
+                moved = self._moved(batch, method)
+                teacher = None
+                if method.needs_teacher and self.teacher is not None:
+                    teacher = self.teacher.teach(moved, lm_head=method.needs_teacher_logits)
+                losses = method(self.student.learn(moved, method.running(teacher, moved)), teacher, moved)
+                pairs = [(losses[name].sum.double(), losses[name].count.double()) for name in method.weights]
+                sums += torch.stack([torch.stack(pair) for pair in pairs], dim=1)
+        self.engine.train()
+        all_reduce_sum(sums)
+        means = (sums[0] / sums[1]).tolist()
+        return sum(weight * mean for weight, mean in zip(method.weights.values(), means, strict=True))
+
+    def _moved(self, batch: Batch, method: Method) -> Batch:
+        # Where the labels are is found before they go to a GPU, which would make the host wait for the answer.
+        return batch.with_label_rows(shift=method.shift).to(self.world.device)
+
+    def _is_due(self, done: int, every: int) -> bool:
+        return done % every == 0 or done == self.settings.steps
+
+    def _row(self, step: int, since: _Since, teacher_seconds: float) -> dict[str, float]:
+        """What the log says of the steps since its last row: figures of the run, then each term."""
+        seconds, tokens, positions, means = since.take()
+        terms = dict(zip(self.method.weights, means, strict=True))
+        loss = sum(self.method.weights[name] * value for name, value in terms.items())
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} at step {step}: lower train.learning_rate (now {self.settings.learning_rate}) "
+                f"or train.max_grad_norm; checkpoints up to the last save are in {self.folder / 'checkpoints'}"
+            )
+        return {
+            "loss": loss,
+            "learning_rate": learning_rate(self.settings, step - 1),
+            "grad_norm": float(self.engine.get_global_grad_norm() or 0.0),
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "padding_share": 1 - tokens / positions,
+            "teacher_share": teacher_seconds / seconds,
+            "peak_memory_bytes": peak_memory(self.world.device),
+            **terms,
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: allocated on this rank's GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest
+
+
+def global_counts(micro_batches: list[Batch]) -> Tensor:
+    """How many of each of POSITIONS the whole global batch has; every rank must call it."""
+    counts = [batch.counts() for batch in micro_batches]
+    return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
+
+
+class _Since:
+    """Terms, tokens and time since the last line of the log; sums stay on the device until then."""
+
+    def __init__(self, device: torch.device, names: list[str]) -> None:
+        self._device, self._names = device, names
+        self._reset()
+
+    def _reset(self) -> None:
+        self._terms = torch.zeros(len(self._names), device=self._device)
+        self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._positions = self._steps = 0
+        self._began = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leave out the time of what was not training."""
+        self._began = time.perf_counter()
+
+    def add(self, terms: Tensor, counts: Tensor, positions: int) -> None:
+        """One step: this rank's terms, the global counts, and how many tokens this rank's batches have with padding."""
+        self._terms += terms
+        self._tokens += counts[0]
+        self._positions += positions
+        self._steps += 1
+
+    def take(self) -> tuple[float, int, int, list[float]]:
+        """Seconds, global tokens without and with padding, each term's mean over the steps; every rank must call it."""
+        means = (all_reduce_sum(self._terms) / self._steps).tolist()
+        tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
+        seconds = time.perf_counter() - self._began
+        self._reset()
+        return seconds, tokens, positions, means
+
+
+def _mix(seed: int, step: int, rank: int) -> int:
+    """One seed from three numbers, without collisions in practice."""
+    return (seed * 1_000_003 + step) * 65_537 + rank

@@ -1,7 +1,0 @@
-"""A run's second stage: its student fine-tuned on tasks with fine-tuned teachers (KroneckerBERT §3.7, Table 6)."""
-
-from __future__ import annotations
-
-from llmdistill.stages.tasks import TasksPlan, plan_tasks
-
-__all__ = ["TasksPlan", "plan_tasks"]

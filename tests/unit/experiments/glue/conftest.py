@@ -1,0 +1,157 @@
+"""A tiny encoder, tiny tasks in GLUE's format, and an engine without DeepSpeed (which tests/dist has)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from llmdistill.config import TrainConfig
+from llmdistill.experiments.glue import finetune, run
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import parameter_groups
+
+TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "yes", "no", "maybe", *(f"w{n}" for n in range(12))]
+
+
+class Engine:
+    """Plain AdamW in DeepSpeed's clothes."""
+
+    built = 0
+
+    def __init__(self, model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> None:
+        type(self).built += 1
+        self.module, self.monitor, self.count = model.train(), None, 0
+        self.accumulation = ds_config["gradient_accumulation_steps"]
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), betas=settings.betas)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+    def train(self) -> None:
+        self.module.train()
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.accumulation).backward()
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count % self.accumulation == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def get_global_grad_norm(self) -> float:
+        return 0.0
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def save_checkpoint(self, folder: str, tag: str, **_: Any) -> None:
+        (Path(folder) / tag).mkdir(parents=True)
+
+    def destroy(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
+    """Runs use it, in this process alone; it counts how often it is built."""
+    monkeypatch.setattr(Engine, "built", 0)
+    monkeypatch.setattr(finetune, "build_engine", Engine)
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    monkeypatch.setattr(run, "init_distributed", lambda: world)
+    monkeypatch.setattr(run, "shut_down", lambda: None)
+    return Engine
+
+
+def save_tokenizer(folder: Path, words: list[str] = TOKENS) -> None:
+    backend = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", words.index("[CLS]")), ("[SEP]", words.index("[SEP]"))],
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    marks = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
+    PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **marks).save_pretrained(folder)
+
+
+def save_encoder(folder: Path, *, width: int = 16, layers: int = 2, words: list[str] = TOKENS) -> Path:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=2 * width,
+        max_position_embeddings=32,
+        initializer_range=0.1,
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    save_tokenizer(folder, words)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of two layers with a masked-word head."""
+    return save_encoder(tmp_path_factory.mktemp("models") / "encoder")
+
+
+@pytest.fixture(scope="session")
+def make_encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    return lambda **settings: save_encoder(tmp_path_factory.mktemp("models") / "other", **settings)
+
+
+def noise(generator: torch.Generator, count: int) -> list[str]:
+    return [f"w{int(n)}" for n in torch.randint(12, (count,), generator=generator)]
+
+
+def write_task(folder: Path, task: str, sizes: dict[str, int], *, seed: int = 0) -> None:
+    """A split's file for each of `sizes`: what is right follows from one word of the first sentence."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = {
+        "RTE": {"yes": "entailment", "no": "not_entailment"},
+        "CoLA": {"yes": "1", "no": "0"},
+        "STS-B": {"yes": "5.0", "maybe": "2.5", "no": "0.0"},
+        "MNLI": {"yes": "entailment", "maybe": "neutral", "no": "contradiction"},
+    }[task]
+    for split, size in sizes.items():
+        rows = []
+        for number in range(size):
+            word = list(labels)[int(torch.randint(len(labels), (), generator=generator))]
+            count = 1 + int(torch.randint(6, (), generator=generator))
+            first, second = noise(generator, count), noise(generator, 2)
+            first[int(torch.randint(count, (), generator=generator))] = word
+            trials = [str(number), " ".join(first), " ".join(second), labels[word]]
+            rows.append([number, trials[1]] if task == "CoLA" and split == "test" else trials)
+            if task == "CoLA" and split != "test":
+                rows[-1] = ["source", labels[word], "", trials[1]]
+        label = {"STS-B": "score", "MNLI": "gold_label"}.get(task, "label")
+        header = ["index", "sentence1", "sentence2", label]
+        if task == "CoLA":
+            header = ["index", "sentence"] if split == "test" else []
+        lines = ["\t".join(map(str, row)) + "\n" for row in ([header] if header else []) + rows]
+        (folder / task).mkdir(parents=True, exist_ok=True)
+        (folder / task / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLUE's folders of four small tasks; RTE and MNLI have test files."""
+    folder = tmp_path_factory.mktemp("glue")
+    write_task(folder, "RTE", {"train": 96, "dev": 41, "test": 7})
+    write_task(folder, "CoLA", {"train": 64, "dev": 30})
+    write_task(folder, "STS-B", {"train": 96, "dev": 30})
+    mnli = {"train": 96, "dev_matched": 30, "dev_mismatched": 20, "test_matched": 5, "test_mismatched": 6}
+    write_task(folder, "MNLI", mnli)
+    return folder

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from llmdistill import cli
+from llmdistill.commands.glue import main
+
+CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--speed", "false", "--limit", "32"]
+
+
+def test_only_the_result_stands_on_stdout(capsys, engine, encoder, data, tmp_path) -> None:
+    given = ["--model", str(encoder), "--data_dir", str(data), "--tasks", "rte", "--output_dir", str(tmp_path / "out")]
+    assert main([*given, *CUSTOM, "--json"], prog="eval/glue.py") == 0
+    said = capsys.readouterr()
+    results = json.loads(said.out)
+    assert results == json.loads((tmp_path / "out/results.json").read_text())
+    assert results["run"]["command"].startswith("eval/glue.py --model")
+    assert "RTE: run 1 of 1: learning rate 0.01, 1 epochs, seed 1" in said.err
+
+
+def test_it_is_a_suite_of_evaluate(capsys, engine, encoder, data, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", str(encoder), "--data_dir", str(data), "--tasks", "cola", *CUSTOM]
+    assert cli.main(["evaluate", *given, "--suite", "glue"]) == 0
+    assert "CoLA matthews" in " ".join(capsys.readouterr().out.split())
+    (report,) = tmp_path.glob("runs/glue/*/report.md")
+    assert "llmdistill evaluate --suite glue --model" in report.read_text()
+
+
+def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(cli.shutil, "which", lambda name: name)
+
+    def start(name: str, words: list[str]) -> None:
+        started.append(words)
+        sys.exit(0)
+
+    monkeypatch.setattr(cli.os, "execvp", start)
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--suite=glue", "--num_gpus", "2", "--model", "m"])
+    ((name, *flags, script, key, value),) = started
+    assert (name, flags, key, value) == ("deepspeed", ["--num_gpus", "2"], "--model", "m")
+    assert script.endswith("llmdistill/commands/glue.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "rta"], "did you mean rte?"),
+        (["--tasks", "wnli"], "it has no folder WNLI"),
+        (["--data_dir", "nowhere"], "--data_dir nowhere: no such folder"),
+        (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
+        (["--method", "kd"], "method kd needs a teacher"),
+        (["--also", "kd"], "method sft has no teacher"),
+        (["--teacher", "t", "--also", "kd"], "name each method once"),
+        (["--teacher", "t", "--method", "minilmv2", "--minilmv2.teacher_layer", "auto"], "name a layer"),
+        (["--teacher", "nowhere/at/all", "--tasks", "rte,cola"], "one model, but 2 tasks"),
+        (["--seeds", "1,1"], "--seeds [1, 1]: give one or more, each once"),
+        (["--learning_rates", "0"], "all over 0"),
+        (["--epochs", "0"], "all 1 or more"),
+        (["--batch_size", "0"], "--batch_size 0: give 1 or more"),
+        (["--batch_size", "6", "--micro_batch_size", "4"], "--batch_size 6 does not divide by"),
+        (["--warmup_ratio", "2"], "--warmup_ratio 2.0: give a share"),
+        (["--max_length", "3"], "max_length is 3"),
+        (["--learning_rate", "1"], "did you mean --learning_rates?"),
+        (["--protocol", "paper"], "protocol: 'paper' does not fit"),
+        (["--ds_config", "nowhere.json"], "there is no such file"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, engine, encoder, data, tmp_path, arguments, said) -> None:
+    given = {"--model": str(encoder), "--data_dir": str(data), "--tasks": "rte", "--output_dir": str(tmp_path / "out")}
+    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    words = [word for pair in given.items() for word in pair]
+    assert main([*CUSTOM, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") or "\nerror: " in error
+    assert said in error
+    assert "Traceback" not in error
+    assert engine.built == 0
+
+
+def test_a_teacher_of_other_classes_is_refused(capsys, engine, encoder, data, tmp_path) -> None:
+    given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", str(tmp_path / "out"), *CUSTOM]
+    assert main([*given, "--tasks", "mnli", "--teacher", str(encoder)]) == 2
+    assert "tells 2 classes apart, but MNLI has 3" in capsys.readouterr().err
+
+
+def test_the_default_ds_config_ships_with_the_repository() -> None:
+    from llmdistill.experiments.glue.run import DS_CONFIG
+
+    assert DS_CONFIG.is_file()

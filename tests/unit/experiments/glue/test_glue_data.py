@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from llmdistill.errors import UserError
+from llmdistill.tasks.glue_data import check_data_dir, find_tasks, read_task
+from llmdistill.tasks.glue_files import TASKS
+
+
+def test_tasks_by_what_users_type() -> None:
+    assert find_tasks(["rte", "cola", "sst2", "STS-B", "mnli"]) == [*("RTE", "CoLA", "SST-2", "STS-B", "MNLI")]
+    assert find_tasks(None) == list(TASKS)
+    assert [find_tasks([task.hub]) for task in TASKS.values()] == [[name] for name in TASKS]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["rta"], r"no task 'rta'; did you mean rte\? \(there are cola, sst2"),
+        (["squad"], r"no task 'squad'.*\(there are"),
+        (["rte", "RTE"], "RTE is named twice"),
+    ],
+)
+def test_tasks_that_are_none(names, said) -> None:
+    with pytest.raises(UserError, match=said):
+        find_tasks(names)
+
+
+def test_folders_that_are_not_there(data) -> None:
+    check_data_dir(str(data), ["RTE", "CoLA"])
+    check_data_dir(None, list(TASKS))
+    with pytest.raises(UserError, match="no such folder"):
+        check_data_dir(str(data / "nowhere"), ["RTE"])
+    with pytest.raises(UserError, match=r"no folder WNLI.*it has CoLA, STS-B, MNLI, RTE"):
+        check_data_dir(str(data), ["RTE", "WNLI"])
+
+
+def test_a_task_s_splits(data) -> None:
+    found = read_task("MNLI", str(data), 10)
+    assert {split: len(rows) for split, rows in (found.dev | found.test).items()} == {
+        "dev": 30,
+        "dev_mismatched": 20,
+        "test": 5,
+        "test_mismatched": 6,
+    }
+    assert found.train == read_task("MNLI", str(data), None).train[:10]
+    assert read_task("CoLA", str(data), None).test == {}
+
+
+def test_other_examples_have_another_digest(data, tmp_path) -> None:
+    first = read_task("RTE", str(data), None)
+    assert first.digest == read_task("RTE", str(data), None).digest
+    assert first.digest != read_task("RTE", str(data), 95).digest
+    folder = tmp_path / "RTE"
+    folder.mkdir()
+    for name in ("train.tsv", "dev.tsv", "test.tsv"):
+        text = (data / "RTE" / name).read_text()
+        (folder / name).write_text(text)
+    assert read_task("RTE", str(tmp_path), None).digest == first.digest
+    (folder / "dev.tsv").write_text((folder / "dev.tsv").read_text().replace("\tentailment", "\tnot_entailment", 1))
+    assert read_task("RTE", str(tmp_path), None).digest != first.digest

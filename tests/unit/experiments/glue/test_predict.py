@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmdistill.batch import Outputs, Taps
+from llmdistill.data.pairs import EncodedPair, PairExample
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.predict import chance_score, main_score, predict, score, write_answers
+
+ITEMS = [EncodedPair([1 + n % 5] * (1 + 7 * n % 4), None, 0) for n in range(11)]
+"""Of different lengths, so that they are batched in another order than they stand in."""
+
+
+def forward(batch) -> Outputs:
+    """Class 1 where the first token is even; as a score, the token itself."""
+    first = batch.input_ids[:, 0].float()
+    is_even = first % 2 == 0
+    return Outputs(None, Taps(), torch.stack([(~is_even).float(), is_even.float()], dim=1))
+
+
+def scores(batch) -> Outputs:
+    return Outputs(None, Taps(), batch.input_ids[:, :1].float() / 2)
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(rank=rank, size=size, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
+def test_answers_stand_in_the_items_order(batch_size) -> None:
+    found = predict(forward, ITEMS, "RTE", pad_token_id=0, batch_size=batch_size, world=world())
+    assert found.tolist() == [int(item.input_ids[0] % 2 == 0) for item in ITEMS]
+    assert found.dtype == np.int64
+    found = predict(scores, ITEMS, "STS-B", pad_token_id=0, batch_size=batch_size, world=world())
+    assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
+
+
+def test_ranks_put_their_answers_together(monkeypatch) -> None:
+    def share(rank: int) -> list[tuple[int, float]]:
+        kept: list[list[tuple[int, float]]] = []
+        monkeypatch.setattr(
+            dist,
+            "all_gather_object",
+            lambda shares, mine: kept.append(mine) or shares.__setitem__(slice(None), [[] for _ in shares]),
+        )
+        predict(scores, ITEMS, "STS-B", pad_token_id=0, batch_size=4, world=world(rank, 2))
+        return kept[0]
+
+    shares = [share(0), share(1)]
+    assert all(shares)
+    assert sorted(index for part in shares for index, _ in part) == list(range(len(ITEMS)))
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), shares))
+    for rank in (0, 1):
+        found = predict(scores, ITEMS, "STS-B", pad_token_id=0, batch_size=4, world=world(rank, 2))
+        assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
+
+
+def examples(*targets: float) -> list[PairExample]:
+    return [PairExample("a", "b", target, number) for number, target in enumerate(targets)]
+
+
+def test_chance_is_the_best_single_answer() -> None:
+    assert chance_score("RTE", examples(0, 1, 1, 1)) == 75
+    assert chance_score("MRPC", examples(0, 1, 1, 1)) == pytest.approx(100 * 2 * 0.75 / 1.75)
+    assert chance_score("CoLA", examples(0, 1, 1, 1)) == 0
+    assert chance_score("STS-B", examples(0.0, 1.5, 5.0)) == 0
+
+
+def test_mnli_is_judged_by_its_matched_split() -> None:
+    dev = {"dev": examples(0, 1, 2, 0), "dev_mismatched": examples(0, 1)}
+    found = score("MNLI", dev, {"dev": np.array([0, 1, 2, 2]), "dev_mismatched": np.array([0, 2])})
+    assert found == {"MNLI-m": {"accuracy": 75.0}, "MNLI-mm": {"accuracy": 50.0}}
+    assert main_score("MNLI", found) == 75.0
+    assert main_score("MRPC", {"MRPC": {"accuracy": 1.0, "f1": 2.0}}) == 2.0
+
+
+def test_written_answers(tmp_path) -> None:
+    write_answers(tmp_path / "dev.tsv", examples(0, 1), np.array([1, 1]))
+    assert (tmp_path / "dev.tsv").read_text() == "index\tprediction\ttarget\n0\t1\t0\n1\t1\t1\n"
+    value = 0.1 + 0.2
+    write_answers(tmp_path / "dev.tsv", examples(2.5), np.array([value]))
+    assert float((tmp_path / "dev.tsv").read_text().split()[4]) == value

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from llmdistill.experiments.glue.results import averages, print_results, table_cells, write_report
+from llmdistill.tasks.classification import CONVENTIONS
+from llmdistill.tasks.glue_files import TASKS
+
+
+def task(name: str, score: float, *, teacher: float | None = None, seeds: int = 2) -> dict[str, Any]:
+    """Each metric is `score` plus its place in the task's list, each column after the first one 1 more."""
+    named = TASKS[name]
+    columns = [f"{name}-m", f"{name}-mm"] if named.has_mismatched else [name]
+
+    def dev(base: float) -> dict[str, dict[str, float]]:
+        return {
+            column: {metric: base + place + more for place, metric in enumerate(named.metrics)}
+            for more, column in enumerate(columns)
+        }
+
+    return {
+        "metric": named.metrics[0],
+        "learning_rate": 2e-5,
+        "epochs": 3,
+        "seeds": list(range(seeds)),
+        "best_run": "lr-2e-05-epochs-3-seed-1",
+        "dev": {
+            column: {metric: {"mean": value, "std": 0.5, "seeds": [value] * seeds} for metric, value in metrics.items()}
+            for column, metrics in dev(score).items()
+        },
+        "teacher": None if teacher is None else {"path": "t", "dev": dev(teacher), "score": teacher, "chance": 1.0},
+        "chance": 12.5,
+        "examples": {"train": 2490, "dev": 277},
+        "predictions": [f"predictions/{column}.tsv" for column in columns],
+    }
+
+
+SIZES = {"total": 22_713_216, "embedding": 11_720_448, "transformer": 10_646_784, "other": 345_984}
+
+
+def results(tasks: dict[str, Any], *roles: str, speed: bool = True) -> dict[str, Any]:
+    timing = {"latency": {"median": 0.002, "iqr": 0.0}, "batch": {"median": 0.05, "iqr": 0.0}, "throughput": 640.0}
+    return {
+        "model": "models/small",
+        "teacher": "runs/teacher" if "teacher" in roles else None,
+        "methods": ["kd"],
+        "protocol": "custom",
+        "limit": 200,
+        "params": dict.fromkeys([*roles, "model"], SIZES),
+        "speed": {role: {**timing, "speedup": 2.0} for role in [*roles, "model"]} if speed else None,
+        "speed_asked": {"batch_size": 32, "length": 128, "hardware": "a machine"} if speed else None,
+        "tasks": tasks,
+        "averages": averages(tasks),
+        "warnings": ["the teacher scores at chance"],
+        "run": {"command": "eval/glue.py", "hardware": "a machine", "versions": {"torch": "2"}, "finished": "now"},
+    }
+
+
+def every_task(**settings: Any) -> dict[str, Any]:
+    return {name: task(name, 60 + place, **settings) for place, name in enumerate(TASKS)}
+
+
+def test_averages_are_those_of_the_papers() -> None:
+    tasks = every_task(teacher=90.0)
+    found = averages(tasks)
+    values = {column: each for name in tasks for column, each in tasks[name]["dev"].items()}
+    by_hand = [values[column][metric]["mean"] for column, metric in CONVENTIONS["makd"].items()]
+    assert found["model"]["makd"]["glue"] == pytest.approx(sum(by_hand) / 9)
+    assert found["model"]["makd"]["missing"] == ()
+    assert found["model"]["plain"] == pytest.approx(sum(range(60, 69)) / 9), "main metrics, MNLI's matched one"
+    assert found["teacher"]["plain"] == 90.0
+    assert "minilmv2_test" not in found["model"]
+    assert "teacher" not in averages({"RTE": task("RTE", 1.0)})
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (list(TASKS), "average (MaKD's)"),
+        ([name for name in TASKS if name != "WNLI"], "average (MaKD's)"),
+        ([name for name in TASKS if name != "STS-B"], "average (MiniLMv2's, without SQuAD 2.0)"),
+        (["RTE", "CoLA"], "average of these 2"),
+    ],
+)
+def test_the_average_is_called_by_what_it_is(names, shown) -> None:
+    found = results({name: every_task()[name] for name in names})
+    header, rows = table_cells(found)
+    assert shown in header
+    key = {"average (MaKD's)": "makd", "average (MiniLMv2's, without SQuAD 2.0)": "minilmv2"}.get(shown)
+    value = found["averages"]["model"]["plain"] if key is None else found["averages"]["model"][key]["glue"]
+    assert rows[0][header.index(shown)] == f"{value:.1f}"
+
+
+def test_rows_of_baseline_teacher_and_model() -> None:
+    tasks = {"RTE": task("RTE", 60.0, teacher=70.0), "MRPC": task("MRPC", 80.0, teacher=90.0)}
+    header, rows = table_cells(results(tasks, "baseline", "teacher"))
+    sizes = ["params", "embedding", "transformer"]
+    assert header == ["", *sizes, "RTE accuracy", "MRPC f1", "average of these 2", "speed-up"]
+    counts = ["22,713,216", "11,720,448", "10,646,784"]
+    assert rows == [
+        ["baseline", *counts, "", "", "", "2.00x"],
+        ["teacher", *counts, "70.0", "90.0", "80.0", "2.00x"],
+        ["model", *counts, "60.0 ± 0.5", "80.0 ± 0.5", "70.0", "2.00x"],
+    ]
+
+
+def test_a_single_task_and_seed_have_neither_average_nor_deviation() -> None:
+    header, rows = table_cells(results({"RTE": task("RTE", 60.0, seeds=1)}, speed=False))
+    assert header == ["", "params", "embedding", "transformer", "RTE accuracy"]
+    assert rows == [["model", "22,713,216", "11,720,448", "10,646,784", "60.0"]]
+
+
+@pytest.mark.parametrize(("width", "turned"), [(300, False), (60, True)])
+def test_a_narrow_terminal_gets_a_column_a_model(width, turned) -> None:
+    written = io.StringIO()
+    print_results(results(every_task(teacher=90.0), "teacher"), Console(file=written, width=width))
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.split() == ["teacher", "model"] for line in lines) == turned
+    assert any("MNLI-mm accuracy" in line and "66.0 ± 0.5" in line for line in lines) == turned
+    assert "66.0 ± 0.5" in written.getvalue()
+
+
+def test_the_report_says_it_all(tmp_path) -> None:
+    write_report(tmp_path, results({"MNLI": task("MNLI", 60.0, teacher=70.0)}, "teacher"))
+    report = (tmp_path / "report.md").read_text()
+    for said in (
+        "| model | 22,713,216 | 11,720,448 | 10,646,784 | 60.0 ± 0.5 | 61.0 ± 0.5 |",
+        "| MNLI | 2e-05 | 3 | 0, 1 | lr-2e-05-epochs-3-seed-1 | MNLI-m accuracy 60.00 ± 0.50;",
+        "**Warning: the teacher scores at chance**",
+        "2.0 ms",
+        "over 2 seeds, only 200 training examples.",
+        "Batches of 32 x 128 tokens on a machine",
+        "`predictions/MNLI-m.tsv`, `predictions/MNLI-mm.tsv`",
+        "not run: CoLA, SST-2",
+        "`eval/glue.py`",
+    ):
+        assert said in report

@@ -1,0 +1,250 @@
+"""The second stage of a run, on the tiny tasks of this folder and with an engine without DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.config.command_line import parse_run, to_dict
+from llmdistill.experiments.glue.teachers import fingerprint
+from llmdistill.experiments.two_stages import plan_tasks
+from llmdistill.factorize import compress
+from llmdistill.run.artifacts import shaping_settings
+from llmdistill.run.plan import make_plans
+from llmdistill.runtime.distributed import World
+from llmdistill.train import main
+
+DS_CONFIG = str(Path(__file__).resolve().parents[4] / "ds_configs/zero2.json")
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+SHARED = "protocol: custom, learning_rates: [1.0e-2], epochs: [1], batch_size: 16, max_length: 24"
+
+
+@pytest.fixture
+def arguments(encoder, data, tmp_path):
+    """The command line of a run on a text that is not there, with a second stage."""
+
+    def make(tasks: str = "names: [rte]", *more: str) -> list[str]:
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(
+            f"teacher: {{model: {encoder}}}\n"
+            "student: {factorize: {rank: 6}}\n"
+            "method: kroneckerbert\n"
+            f"data: {{kind: text, train: {tmp_path / 'text.txt'}}}\n"
+            "train: {dtype: fp32}\n"
+            f"tasks: {{data_dir: {data}, {SHARED}, {tasks}}}\n"
+        )
+        return ["--recipe", str(recipe), "--ds_config", DS_CONFIG, "--output_dir", str(tmp_path / "run"), *more]
+
+    return make
+
+
+@pytest.fixture
+def first_stage(encoder, tmp_path) -> Path:
+    """What the first stage leaves."""
+    run = tmp_path / "run"
+    compress(encoder, run / "untrained", FactorizeConfig(rank=6))
+    shutil.copytree(run / "untrained", run / "student")
+    weights = load_file(run / "student/model.safetensors")
+    weights["bert.embeddings.position_embeddings.weight"] += 0.01
+    save_file(weights, run / "student/model.safetensors", metadata={"format": "pt"})
+    return run
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def second_stage(arguments: list[str]) -> None:
+    plan = plan_tasks(make_plans(parse_run(arguments)[0]))
+    plan.check_data()
+    plan.run(WORLD)
+
+
+def test_a_dry_run_says_what_will_follow(arguments, capsys, tmp_path) -> None:
+    tasks = "names: [rte, sts-b], rows: [two_stages, no_kd], seeds: [1, 2], settings: {kroneckerbert: {ffn: 0.5}}"
+    assert main([*arguments(tasks), "--dry_run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["tasks"]
+    assert said["names"] == ["RTE", "STS-B"]
+    assert list(said["rows"]) == ["teacher", "two_stages", "no_kd"]
+    assert [row["runs"] for row in said["rows"].values()] == [4, 4, 4]
+    terms = said["rows"]["two_stages"]["terms"]
+    assert (terms["ffn"], terms["embedding"], terms["sequence_label"]) == (0.5, 1.0, 1.0)
+    assert list(said["rows"]["no_kd"]["terms"]) == ["sequence_label"]
+    assert said["rows"]["no_kd"]["teacher"] is None
+    assert said["copy_classifier"] is True
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_tasks_nothing_follows(arguments, capsys) -> None:
+    assert main([*arguments("names: []"), "--dry_run", "--json"]) == 0
+    assert "tasks" not in json.loads(capsys.readouterr().out)
+
+
+def test_the_rows_of_the_table_are_their_runs(arguments, first_stage, engine, capsys) -> None:
+    tasks = "names: [rte, sts-b], rows: [two_stages, no_pretraining, no_kd], seeds: [1, 2], tsne: true"
+    second_stage(arguments(tasks))
+    folder = first_stage / "tasks"
+    table = read(folder / "report.json")
+    assert list(table["rows"]) == ["teacher", "no_kd", "no_pretraining", "two_stages"]
+    assert engine.built == 4 * 4
+    for row, shown in table["rows"].items():
+        results = read(folder / row / "results.json")
+        for task in ("RTE", "STS-B"):
+            assert shown["dev"][task] == results["tasks"][task]["dev"][task]
+        assert shown["params"] == results["params"]["model"]["total"]
+        assert shown["average"] == pytest.approx(results["averages"]["model"]["plain"])
+    assert table["rows"]["teacher"]["params"] > table["rows"]["two_stages"]["params"]
+
+    taught = fingerprint(str(folder / "teacher/RTE/best"))
+    models = {"two_stages": "student", "no_pretraining": "untrained", "no_kd": "student"}
+    for row, model in models.items():
+        settings = read(folder / row / "RTE/lr-0.01-epochs-1-seed-1/result.json")["settings"]
+        assert settings["model"] == fingerprint(str(first_stage / model))
+        assert settings["teacher"] == (None if row == "no_kd" else taught)
+        assert settings.get("copy_classifier") == (None if row == "no_kd" else True)
+        assert settings["methods"] == (["sft"] if row == "no_kd" else ["kroneckerbert"])
+    scores = [row["dev"]["RTE"]["accuracy"]["mean"] for row in table["rows"].values()]
+    report = (folder / "report.md").read_text()
+    assert all(f"{score:.1f} ± " in report for score in scores)
+    assert "RTE accuracy (96)" in report
+    assert "| both stages | distilled | distilled |" in report
+    assert "![t-SNE of STS-B](tsne/STS-B.png)" in report
+    assert (folder / "tsne/RTE.png").is_file()
+    figure = read(folder / "tsne/RTE.json")["models"]
+    assert list(figure) == ["teacher", "no KD in stage 2", "no stage 1", "both stages"]
+    assert figure["both stages"]["path"] == str(folder / "two_stages/RTE/best")
+    said = capsys.readouterr().out
+    assert "both stages" in said
+    assert "report.md" in said
+
+
+def test_what_is_finished_is_not_run_again(arguments, first_stage, engine) -> None:
+    tasks = "names: [rte], rows: [two_stages, no_kd]"
+    second_stage(arguments(tasks))
+    assert engine.built == 3
+    before = read(first_stage / "tasks/report.json")["rows"]
+    (first_stage / "tasks/two_stages/RTE/lr-0.01-epochs-1-seed-1/result.json").unlink()
+    second_stage(arguments(tasks))
+    assert engine.built == 4
+    assert read(first_stage / "tasks/report.json")["rows"] == before
+    # A row more, or a task more, is run alone.
+    second_stage(arguments("names: [rte], rows: [two_stages, no_pretraining, no_kd]"))
+    assert engine.built == 5
+
+
+def test_teachers_that_are_given_are_not_fine_tuned(arguments, first_stage, engine, tmp_path) -> None:
+    second_stage(arguments("names: [rte], rows: [two_stages]"))
+    given = tmp_path / "teachers"
+    shutil.copytree(first_stage / "tasks/teacher", given)
+    own = read(first_stage / "tasks/report.json")
+    shutil.rmtree(first_stage / "tasks")
+    second_stage(arguments(f"names: [rte], rows: [two_stages, no_kd], teacher: {given}"))
+    assert engine.built == 2 + 2
+    table = read(first_stage / "tasks/report.json")
+    assert table["rows"]["two_stages"] == own["rows"]["two_stages"]
+    assert table["rows"]["teacher"] == own["rows"]["teacher"]
+    assert not (first_stage / "tasks/teacher").exists()
+    assert "is the one that was given" in (first_stage / "tasks/report.md").read_text()
+
+
+def test_the_labels_alone_need_no_teacher(arguments, first_stage, engine) -> None:
+    second_stage(arguments("names: [rte], rows: [no_kd]"))
+    assert engine.built == 1
+    assert list(read(first_stage / "tasks/report.json")["rows"]) == ["no_kd"]
+
+
+def test_another_method_may_teach_the_tasks(arguments, capsys) -> None:
+    tasks = "names: [rte], method: kd, also: [minilmv2], settings: {minilmv2: {relation_heads: 4}}"
+    assert main([*arguments(tasks), "--dry_run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["tasks"]
+    assert set(said["rows"]["two_stages"]["terms"]) == {
+        *("sequence_forward_kl", "sequence_label", "relation_qq", "relation_kk", "relation_vv")
+    }
+    assert said["copy_classifier"] is False
+
+
+@pytest.mark.parametrize(
+    ("tasks", "more", "said"),
+    [
+        ("names: [rta]", [], "tasks.names: GLUE has no task 'rta'; did you mean rte?"),
+        ("names: [rte, RTE]", [], "tasks.names: RTE is named twice"),
+        ("names: [wnli]", [], "it has no folder WNLI"),
+        ("names: [rte], rows: []", [], "tasks.rows is []: give two_stages"),
+        ("names: [rte], rows: [no_kd, no_kd]", [], "each once"),
+        ("names: [rte], seeds: [1, 1]", [], "tasks.seeds [1, 1]: give one or more, each once"),
+        ("names: [rte], warmup_ratio: 2.0", [], "tasks.warmup_ratio 2.0: give a share"),
+        ("names: [rte], micro_batch_size: 5", [], "tasks.batch_size 16 does not divide by"),
+        ("names: [rte], tsne: true, tsne_layer: 3", [], "tasks.tsne_layer 3: "),
+        ("names: [rte], teacher: nowhere/at/all", [], "nowhere/at/all: no such folder"),
+        ("names: [rte, cola], teacher: {encoder}", [], "one model, but 2 tasks"),
+        ("names: [mnli], teacher: {encoder}", [], "tells 2 classes apart, but MNLI has 3"),
+        ("names: [rte], teacher: {other}", [], "its tokenizer is not that of"),
+        ("names: [rte], settings: {kd: {ratio: 1.0}}", [], "tasks.settings.kd: that is no method of the second stage"),
+        (
+            "names: [rte], settings: {kroneckerbert: {lable: 1.0}}",
+            [],
+            "tasks.settings.kroneckerbert.lable: there is no such setting; did you mean "
+            "tasks.settings.kroneckerbert.label?",
+        ),
+        ("names: [rte], settings: {kroneckerbert: {label: much}}", [], "tasks.settings.kroneckerbert.label: 'much'"),
+        ("names: [rte], settings: {kroneckerbert: {label: -1.0}}", [], "kroneckerbert.label is -1"),
+        ("names: [rte]", ["--method", "none"], "method none trains no student"),
+        ("names: [rte]", ["--method", "sft"], "tasks.method: the run's method sft has no teacher"),
+        ("names: [rte], methods: kd", [], "did you mean tasks.method?"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_stage(
+    capsys, arguments, encoder, make_encoder, tmp_path, monkeypatch, tasks, more, said
+) -> None:
+    (tmp_path / "text.txt").write_text("w1 w2 w3\n")
+    monkeypatch.setattr("llmdistill.train.init_distributed", lambda: pytest.fail("the first stage has begun"))
+    other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"]) if "other" in tasks else ""
+    tasks = tasks.replace("{encoder}", str(encoder)).replace("{other}", str(other))
+    assert main([*arguments(tasks), *more]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("train", "max_length", "said"),
+    [
+        ("index\tsentence1\tsentence2\tlabel\n0\tw1\tw2\tmaybe\n", 24, "maybe"),
+        ("index\tsentence1\tsentence2\tlabel\n0\tw1\tw2\tentailment\n", 3, "max_length is 3"),
+        (
+            f"index\tsentence1\tsentence2\tlabel\n0\t{'w1 ' * 40}\tw2\tentailment\n",
+            128,
+            "an example of RTE has 44 tokens, but a model has positions for 32; give 32 or less",
+        ),
+    ],
+)
+def test_examples_are_read_before_the_first_stage(arguments, data, tmp_path, train, max_length, said, capsys):
+    folder = tmp_path / "glue/RTE"
+    shutil.copytree(data / "RTE", folder)
+    (folder / "train.tsv").write_text(train)
+    given = arguments(f"names: [rte], data_dir: {folder.parent}, max_length: {max_length}")
+    recipe = Path(given[1])
+    text = recipe.read_text().replace(f"data_dir: {data}, ", "").replace("max_length: 24, ", "")
+    recipe.write_text(text)
+    assert main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_other_settings_of_the_tasks_are_refused_by_their_name(arguments, first_stage, engine) -> None:
+    second_stage(arguments("names: [rte], rows: [no_kd]"))
+    with pytest.raises(ValueError, match=r"weight_decay was 0\.01 and is now 0\.5; give another output_dir"):
+        second_stage(arguments("names: [rte], rows: [no_kd], weight_decay: 0.5"))
+
+
+def test_tasks_may_be_named_when_the_first_stage_is_done(arguments) -> None:
+    """They cannot change its student."""
+    without, with_tasks = (to_dict(parse_run(arguments(tasks))[0]) for tasks in ("names: []", "names: [rte]"))
+    assert without != with_tasks
+    assert shaping_settings(without) == shaping_settings(with_tasks)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmdistill.errors import UserError
+from llmdistill.experiments.glue.teachers import check_teacher, fingerprint, teacher_of
+
+
+def make(folder: Path, **config) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_teacher_of_a_task(tmp_path) -> None:
+    make(tmp_path / "run/SST-2/best")
+    assert teacher_of(str(tmp_path / "run"), "SST-2", ["SST-2", "RTE"]) == str(tmp_path / "run/SST-2/best")
+    make(tmp_path / "bert-sst2")
+    make(tmp_path / "bert-RTE")
+    pattern = str(tmp_path / "bert-{task}")
+    assert teacher_of(pattern, "SST-2", ["SST-2", "RTE"]) == str(tmp_path / "bert-sst2")
+    assert teacher_of(pattern, "RTE", ["SST-2", "RTE"]) == str(tmp_path / "bert-RTE")
+    assert teacher_of("somebody/bert-{task}", "SST-2", ["SST-2"]) == "somebody/bert-sst2"
+    assert teacher_of(str(tmp_path / "bert-RTE"), "RTE", ["RTE"]) == str(tmp_path / "bert-RTE")
+
+
+def test_teachers_that_are_none(tmp_path) -> None:
+    make(tmp_path / "run/SST-2/best")
+    with pytest.raises(UserError, match="no model for RTE"):
+        teacher_of(str(tmp_path / "run"), "RTE", ["RTE"])
+    make(tmp_path / "bert")
+    with pytest.raises(UserError, match="one model, but 2 tasks"):
+        teacher_of(str(tmp_path / "bert"), "RTE", ["RTE", "CoLA"])
+
+
+def test_a_teacher_must_know_the_classes_and_the_tokens(encoder, make_encoder, tmp_path) -> None:
+    check_teacher(str(encoder), str(encoder), "RTE")
+    for task, said in (("MNLI", "tells 2 classes apart, but MNLI has 3"), ("STS-B", r"STS-B has 1 \(a score\)")):
+        with pytest.raises(UserError, match=said):
+            check_teacher(str(encoder), str(encoder), task)
+    other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"])
+    with pytest.raises(UserError, match="its tokenizer is not that of"):
+        check_teacher(str(other), str(encoder), "RTE")
+
+
+def test_a_fingerprint_is_that_of_the_weights_wherever_they_are(encoder, make_encoder, tmp_path) -> None:
+    shutil.copytree(encoder, tmp_path / "copy")
+    assert fingerprint(str(tmp_path / "copy")) == fingerprint(str(encoder))
+    (tmp_path / "copy/README.md").write_text("nothing of importance")
+    assert fingerprint(str(tmp_path / "copy")) == fingerprint(str(encoder))
+    weights = bytearray((encoder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "copy/model.safetensors").write_bytes(weights)
+    assert fingerprint(str(tmp_path / "copy")) != fingerprint(str(encoder))
+    assert fingerprint("bert-base-uncased") == "bert-base-uncased"

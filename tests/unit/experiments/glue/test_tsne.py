@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import silhouette_score
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+
+from llmdistill.commands.glue import main
+from llmdistill.experiments.glue import tsne
+from llmdistill.experiments.glue.teachers import short_names
+from llmdistill.tasks.glue_data import read_task
+
+QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "3", "--batch_size", "16", "--speed", "false"]
+FP32 = {"max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
+
+
+@pytest.fixture
+def evaluate(capsys, engine, encoder, data, tmp_path):
+    def run(*arguments: str, folder: str = "out", code: int = 0) -> str:
+        output = str(tmp_path / folder)
+        given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", output, *QUICK, *arguments]
+        assert main(given) == code
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return run
+
+
+def naive(path: Path, data: Path, layer: int, token: int) -> np.ndarray:
+    """One example after the other, by transformers' own hidden states."""
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(path).eval(),
+        AutoTokenizer.from_pretrained(path),
+    )
+    rows = []
+    for line in (data / "RTE/dev.tsv").read_text().splitlines()[1:]:
+        inputs = tokenizer(*line.split("\t")[1:3], return_tensors="pt")
+        with torch.no_grad():
+            rows.append(model(**inputs, output_hidden_states=True).hidden_states[layer][0, token].numpy())
+    return np.stack(rows)
+
+
+def test_an_encoder_s_features_are_its_layer_s_output_at_the_first_token(encoder, data, tmp_path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(encoder).save_pretrained(tmp_path)
+    for file in encoder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    task = read_task("RTE", str(data), None)
+    for layer in (1, 2):
+        found = tsne.layer_features(str(tmp_path), task, list(range(41)), layer=layer, **FP32)
+        np.testing.assert_allclose(found, naive(tmp_path, data, layer, 0), atol=1e-5)
+    assert tsne.middle_layer(str(tmp_path)) == 1
+
+
+def test_a_decoder_s_are_those_at_its_last_token(encoder, data, tmp_path) -> None:
+    """Of three layers, as the last one's hidden states have the final norm in transformers' list."""
+    config = GPT2Config(vocab_size=20, n_embd=16, n_layer=3, n_head=2, n_positions=32, num_labels=2, pad_token_id=0)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    for file in encoder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    task = read_task("RTE", str(data), None)
+    found = tsne.layer_features(str(tmp_path), task, list(range(41)), layer=2, **FP32)
+    np.testing.assert_allclose(found, naive(tmp_path, data, 2, -1), atol=1e-5)
+
+
+def test_the_same_features_give_the_same_points() -> None:
+    features = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+    features[:20] += 6
+    points = tsne.embed(features)
+    np.testing.assert_array_equal(points, tsne.embed(features))
+    assert points.shape == (40, 2)
+    assert silhouette_score(points, np.arange(40) < 20) > 0.5
+    assert np.isfinite(tsne.embed(features[:5])).all()
+
+
+def test_a_long_dev_set_is_sampled_by_seed(monkeypatch) -> None:
+    monkeypatch.setattr(tsne, "EXAMPLES", 10)
+    rows = tsne._chosen(1000)
+    assert rows == sorted(set(rows)) == tsne._chosen(1000)
+    assert len(rows) == 10
+    assert max(rows) > 500
+    assert tsne._chosen(10) == list(range(10))
+
+
+def test_earlier_runs_stand_beside_this_one(evaluate, data, tmp_path, monkeypatch) -> None:
+    evaluate("--tasks", "rte", folder="teacher")
+    evaluate("--tasks", "rte", "--learning_rates", "1e-9", folder="poor")
+    others = f"{tmp_path / 'teacher'},{tmp_path / 'poor'}"
+    evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others)
+    folder = tmp_path / "out/RTE"
+    assert (folder / "tsne.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (folder / "tsne.svg").read_text()
+    drawn = json.loads((folder / "tsne.json").read_text())
+    assert list(drawn["models"]) == ["teacher", "poor", "out"]
+    assert drawn["models"]["out"]["path"] == str(folder / "best")
+    assert [model["layer"] for model in drawn["models"].values()] == [1, 1, 1]
+    assert all(np.array(model["points"]).shape == (41, 2) for model in drawn["models"].values())
+    features = naive(folder / "best", data, 1, 0)
+    assert drawn["models"]["out"]["silhouette"] == pytest.approx(silhouette_score(features, drawn["targets"]), abs=1e-4)
+    task = json.loads((tmp_path / "out/results.json").read_text())["tasks"]["RTE"]
+    assert task["tsne"]["file"] == "RTE/tsne.png"
+    assert "![t-SNE of RTE](RTE/tsne.png)" in (tmp_path / "out/report.md").read_text()
+    # What is drawn already is not drawn again, unless something else is asked for.
+    with monkeypatch.context() as patched:
+        patched.setattr(tsne, "embed", lambda features: pytest.fail("drawn again"))
+        evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others)
+    evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others, "--tsne_layer", "2")
+    again = json.loads((folder / "tsne.json").read_text())["models"]
+    assert [model["layer"] for model in again.values()] == [2, 2, 2]
+
+
+def test_mistakes_are_found_before_anything_is_trained(evaluate, engine, tmp_path) -> None:
+    evaluate("--tasks", "cola", "--epochs", "1", folder="teacher")
+    assert engine.built == 1
+    teacher = str(tmp_path / "teacher")
+    said = evaluate("--tasks", "rte", "--tsne", teacher, code=2)
+    assert f"--tsne {teacher}: it holds no model for RTE" in said
+    said = evaluate("--tasks", "cola", "--tsne", teacher, "--tsne_layer", "3", code=2)
+    assert "--tsne_layer 3: " in said
+    assert "has 2 layers; give 1 to 2" in said
+    assert "--tsne_layer 0: give 1 or more" in evaluate("--tasks", "cola", "--tsne_layer", "0", code=2)
+    assert engine.built == 1
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/glue/teacher", "runs/glue/student"], ["teacher", "student"]),
+        (["a/tasks/best", "b/tasks/best"], ["a/tasks/best", "b/tasks/best"]),
+        (["x/one/run", "x/two/run", "x/two"], ["one/run", "two/run", "x/two"]),
+        (["same", "same"], ["same", "same"]),
+    ],
+)
+def test_names_are_as_short_as_they_can_be(paths, names) -> None:
+    assert short_names(paths) == names

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import GPT2Config
+
+from llmdistill.cli import main
+from llmdistill.commands.compare import split_own
+
+
+def test_own_arguments_and_those_of_the_run() -> None:
+    words = ["--recipe", "r", "--seeds", "2", "--learning_rates", "1e-3,2e-3", "--train.steps=3", "--sizes=20,40%"]
+    own, rest = split_own([*words, "--dry_run"])
+    assert own == ["--seeds", "2", "--learning_rates", "1e-3,2e-3", "--sizes=20,40%", "--dry_run"]
+    assert rest == ["--recipe", "r", "--train.steps=3"]
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["compare", *arguments, "--dry_run", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_dry_run_lists_the_grid_of_each_method(capsys) -> None:
+    plan = dry_run(capsys, "--recipe", "quickstart", "--methods", "none,sft,makd", "--seeds", "2", "--sizes", "20,40%")
+    titles = [run["title"] for run in plan["runs"]]
+    assert titles[0].startswith("teacher and untrained student")
+    assert titles[1:4] == [f"SFT learning_rate={rate} seed=0" for rate in ("0.00075", "0.0015", "0.003")]
+    assert len(titles) == 1 + 3 + 3 * 2
+    assert len({run["folder"] for run in plan["runs"]}) == len(titles)
+    assert plan["final_runs"] == 4
+    assert plan["sizes"] == ["20", "40%"]
+
+
+@pytest.mark.parametrize(
+    ("suite", "runs"), [("table3", 1 + 6 * 3), ("table4", 1 + 8 * 3), ("table5", 1 + 3 + 6 + 3 + 6)]
+)
+def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
+    GPT2Config().save_pretrained(tmp_path)
+    plan = dry_run(capsys, "--recipe", "gpt2_dolly", "--suite", suite, "--teacher.model", str(tmp_path))
+    assert len(plan["runs"]) == runs
+    assert all(run["folder"].startswith(f"runs/compare-gpt2_dolly-{suite}/trials/") for run in plan["runs"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "sft,magic"], "there is no method 'magic'; there are none, sft, kd"),
+        (["--suite", "table9"], "there is no such suite; there are table3"),
+        (["--suite", "table3", "--methods", "sft"], "leave one out"),
+        (["--seeds", "0"], "--seeds 0: give 1 or more"),
+        (["--learning_rates", "1e-3,-1"], "all over 0"),
+        (["--train.stepz", "3"], "did you mean --train.steps?"),
+        (["--data.tests", "{}"], "data.tests is empty"),
+        (["--data.valid", "null"], "data.valid is missing"),
+        (["--sizes", "9999"], "9999"),
+        (["--ds_config", "nowhere.json"], "there is no such file"),
+        (["--data.kind", "text", "--data.train", "a.txt", "--data.tests", "{}"], "compare them with `llmdistill"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_any_run(capsys, arguments, said) -> None:
+    assert main(["compare", "--recipe", "quickstart", "--output_dir", "runs/never", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_help_names_methods_and_suites(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "skew_reverse_kl" in printed
+    assert "table3, table4, table5" in printed

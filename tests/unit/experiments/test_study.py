@@ -1,0 +1,240 @@
+"""What a comparison runs, chooses and keeps, with a launcher that stands in for the training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import config_from_dict, parse_run, scores_asked
+from llmdistill.errors import UserError
+from llmdistill.experiments.collect import collect
+from llmdistill.experiments.comparison import Study, choose, conduct
+from llmdistill.experiments.variants import load_methods
+from llmdistill.report.comparison import write_comparison
+
+METHODS = ["none", "sft", "kd", "seqkd", "makd"]
+
+
+class StandIn:
+    """Writes what a run would leave; its scores follow from the settings alone."""
+
+    flags = ()
+
+    def __init__(self, fails=(), stops_after=None):
+        self.ran, self.fails, self.stops_after = [], fails, stops_after
+
+    def train_command(self, recipe):
+        return ["python", "llmdistill/train.py", "--recipe", str(recipe)]
+
+    def command(self, script, *arguments):
+        return ["python", str(script), *arguments]
+
+    def run(self, command, log):
+        if self.stops_after is not None and len(self.ran) == self.stops_after:
+            raise KeyboardInterrupt
+        if "--output" in command:
+            return self.generate(Path(command[command.index("--output") + 1]))
+        config = config_from_dict(yaml.safe_load(Path(command[-1]).read_text(encoding="utf-8")))
+        self.ran.append(config)
+        if config.method in self.fails:
+            return "out of luck (exit code 1)"
+        self.train(config)
+        return None
+
+    def generate(self, output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"instruction": f"question {n}", "input": "", "output": "yes " * (n % 5)} for n in range(40)]
+        output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        output.with_name(f"{output.name}.provenance.json").write_text('{"teacher": "x"}', encoding="utf-8")
+
+    def train(self, config: RunConfig):
+        folder = Path(config.output_dir)
+        (folder / "untrained").mkdir(parents=True, exist_ok=True)
+        rate, method = config.train.learning_rate, config.method
+        # Best at the middle rate on the validation set, but at the highest on the tests: only a cheat takes that one.
+        bonus = {"sft": 0, "kd": 5, "seqkd": 4, "makd": 9, "none": -40}[method]
+        valid = 50 + bonus - 1e3 * abs(rate - 3e-3) - (config.makd.logits == 1.0) - (config.kd.ratio == 1.0)
+        digest = int(hashlib.sha256(str(config.seed).encode()).hexdigest(), 16) % 5
+        tests = {name: 40 + bonus + 1e3 * rate + digest + len(name) for name in config.data.tests}
+        metrics = {"asked": scores_asked(config), "warnings": []}
+        for model in config.scoring.models:
+            if (model == "student") == (method != "none"):
+                scores = {"params": 1000, "rougeL": tests, "generation_tokens_per_second": 5.0}
+                if config.data.valid is not None:
+                    scores["valid"] = {"rougeL": valid, "chance": 10.0, "above_chance": True}
+                metrics[model] = scores
+                for name in tests:
+                    file = folder / "predictions" / model / f"{name}.jsonl"
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    row = {"instruction": "a", "input": "", "references": ["b"], "predictions": {"greedy": model}}
+                    file.write_text((json.dumps(row) + "\n") * 8, encoding="utf-8")
+        training = {"tokens": 10, "tokens_per_second": 2.0, "peak_memory_bytes": 3}
+        metrics["run"] = {"training": training, "hardware": "none", "versions": {}, "decoding": "greedy"}
+        (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "label": 2.0}) + "\n")
+
+
+@pytest.fixture
+def make_study(tmp_path):
+    def make(launcher, name="study", *arguments, methods=METHODS, sizes=()):
+        recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", *arguments])
+        return Study(
+            recipe=recipe,
+            root=tmp_path / name,
+            variants=load_methods(methods),
+            grid={"train.learning_rate": [1e-3, 3e-3, 9e-3]},
+            seeds=[0, 1, 2],
+            sizes=sizes,
+            launcher=launcher,
+        )
+
+    return make
+
+
+def trained(launcher):
+    return [config for config in launcher.ran if config.method != "none"]
+
+
+def test_every_method_gets_the_same_start_order_and_batch(make_study):
+    launcher = StandIn()
+    conduct(make_study(launcher))
+    first_seed = [config for config in trained(launcher) if config.seed == 0]
+    assert len({config.student.model for config in first_seed}) == 1
+    assert Path(first_seed[0].student.model).is_dir()
+    for key in ("global_batch_size", "warmup_steps", "schedule", "weight_decay"):
+        assert len({getattr(config.train, key) for config in first_seed}) == 1
+    given = [config for config in first_seed if config.method != "seqkd"]
+    assert len({(config.train.steps, config.data.train) for config in given}) == 1
+    rates = {config.method: [] for config in first_seed}
+    for config in first_seed:
+        rates[config.method].append(config.train.learning_rate)
+    assert set(rates) == {"sft", "kd", "seqkd", "makd"}
+    assert all(set(values) == {1e-3, 3e-3, 9e-3} for values in rates.values())
+
+
+def test_seqkd_learns_as_many_tokens_from_the_teachers_answers(make_study):
+    launcher = StandIn()
+    study = make_study(launcher)
+    conduct(study)
+    run = next(config for config in launcher.ran if config.method == "seqkd")
+    assert run.data.train == str(study.responses)
+    # The stand-in's answers and prompts are shorter than the embedded ones, so that it needs more steps.
+    assert run.train.steps > study.recipe.train.steps
+
+
+def test_settings_are_chosen_on_validation_and_tests_are_not_looked_at(make_study):
+    launcher = StandIn()
+    findings = conduct(make_study(launcher))
+    trials = [config for config in trained(launcher)[:18]]
+    assert all(config.data.tests == {} and config.data.valid == "embedded:valid" for config in trials)
+    for runs in findings.runs.values():
+        assert [run.trial.seed for run in runs] == [0, 1, 2]
+        assert {run.trial.point["train.learning_rate"] for run in runs} == {3e-3}
+    assert {run.trial.point["makd.logits"] for run in findings.runs["makd"]} == {10.0}
+    assert {run.trial.point["kd.ratio"] for run in findings.runs["kd"]} == {0.5}
+    assert all(set(run.metrics["student"]["rougeL"]) == {"seen", "unseen", "skills"} for run in findings.runs["kd"])
+
+
+def test_finished_runs_are_not_run_again(make_study):
+    conduct(make_study(StandIn()))
+    again = StandIn()
+    findings = conduct(make_study(again))
+    assert again.ran == []
+    assert len(findings.runs["makd"]) == 3
+
+
+def test_a_changed_recipe_makes_new_runs(make_study):
+    conduct(make_study(StandIn()))
+    again = StandIn()
+    conduct(make_study(again, "study", "--train.weight_decay", "0.1"))
+    assert len(again.ran) > 10
+    more_log = StandIn()
+    conduct(make_study(more_log, "study", "--train.log_every", "7", "--train.validate_every", "9"))
+    assert more_log.ran == []
+
+
+def test_one_failed_method_does_not_lose_the_others_and_is_tried_again(make_study, tmp_path):
+    study = make_study(StandIn(fails=["kd"]))
+    findings = conduct(study)
+    assert {result.trial.variant.name for result in findings.failed} == {"kd"}
+    assert all(result.error == "out of luck (exit code 1)" for result in findings.failed)
+    write_comparison(study.root, collect(study, findings, title="t", paper={}, command="c"))
+    results = json.loads((study.root / "results.json").read_text(encoding="utf-8"))["methods"]
+    assert results["kd"]["rougeL"] is None
+    assert results["makd"]["rougeL"]["average"] > results["sft"]["rougeL"]["average"]
+    again = StandIn()
+    assert conduct(make_study(again)).failed == []
+    assert {config.method for config in again.ran} == {"kd"}
+
+
+@pytest.mark.parametrize("stops_after", [0, 1, 7, 20])
+def test_interrupted_and_resumed_it_gives_the_same_results(make_study, stops_after, tmp_path):
+    files = {}
+    for name, launchers in {
+        "whole": [StandIn()],
+        "stopped": [StandIn(stops_after=stops_after), StandIn()],
+    }.items():
+        for launcher in launchers:
+            # Both under the same name, as the folder is part of what the results link to.
+            study = make_study(launcher)
+            try:
+                findings = conduct(study)
+            except KeyboardInterrupt:
+                continue
+        write_comparison(study.root, collect(study, findings, title="t", paper={}, command="c"))
+        files[name] = (study.root / "results.json").read_bytes()
+        study.root.rename(tmp_path / name)
+    assert files["whole"] == files["stopped"]
+
+
+def test_a_base_that_fails_stops_it(make_study):
+    with pytest.raises(UserError, match="could not be scored: out of luck"):
+        conduct(make_study(StandIn(fails=["none"])))
+
+
+def test_sizes_train_the_chosen_settings_once_more(make_study):
+    launcher = StandIn()
+    findings = conduct(make_study(launcher, sizes=["20", "60%"]))
+    assert list(findings.sizes) == ["20", "60%"]
+    ranks = [config.student.factorize.rank for config in launcher.ran if config.method == "none"]
+    targets = [config.student.factorize.target_params for config in launcher.ran if config.method == "none"]
+    assert ranks == [30, 20, None]
+    assert targets == [None, None, "60%"]
+    comparison = collect(make_study(launcher, sizes=["20", "60%"]), findings, title="t", paper={}, command="c")
+    assert {(point.setting, point.method) for point in comparison.sizes} == {
+        (setting, method) for setting in ("as in the table", "rank 20", "60%") for method in METHODS
+    }
+    makd = [run.metrics["student"]["rougeL"] for run in findings.runs["makd"]]
+    (own,) = [point for point in comparison.sizes if (point.setting, point.method) == ("as in the table", "makd")]
+    assert own.average == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 3)
+    for results in findings.sizes.values():
+        assert set(results) == set(METHODS)
+        assert results["makd"].trial.point["train.learning_rate"] == 3e-3
+
+
+def test_choice_needs_validation(make_study):
+    study = make_study(StandIn())
+    recipe = config_from_dict(
+        {**yaml.safe_load(json.dumps(_plain(study.recipe))), "data": {**_plain(study.recipe)["data"], "valid": None}}
+    )
+    with pytest.raises(UserError, match=r"data\.valid is missing"):
+        Study(**{**vars(study), "recipe": recipe}).check()
+
+
+def test_ties_go_to_the_first(make_study):
+    findings = conduct(make_study(StandIn(), methods=["none", "sft"]))
+    trials = findings.trials["sft"]
+    for trial in trials:
+        trial.metrics["student"]["valid"]["rougeL"] = 1.0
+    assert choose(trials) is trials[0]
+
+
+def _plain(config):
+    from llmdistill.config.command_line import to_dict
+
+    return to_dict(config)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+
+from llmdistill.config import MakdConfig
+from llmdistill.errors import UserError
+from llmdistill.experiments.variants import load_methods, load_suite, suite_names
+from llmdistill.methods.makd import TERMS, make_makd
+
+
+def test_points_are_every_combination_of_the_shared_grid_and_the_own_one() -> None:
+    (kd,) = load_methods(["kd"])
+    points = kd.points({"train.learning_rate": [1e-3, 2e-3]})
+    assert [(point["train.learning_rate"], point["kd.ratio"]) for point in points] == [
+        (1e-3, 0.5),
+        (1e-3, 1.0),
+        (2e-3, 0.5),
+        (2e-3, 1.0),
+    ]
+
+
+def test_methods_come_in_the_order_asked_for() -> None:
+    assert [method.name for method in load_methods(["makd", "none", "sft"])] == ["makd", "none", "sft"]
+    assert [method.trains for method in load_methods(["makd", "none", "sft"])] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["sft", "magic"], "no method 'magic'"), (["sft", "sft"], "sft is there twice"), ([], "names none")],
+)
+def test_unknown_and_repeated_methods(names: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_methods(names)
+
+
+def test_unknown_suite_names_the_known_ones() -> None:
+    assert suite_names() == ["table3", "table4", "table5"]
+    with pytest.raises(UserError, match="table3, table4, table5"):
+        load_suite("table9")
+
+
+def terms_of(settings: dict[str, object], num_layers: int = 12) -> tuple[set[str], object, object]:
+    """The terms that are left, and the layers (1-based) of matrix and layer losses."""
+    own = {key.removeprefix("makd."): value for key, value in settings.items() if key != "method"}
+    method = make_makd(MakdConfig(**own), num_layers, causal=False, gated=True)
+    taps = method.student_taps
+    matrix = sorted(layer + 1 for layer in taps.get("value", frozenset()))
+    layer = sorted(layer + 1 for layer in taps.get("hidden", frozenset()))
+    return set(method.weights), matrix, layer
+
+
+LOWER, UPPER, ALL, NONE = list(range(1, 7)), list(range(7, 13)), list(range(1, 13)), []
+MHA, FFN, LAYER, MODEL = (
+    {"query", "key", "value"},
+    {"ffn_up", "ffn_gate", "ffn_down"},
+    {"attention", "hidden"},
+    {"logits"},
+)
+
+
+def test_table3_leaves_out_what_its_rows_say() -> None:
+    rows = {variant.name: terms_of(dict(variant.settings))[0] for variant in load_suite("table3").variants}
+    every = set(TERMS) - {"label"}
+    assert rows == {
+        "makd": every,
+        "wo_matrix": every - MHA - FFN,
+        "wo_mha": every - MHA,
+        "wo_ffn": every - FFN,
+        "wo_layer": every - LAYER,
+        "wo_model": every - MODEL,
+    }
+
+
+def test_table4_acts_where_its_rows_say() -> None:
+    rows = [terms_of(dict(variant.settings)) for variant in load_suite("table4").variants]
+    assert [(matrix, layer, "logits" in terms) for terms, matrix, layer in rows] == [
+        (LOWER, NONE, False),
+        (UPPER, NONE, False),
+        (ALL, NONE, False),
+        (NONE, LOWER, False),
+        (NONE, UPPER, False),
+        (NONE, ALL, False),
+        (ALL, ALL, True),
+        (LOWER, UPPER, True),
+    ]
+
+
+def test_table5_has_the_papers_rows_and_figures() -> None:
+    suite = load_suite("table5")
+    assert [variant.name for variant in suite.variants] == ["none", "sft", "kd", "seqkd", "makd"]
+    for rows in suite.paper.values():
+        assert list(rows) == ["teacher", "none", "sft", "kd", "seqkd", "makd"]
+    # The averages as printed in the paper.
+    printed = {"gpt2": [15.18, 6.46, 11.34, 11.41, 11.67, 13.53], "llama": [21.42, 0.67, 11.76, 11.96, 12.11, 15.24]}
+    for model, averages in printed.items():
+        for row, average in zip(suite.paper[model].values(), averages, strict=True):
+            assert sum(row.values()) / 3 == pytest.approx(average, abs=0.011)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmdistill.losses.fused.triton_attention import AttentionLoss, Kind, Sides, attention_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody uses
+
+KINDS: tuple[Kind, ...] = ("student_teacher", "teacher_student", "score_mse")
+SEEN = {"all": (False, None), "causal": (True, None), "window": (True, 5), "both sides, window": (False, 18)}
+TOKENS = 21  # two blocks of 16, the second not full
+MASKS = {
+    "right": [[1] * 14 + [0] * 7],
+    "left": [[0] * 18 + [1] * 3],
+    "packed": [[1] * 6 + [2] * 9 + [3] * 2 + [0] * 4],
+    "two, of which one is empty": [[0] * 21, [1] * 21],
+}
+
+
+def make(seed: int, batch: int, heads: int, groups: int, width: int, dtype: torch.dtype = torch.float32) -> Sides:
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(batch, each, TOKENS, width, generator=generator).to(dtype) for each in (heads, groups))
+    return Sides(query, key, 2 * width**-0.5)
+
+
+def naive(kind: Kind, student: Sides, teacher: Sides, segments: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Row by row, with the keys that the row sees gathered one by one."""
+    total = student.query.new_zeros(())
+    heads = student.query.shape[1]
+    for b, i in segments.nonzero().tolist():
+        keys = [j for j in range(TOKENS) if segments[b, j] == segments[b, i] and (j <= i or not causal)]
+        keys = [j for j in keys if window is None or i - j < window]
+        for h in range(heads):
+            s, t = (
+                x.key[b, h * x.key.shape[1] // heads, keys] @ x.query[b, h, i] * x.scaling for x in (student, teacher)
+            )
+            p, q = (s, t) if kind == "student_teacher" else (t, s)
+            log_p, log_q = p.log_softmax(0), q.log_softmax(0)
+            row = (s - t).square().mean() if kind == "score_mse" else (log_p.exp() * (log_p - log_q)).sum()
+            total = total + row / heads
+    return total
+
+
+def in_fp64(sides: Sides) -> Sides:
+    return Sides(sides.query.double().requires_grad_(), sides.key.double().requires_grad_(), sides.scaling)
+
+
+def spoiled(sides: Sides, segments: Tensor) -> Sides:
+    padding = (segments == 0)[:, None, :, None]
+    return Sides(sides.query.masked_fill(padding, torch.nan), sides.key.masked_fill(padding, torch.inf), sides.scaling)
+
+
+def run(
+    device: torch.device, kind: Kind, student: Sides, teacher: Sides, segments: Tensor, *seen: object, **options: object
+) -> AttentionLoss:
+    student, teacher = (Sides(x.query.to(device), x.key.to(device), x.scaling) for x in (student, teacher))
+    causal, window = seen
+    settings = {"query_grad": True, "key_grad": True, "blocks": (16, 16), **options}
+    found = attention_loss(kind, student, teacher, segments.to(device), causal=causal, window=window, **settings)
+    return AttentionLoss(*(None if each is None else each.cpu() for each in found))
+
+
+def check(
+    device: torch.device,
+    kind: Kind,
+    student: Sides,
+    teacher: Sides,
+    mask: list[list[int]],
+    *seen: object,
+    tolerance: float = 1e-5,
+    **options: object,
+) -> None:
+    segments = torch.tensor(mask)
+    reference = in_fp64(student)
+    loss = naive(kind, reference, in_fp64(teacher), segments, *seen)
+    query_grad, key_grad = torch.autograd.grad(loss, (reference.query, reference.key))
+    found = run(device, kind, spoiled(student, segments), spoiled(teacher, segments), segments, *seen, **options)
+    assert found.sum.item() == pytest.approx(loss.item(), rel=tolerance)
+    for result, expected, source in (
+        (found.query_grad, query_grad, student.query),
+        (found.key_grad, key_grad, student.key),
+    ):
+        assert result.dtype == source.dtype
+        assert (result - expected).norm() < tolerance * expected.norm()
+        assert not result[(segments == 0)[:, None].expand(result.shape[:3])].any()
+
+
+@pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_naive_loop(device: torch.device, kind: Kind, seen: tuple[bool, int | None]) -> None:
+    check(device, kind, make(0, 1, 2, 1, 12), make(1, 1, 2, 2, 20), MASKS["packed"], *seen)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_padding(device: torch.device, mask: list[list[int]]) -> None:
+    sides = make(0, len(mask), 1, 1, 8), make(1, len(mask), 1, 1, 16)
+    check(device, "student_teacher", *sides, mask, True, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_half_precision(device: torch.device, kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
+    sides = make(0, 1, 2, 1, 16, dtype), make(1, 1, 2, 1, 16, dtype)
+    check(device, kind, *sides, MASKS["right"], True, None, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("groups", [(4, 1), (2, 4)])
+def test_grouped_queries_in_uneven_blocks(device: torch.device, groups: tuple[int, int]) -> None:
+    student, teacher = (make(seed, 1, 4, each, 8) for seed, each in enumerate(groups))
+    check(device, "teacher_student", student, teacher, MASKS["right"], True, None, blocks=(16, 32))
+
+
+def test_heads_cut_anew_are_views(device: torch.device) -> None:
+    """Relation heads: features of (B, T, R·d) seen as (B, R, T, d), and the same tensor on both sides."""
+    student, teacher = (torch.randn(1, TOKENS, 24, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    views = [flat.unflatten(-1, (2, 12)).transpose(1, 2) for flat in (student, teacher)]
+    sides = [Sides(view, view, 12**-0.5) for view in views]
+    check(device, "teacher_student", *sides, MASKS["right"], False, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_where_student_equals_teacher(device: torch.device, kind: Kind) -> None:
+    sides = make(0, 1, 1, 1, 8)
+    found = run(device, kind, sides, sides, torch.ones(1, TOKENS), True, None)
+    assert [found.sum.abs(), found.query_grad.abs().max(), found.key_grad.abs().max()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("query", "key"), [(False, False), (True, False), (False, True)])
+def test_only_what_is_asked_for(device: torch.device, query: bool, key: bool) -> None:
+    sides = make(0, 1, 1, 1, 8), make(1, 1, 1, 1, 8)
+    whole = run(device, "student_teacher", *sides, torch.ones(1, TOKENS), True, None)
+    found = run(device, "student_teacher", *sides, torch.ones(1, TOKENS), True, None, query_grad=query, key_grad=key)
+    assert torch.equal(found.sum, whole.sum)
+    for asked, result, expected in (
+        (query, found.query_grad, whole.query_grad),
+        (key, found.key_grad, whole.key_grad),
+    ):
+        assert torch.equal(result, expected) if asked else result is None
+
+
+def test_no_sequences(device: torch.device) -> None:
+    sides = make(0, 0, 2, 1, 8)
+    found = run(device, "student_teacher", sides, sides, torch.ones(0, TOKENS), True, None)
+    assert found.sum.item() == 0
+    assert found.query_grad.shape == sides.query.shape
+    assert found.key_grad.shape == sides.key.shape

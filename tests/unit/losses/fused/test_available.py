@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from llmdistill.losses.fused import triton as kernels
+
+
+def test_never_on_a_cpu() -> None:
+    assert not kernels.available("cpu")
+    assert not kernels.available(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "expected"),
+    [((9, 0), "3.9.0", True), ((8, 0), "3.4.0", True), ((7, 5), "3.9.0", False), ((9, 0), "3.2.0", False)],
+)
+def test_asks_for_an_a100_or_later_and_a_triton_that_can(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, expected: bool
+) -> None:
+    kernels._has_triton.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(kernels, "version", lambda _: triton)
+    assert kernels.available("cuda:1") is expected
+    kernels._has_triton.cache_clear()
+
+
+def test_not_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise kernels.PackageNotFoundError(name)
+
+    kernels._has_triton.cache_clear()
+    monkeypatch.setattr(kernels, "version", missing)
+    assert not kernels._has_triton()
+    kernels._has_triton.cache_clear()
+
+
+def test_the_package_does_not_import_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    importlib.reload(kernels).available("cuda")

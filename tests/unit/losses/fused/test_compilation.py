@@ -1,0 +1,67 @@
+"""The interpreter takes all of Python, the compiler does not; and it needs no GPU to say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from llmdistill.losses.fused.triton_attention import Sides, attention_loss
+from llmdistill.losses.fused.triton_head import Kind, Term, chunk_losses
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+class AbsentGPU:
+    """What a kernel's call asks of the driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+@pytest.fixture(params=[80, 90], ids=["A100", "H100"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What was compiled, in place of being launched."""
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, warmup: bool, **settings: Any) -> None:
+        kernels.append(run(self, *arguments, warmup=True, **settings))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    driver = triton.runtime.driver
+    # Its name in newer and in older versions; asking for the newer `active` would look for a GPU.
+    monkeypatch.setattr(driver, "_active" if "_active" in vars(driver) else "active", AbsentGPU(request.param))
+    return kernels
+
+
+@pytest.mark.parametrize("kinds", [("label", "forward_kl"), ("jsd", "total_variation")])
+def test_head(compiled: list[Any], kinds: tuple[Kind, ...]) -> None:
+    logits, labels = torch.zeros(2, 100, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    terms = [Term(kind, temperature=2.0) for kind in kinds]
+    chunk_losses(logits, logits.clone(), labels, terms, torch.ones(2), with_gradient=True)
+    assert [kernel.name for kernel in compiled] == ["_rows_kernel"]
+
+
+def test_attention(compiled: list[Any]) -> None:
+    query, key = torch.zeros(1, 4, 40, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
+    student, teacher = Sides(query, key, 0.125), Sides(query[..., :32], key[..., :32], 0.25)
+    options: dict[str, Any] = {"causal": True, "window": 8, "query_grad": True, "key_grad": True}
+    attention_loss("student_teacher", student, teacher, torch.ones(1, 40), **options)
+    assert [kernel.name for kernel in compiled] == ["row_values", "query_gradient", "key_gradient"]
+    assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB

@@ -1,0 +1,129 @@
+"""Epochs of a text as steps: what a plan becomes once its text is tokenised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertTokenizerFast
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import parse_run
+from llmdistill.errors import UserError
+from llmdistill.run import assemble
+from llmdistill.run.plan import Plan, make_plan
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.schedule import learning_rate
+
+ROOT = Path(__file__).resolve().parents[4]
+TOKENS = [f"w{number}" for number in range(20)]
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def parse(tmp_path: Path) -> Callable[..., RunConfig]:
+    """A configuration of a run on a text of thirty documents of 25 words, packed to 12 tokens, 10 of them words."""
+    folder = tmp_path / "teacher"
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    BertConfig(vocab_size=25, architectures=["BertForMaskedLM"], **sizes).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS]))
+    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(" ".join((TOKENS * 2)[n % 10 :][:25]) for n in range(30)), encoding="utf-8")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"teacher: {{model: {folder}}}\nmethod: sft\nstudent: {{shape: 1x4x1}}\n"
+        f"data: {{kind: text, train: {text}, max_length: 12, text: {{cache_dir: {tmp_path / 'cache'}}}}}\n"
+        "train: {global_batch_size: 8, learning_rate: 0.5, schedule: linear}\n",
+        encoding="utf-8",
+    )
+
+    def run(*arguments: str) -> RunConfig:
+        ds_config = str(ROOT / "ds_configs/zero2.json")
+        return parse_run(["--ds_config", ds_config, "--recipe", str(recipe), *arguments])[0]
+
+    return run
+
+
+def counted(config: RunConfig) -> Plan:
+    plan = make_plan(config)
+    return assemble.count_steps(plan, assemble.tokenise_texts(plan, assemble.read_data(plan), WORLD), WORLD)
+
+
+SEQUENCES = 78
+"""30 documents of 25 words with a separator between two are 779 tokens, ten a sequence; the last has nine."""
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 10), (3, 30), (4, 39), (8, 78)])
+def test_epochs_are_steps_rounded_up(parse, epochs: int, steps: int) -> None:
+    assert steps == -(-epochs * SEQUENCES // 8)
+    plan = counted(parse("--train.epochs", str(epochs)))
+    train = plan.config.train
+    assert (train.steps, train.epochs) == (steps, None)
+    assert learning_rate(train, steps - 1) == pytest.approx(0.5 / steps), "the decay ends with the last epoch"
+    assert plan.estimate()["tokens"] == steps * 8 * 12
+    assert plan.record()["config"]["train"]["steps"] == steps
+    assert f"{epochs} epoch(s) of 78 sequences are {steps} steps" in plan.headline("a text")
+    assert counted(parse("--train.epochs", str(epochs))).record() == plan.record(), "a resumed run finds its steps"
+
+
+def test_epochs_are_those_of_the_fraction(parse) -> None:
+    config = parse("--train.epochs", "2", "--data.text.fraction", "0.2")
+    plan = make_plan(config)
+    data = assemble.tokenise_texts(plan, assemble.read_data(plan), WORLD)
+    assert data.report == "20 % of it: 6 documents, 6 segments, 150 tokens"
+    # 155 tokens with the separators are 16 sequences, the last of five left out.
+    assert counted(config).config.train.steps == -(-2 * 15 // 8)
+
+
+def test_the_validation_text_stays_whole(parse, tmp_path: Path) -> None:
+    config = parse("--data.text.fraction", "0.2", "--data.valid", str(tmp_path / "text.txt"))
+    plan = make_plan(config)
+    data = assemble.tokenise_texts(plan, assemble.read_data(plan), WORLD)
+    assert len(data.text.documents) - 1 == 6
+    assert len(data.valid_text.documents) - 1 == 30
+
+
+def test_without_epochs_the_plan_stays(parse) -> None:
+    plan = counted(parse("--train.steps", "7"))
+    assert plan.config.train.steps == 7
+    assert plan.notes == []
+    assert counted(parse("--method", "none", "--train.epochs", "2")).config.train.epochs == 2, "nothing is trained"
+
+
+def test_a_share_too_small_for_a_sequence(parse, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n\n".join(["w1 w2 w3"] * 30), encoding="utf-8")
+    with pytest.raises(UserError, match=r"^of data\.text\.fraction 0\.04: the text has only \d tokens; .* fraction$"):
+        counted(parse("--data.text.fraction", "0.04", "--train.epochs", "2"))
+    (tmp_path / "text.txt").write_text("w1 w2 w3", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^the text has only 3 tokens; give at least 8$"):
+        counted(parse())
+
+
+def test_a_dry_run_does_not_know_the_steps(parse) -> None:
+    plan = make_plan(parse("--train.epochs", "3")).describe()
+    assert plan["estimate"] is None
+    assert (plan["config"]["train"]["steps"], plan["config"]["train"]["epochs"]) == (None, 3)
+    assert "the steps of train.epochs 3, and so the cost, are known once" in plan["notes"][0]
+    json.dumps(plan)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--train.epochs", "0"), "train.epochs is 0: give 1 or more"),
+        (("--train.epochs", "2", "--train.steps", "9"), "train.epochs is 2 and train.steps 9: both say how long"),
+        (
+            ("--train.epochs", "2", "--data.kind", "instructions", "--data.max_length", "512"),
+            "train.epochs counts passes over a text",
+        ),
+        (("--data.text.fraction", "0"), "data.text.fraction is 0.0: give a share over 0 and up to 1"),
+        (("--data.text.fraction", "1.5"), "data.text.fraction is 1.5"),
+    ],
+)
+def test_bad_settings(parse, arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace(".", r"\.")):
+        parse(*arguments)

@@ -1,0 +1,233 @@
+"""The loop's arithmetic, with an engine that only remembers what it was asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmdistill.batch import Batch, LossSum, Outputs, Taps
+from llmdistill.config import TrainConfig
+from llmdistill.data.collate import collate
+from llmdistill.data.instruct import Encoded
+from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.validation import validation_batches
+from llmdistill.errors import UserError
+from llmdistill.methods.sft import make_sft
+from llmdistill.run.log import RunLog, Stopwatch
+from llmdistill.run.trainer import Trainer, global_counts
+from llmdistill.runtime.distributed import World
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+class Engine:
+    """Plain SGD in DeepSpeed's clothes: gradients are averaged over the accumulation steps."""
+
+    def __init__(self, weight, accumulation):
+        self.weight, self.accumulation, self.count = weight, accumulation, 0
+        self.optimizer = torch.optim.SGD([weight], lr=0.0)
+        self.monitor = None
+        self.module = torch.nn.ParameterList([weight])
+        self.modes = []
+
+    def train(self):
+        self.modes.append("train")
+
+    def eval(self):
+        self.modes.append("eval")
+
+    def backward(self, loss):
+        (loss / self.accumulation).backward()
+
+    def step(self):
+        self.count += 1
+        if self.count % self.accumulation == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def get_global_grad_norm(self):
+        return 0.0
+
+    def save_checkpoint(self, *args, **kwargs):
+        pass
+
+
+class Squares:
+    """Two terms: the squares of all real tokens' logits, and those of labelled positions only."""
+
+    weights = {"all": 1.0, "labelled": 3.0}  # noqa: RUF012
+    positions = {"all": "tokens", "labelled": "labels"}  # noqa: RUF012
+    shift, needs_teacher, needs_teacher_logits = True, False, False
+
+    def running(self, teacher, batch, factors=None):
+        return self
+
+    def __call__(self, student, teacher, batch):
+        values = student.logits[..., 0] ** 2
+        real, labelled = batch.attention_mask.bool(), batch.labels[:, 1:] != -100
+        return {
+            "all": LossSum(values[real].sum(), real.sum()),
+            "labelled": LossSum(values[:, :-1][labelled].sum(), labelled.sum()),
+        }
+
+
+class Student:
+    """A model that gives logits and computes nothing on the way."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def learn(self, batch, terms):
+        return Outputs(logits=self.logits(batch), taps=Taps())
+
+
+def make_trainer(folder, micro_batch_size, method=None, steps=4):
+    weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    items = [Encoded(list(range(1, 2 + n % 5)), list(range(3, 5 + n % 3))) for n in range(12)]
+    loader = TrainLoader(
+        items, collate=collate, pad_token_id=0, seed=3, global_batch_size=8, micro_batch_size=micro_batch_size
+    )
+    return weight, Trainer(
+        engine=Engine(weight, 8 // micro_batch_size),
+        student=Student(lambda batch: weight * batch.input_ids[..., None].double()),
+        teacher=None,
+        method=Squares() if method is None else method,
+        loader=loader,
+        settings=TrainConfig(steps=steps, global_batch_size=8, learning_rate=1e-3, schedule="constant", log_every=1),
+        seed=3,
+        folder=folder,
+        world=WORLD,
+    )
+
+
+def naive(steps=4):
+    """The same training over whole global batches: each term a mean over its own positions."""
+    weight = torch.tensor(0.7, dtype=torch.float64)
+    _, trainer = make_trainer(None, 8)
+    for step in range(steps):
+        (batch,) = trainer.loader.micro_batches(step)
+        all_squares, labelled_squares = [], []
+        for row in range(8):
+            for token in range(batch.input_ids.shape[1]):
+                if batch.attention_mask[row, token]:
+                    all_squares.append(float(batch.input_ids[row, token]) ** 2)
+                if token + 1 < batch.labels.shape[1] and batch.labels[row, token + 1] != -100:
+                    labelled_squares.append(float(batch.input_ids[row, token]) ** 2)
+        derivative = sum(all_squares) / len(all_squares) + 3 * sum(labelled_squares) / len(labelled_squares)
+        weight = weight - 1e-3 * 2 * weight * derivative
+    return weight
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 4, 2, 1])
+def test_loss_is_divided_once_by_the_global_counts(tmp_path, micro_batch_size):
+    weight, trainer = make_trainer(tmp_path, micro_batch_size)
+    trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+    # fp32 zeros hold the log's sums, the training itself is fp64 here.
+    torch.testing.assert_close(weight.detach(), naive(), rtol=1e-12, atol=0)
+
+
+def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
+    _, trainer = make_trainer(tmp_path, 4)
+    vocabulary = 7
+    table = torch.randn(vocabulary, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    trainer.student = Student(lambda batch: table[batch.input_ids])
+    items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
+    shares = [
+        validation_batches(items, pad_token_id=0, batch_size=2, rank=rank, world_size=world)
+        for world in (1, 3)
+        for rank in range(world)
+    ]
+    assert [len(share) for share in shares] == [2, 1, 1, 1]
+    expected = []
+    for item in items:
+        ids = item.prompt_ids + item.response_ids
+        for place in range(len(item.prompt_ids), len(ids)):
+            expected.append(-float(table[ids[place - 1]].log_softmax(-1)[ids[place]]))
+    trainer.validation, trainer.validation_method = shares[0], make_sft()
+    assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
+    assert trainer.engine.modes == ["eval", "train"]
+    # A rank that has nothing left goes through the motions, and counts nothing.
+    trainer.validation = [batch for share in shares[1:] for batch in share]
+    assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
+
+
+def test_validation_stands_in_the_log_where_it_is_due(tmp_path):
+    _, trainer = make_trainer(tmp_path, 8, steps=5)
+    trainer.settings = replace(trainer.settings, validate_every=2, log_every=3)
+    trainer.validation = [object()]
+    trainer.validation_loss = lambda: 0.5
+    trainer.run(0, RunLog(tmp_path, start=0, steps=5, world=WORLD, monitor=None))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("valid_loss")) for row in rows] == [(2, 0.5), (3, None), (4, 0.5), (5, 0.5)]
+    assert sum(row["tokens"] for row in rows) == sum(
+        int(batch.attention_mask.sum()) for step in range(5) for batch in trainer.loader.micro_batches(step)
+    )
+    assert all(row["peak_memory_bytes"] > 10**6 for row in rows)
+
+
+def test_counts_agree_with_what_the_terms_count(tmp_path):
+    _, trainer = make_trainer(tmp_path, 4)
+    batches = trainer.loader.micro_batches(0)
+    losses = [trainer.method(trainer.student.learn(batch, None), None, batch) for batch in batches]
+    counts = global_counts(batches)
+    assert counts[0] == sum(int(loss["all"].count) for loss in losses)
+    assert counts[1] == sum(int(loss["labelled"].count) for loss in losses)
+
+
+def test_loss_that_is_not_finite_stops_the_run(tmp_path):
+    class Broken(Squares):
+        def __call__(self, student, teacher, batch):
+            return {
+                name: LossSum(loss.sum * float("nan"), loss.count)
+                for name, loss in super().__call__(student, teacher, batch).items()
+            }
+
+    _, trainer = make_trainer(tmp_path, 8, method=Broken())
+    with pytest.raises(UserError, match=r"the loss is nan at step 1: lower train\.learning_rate"):
+        trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+
+
+def test_log_drops_rows_that_a_resumed_run_writes_again(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    RunLog(tmp_path, start=2, steps=4, world=WORLD, monitor=None)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_stopwatch_starts_anew_when_read():
+    clock = Stopwatch(torch.device("cpu"))
+    with clock.running():
+        sum(range(10_000))
+    assert clock.take() > 0
+    assert clock.take() == 0
+
+
+@pytest.mark.parametrize(("save_every", "expected"), [(None, []), (3, ["step-3", "step-4"]), (9, ["step-4"])])
+def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, save_every, expected):
+    _, trainer = make_trainer(tmp_path, 8)
+    trainer.settings = replace(trainer.settings, save_every=save_every)
+    saved = []
+    trainer.engine.save_checkpoint = lambda *_, tag, **__: saved.append(tag)
+    trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+    assert saved == expected
+
+
+def test_first_token_is_no_label():
+    ids = torch.tensor([[5, 6, 7]])
+    assert int(Batch(ids, torch.ones_like(ids), ids).counts()["labels"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [(None, 0), (torch.tensor([1, -100, 0]), 2), (torch.tensor([0.5, float("nan"), float("nan")]), 1)],
+)
+def test_sequences_count_where_they_have_a_target(targets, expected):
+    ids = torch.ones(3, 4, dtype=torch.long)
+    batch = Batch(ids, ids, torch.full_like(ids, -100), targets=targets)
+    assert {name: int(count) for name, count in batch.counts().items()} == {
+        "tokens": 12,
+        "labels": 0,
+        "sequences": expected,
+    }

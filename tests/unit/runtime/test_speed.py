@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
+
+from llmdistill.errors import UserError
+from llmdistill.factorize import count_parameters
+from llmdistill.factorize.install import install
+from llmdistill.models.load import build_meta
+from llmdistill.runtime import speed
+from llmdistill.runtime.speed import measure_speed, parameter_split
+
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "vocab_size": 30,
+}
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "embedding", "transformer"),
+    [
+        (12, 768, 23.4, 85.1),
+        (6, 768, 23.4, 42.5),
+        (12, 384, 11.7, 21.3),
+        (6, 384, 11.7, 10.6),
+        (4, 384, 11.7, 7.1),
+        (3, 384, 11.7, 5.3),
+    ],
+)
+def test_parameters_of_minilm_table_4(depth: int, width: int, embedding: float, transformer: float) -> None:
+    config = BertConfig(num_hidden_layers=depth, hidden_size=width, intermediate_size=4 * width, num_attention_heads=12)
+    split = parameter_split(build_meta(config))
+    assert round(split["embedding"] / 1e6, 1) == embedding
+    assert round(split["transformer"] / 1e6, 1) == transformer
+
+
+def test_heads_are_neither_embedding_nor_transformer_unless_tied() -> None:
+    width, vocabulary = 16, 30
+    base = parameter_split(build_meta(BertConfig(**TINY)))
+    positions, pooler = 512 * width + 2 * width + 2 * width, width * width + width
+    assert base["other"] == positions + pooler
+    with torch.device("meta"):
+        masked = AutoModelForMaskedLM.from_config(BertConfig(**TINY))
+        classifier = AutoModelForSequenceClassification.from_config(BertConfig(**TINY, num_labels=3))
+    head = width * width + width + 2 * width + vocabulary
+    assert parameter_split(masked) == {**base, "other": positions + head, "total": count_parameters(masked)}
+    assert parameter_split(classifier)["other"] == base["other"] + 3 * width + 3
+
+
+@pytest.mark.parametrize(
+    ("config", "other"),
+    [
+        (GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=30, n_positions=8), 8 * 16 + 2 * 16),
+        (LlamaConfig(**TINY, tie_word_embeddings=True), 16),
+        (LlamaConfig(**TINY, tie_word_embeddings=False), 16 + 30 * 16),
+    ],
+)
+def test_decoders(config: PreTrainedConfig, other: int) -> None:
+    model = build_meta(config)
+    split = parameter_split(model)
+    assert (split["embedding"], split["other"]) == (30 * 16, other)
+    assert split["total"] == split["embedding"] + split["transformer"] + split["other"] == count_parameters(model)
+
+
+@pytest.mark.parametrize("config", [BertConfig(**TINY), GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=30)])
+def test_factors_count_as_what_they_stand_for(config: PreTrainedConfig) -> None:
+    model = build_meta(config)
+    dense = parameter_split(model)
+    name = "h.1.mlp.c_fc" if config.model_type == "gpt2" else "encoder.layer.1.intermediate.dense"
+    wide = model.base_model.get_submodule(name).bias.numel()
+    install(model, {name: 3}, embedding=5)
+    split = parameter_split(model)
+    assert split["embedding"] == 30 * 5 + 5 * 16
+    assert split["transformer"] == dense["transformer"] - 16 * wide + 3 * (16 + wide)
+    assert split["other"] == dense["other"]
+    assert split["total"] == count_parameters(model)
+
+
+def test_partitioned_parameters_count_whole() -> None:
+    model = build_meta(BertConfig(**TINY))
+    dense = parameter_split(model)
+    for parameter in model.parameters():
+        parameter.ds_numel = 10 * parameter.numel()
+    assert parameter_split(model) == {key: 10 * value for key, value in dense.items()}
+
+
+class Stage:
+    """A clock that only forward passes move, by durations laid down for each model and batch size."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, durations: dict[str, dict[int, list[float]]]) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[str, torch.Tensor, dict[str, Any]]] = []
+        self.states: list[tuple[bool, bool]] = []
+        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.models = {name: self._model(name, plan) for name, plan in durations.items()}
+
+    def _model(self, name: str, plan: dict[int, list[float]]) -> PreTrainedModel:
+        config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=30 + len(name), n_positions=9)
+        model = build_meta(config) if name == "causal" else build_meta(BertConfig(**TINY))
+        model.to_empty(device="cpu")
+        waiting = {size: iter(times) for size, times in plan.items()}
+
+        def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any) -> None:
+            assert attention_mask.shape == input_ids.shape
+            assert attention_mask.all()
+            self.calls.append((name, input_ids, more))
+            self.states.append((model.training, torch.is_inference_mode_enabled()))
+            self.now += next(waiting[len(input_ids)])
+
+        model.forward = forward
+        return model
+
+
+def test_statistics_of_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {1: [99, 4, 1, 2, 3, 50], 4: [99, 8, 8, 8, 8, 8]}
+    second = {1: [99, 0.5, 0.5, 0.5, 1, 1], 4: [99, 2, 1, 9, 3, 4]}
+    stage = Stage(monkeypatch, {"teacher": first, "causal": second})
+    found = measure_speed(stage.models, batch_size=4, length=7, repeats=5, warmup=1)
+    # Quartiles of 1 2 3 4 50 are 2 and 4, those of 1 2 3 4 9 are 2 and 4.
+    assert (found["teacher"].latency.median, found["teacher"].latency.iqr) == (3, 2)
+    assert (found["teacher"].batch.median, found["teacher"].batch.iqr) == (8, 0)
+    assert (found["causal"].latency.median, found["causal"].latency.iqr) == (0.5, 0.5)
+    assert (found["causal"].batch.median, found["causal"].batch.iqr) == (3, 2)
+    assert [found[name].throughput for name in found] == [4 / 8, 4 / 3]
+    assert [found[name].speedup for name in found] == [1, pytest.approx(8 / 3)]
+    assert [found[name].latency_speedup for name in found] == [1, 6]
+
+
+def test_models_take_turns_on_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {1: [1.0] * 5, 4: [1.0] * 5}
+    stage = Stage(monkeypatch, {"one": plan, "causal": plan, "two": plan})
+    stage.models["one"].train()
+    stage.models["two"].eval()
+    measure_speed(stage.models, batch_size=4, length=7, repeats=3, warmup=2)
+    assert [name for name, _, _ in stage.calls] == ["one", "causal", "two"] * 10
+    assert [len(ids) for _, ids, _ in stage.calls] == [1, 1, 1, 4, 4, 4] * 5
+    assert {ids.shape[1] for _, ids, _ in stage.calls} == {7}
+    for start in range(0, 30, 3):
+        one, causal, two = (ids for _, ids, _ in stage.calls[start : start + 3])
+        assert torch.equal(one, causal)
+        assert torch.equal(one, two)
+        assert 0 <= one.min() <= one.max() < 30, "ids that the smallest vocabulary has"
+    assert all(more == ({"use_cache": False} if name == "causal" else {}) for name, _, more in stage.calls)
+    assert set(stage.states) == {(False, True)}
+    assert (stage.models["one"].training, stage.models["two"].training) == (True, False)
+
+
+def test_the_seed_makes_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {1: [1.0] * 9, 2: [1.0] * 9}
+
+    def tokens(seed: int) -> list[int]:
+        stage = Stage(monkeypatch, {"one": plan})
+        measure_speed(stage.models, batch_size=2, length=9, repeats=1, warmup=0, seed=seed)
+        return stage.calls[-1][1].flatten().tolist()
+
+    assert tokens(0) == tokens(0) != tokens(1)
+
+
+def test_a_gpu_is_waited_for_before_each_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = count(1)
+    done: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(next(waits)))
+    speed._wait(torch.device("cpu"))
+    assert not done
+    speed._wait(torch.device("cuda"))
+    assert done == [1]
+    stage = Stage(monkeypatch, {"one": {1: [1.0], 2: [1.0]}})
+    order: list[str] = []
+    monkeypatch.setattr(speed, "_wait", lambda device: order.append("wait"))
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: order.append("look") or stage.now))
+    measure_speed(stage.models, batch_size=2, length=7, repeats=1, warmup=0)
+    assert order == ["wait", "look", "wait", "look"] * 2
+
+
+def test_a_real_model_is_left_as_it_was() -> None:
+    model = BertModel(BertConfig(**TINY))
+    state = torch.random.get_rng_state()
+    found = measure_speed({"tiny": model}, batch_size=2, length=5, repeats=2, warmup=0)
+    assert found["tiny"].speedup == found["tiny"].latency_speedup == 1
+    assert found["tiny"].batch.median > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_bad_input() -> None:
+    models = {"tiny": build_meta(BertConfig(**TINY, max_position_embeddings=9))}
+    for key, value in (("batch_size", 0), ("length", 0), ("repeats", 0), ("warmup", -1)):
+        with pytest.raises(UserError, match=f"{key} is {value}: give {0 if key == 'warmup' else 1} or more"):
+            measure_speed(models, **{"length": 5, key: value})
+    with pytest.raises(UserError, match="length is 10: tiny has positions for 9 tokens; give 9 or less"):
+        measure_speed(models, length=10)
+    roberta = build_meta(RobertaConfig(**TINY, max_position_embeddings=9))
+    with pytest.raises(UserError, match="length is 8: roberta has positions for 7 tokens"):
+        measure_speed({"roberta": roberta}, length=8)

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from llmdistill.data.pairs import PairExample
+from llmdistill.errors import UserError
+from llmdistill.tasks.glue_files import TASKS, Split, column_of, read_split
+
+MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "split", "file", "text", "expected"),
+    [
+        ("CoLA", "train", "train.tsv", 'gj04\t0\t*\tThey "drank.\n', PairExample('They "drank.', None, 0, 0)),
+        ("CoLA", "dev", "dev.tsv", "\t1\t\t It is. \n", PairExample(" It is. ", None, 1, 0)),
+        ("CoLA", "test", "test.tsv", "index\tsentence\n7\tBill left.\n", PairExample("Bill left.", None, None, 7)),
+        ("SST-2", "dev", "dev.tsv", "sentence\tlabel\nno wit \t0\n", PairExample("no wit ", None, 0, 0)),
+        ("SST-2", "test", "test.tsv", "index\tsentence\r\n3\tno wit\r\n", PairExample("no wit", None, None, 3)),
+        ("MRPC", "dev", "dev.tsv", f"\ufeff{MRPC_HEADER}1\t70\t71\tOne.\tTwo.\n", PairExample("One.", "Two.", 1, 0)),
+        (
+            "MRPC",
+            "test",
+            "test.tsv",
+            "index\t#1 ID\t#2 ID\t#1 String\t#2 String\n5\t70\t71\tOne.\tTwo.\n",
+            PairExample("One.", "Two.", None, 5),
+        ),
+        (
+            "QQP",
+            "dev",
+            "dev.tsv",
+            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n133\t1\t2\tWho?\tWhat?\t1\n",
+            PairExample("Who?", "What?", 1, 0),
+        ),
+        (
+            "QQP",
+            "test",
+            "test.tsv",
+            "id\tquestion1\tquestion2\n4\tWho?\tWhat?\n",
+            PairExample("Who?", "What?", None, 4),
+        ),
+        (
+            "STS-B",
+            "train",
+            "train.tsv",
+            "index\tgenre\tsentence1\tsentence2\tscore\n0\tnews\tA\tB\t3.800\n",
+            PairExample("A", "B", 3.8, 0),
+        ),
+        (
+            "MNLI",
+            "dev",
+            "dev_matched.tsv",
+            "index\tsentence1\tsentence2\tlabel1\tgold_label\n9\tA\tB\tneutral\tcontradiction\textra\n",
+            PairExample("A", "B", 2, 0),
+        ),
+        (
+            "MNLI",
+            "dev_mismatched",
+            "dev_mismatched.tsv",
+            "index\tsentence1\tsentence2\tgold_label\n9\tA\tB\tneutral\n",
+            PairExample("A", "B", 1, 0),
+        ),
+        (
+            "MNLI",
+            "test_mismatched",
+            "test_mismatched.tsv",
+            "index\tsentence1\tsentence2\n9\tA\tB\n",
+            PairExample("A", "B", None, 9),
+        ),
+        (
+            "MNLI",
+            "train",
+            "train.tsv",
+            "index\tsentence1\tsentence2\tlabel1\tgold_label\n9\tA\tB\tneutral\tentailment\n",
+            PairExample("A", "B", 0, 0),
+        ),
+        (
+            "QNLI",
+            "train",
+            "train.tsv",
+            "index\tquestion\tsentence\tlabel\n9\tQ\tS\tnot_entailment\n",
+            PairExample("Q", "S", 1, 0),
+        ),
+        (
+            "RTE",
+            "train",
+            "train.tsv",
+            "index\tsentence1\tsentence2\tlabel\n9\tA\tB\tentailment\n",
+            PairExample("A", "B", 0, 0),
+        ),
+        ("WNLI", "dev", "dev.tsv", "index\tsentence1\tsentence2\tlabel\n9\tA\tB\t1\n", PairExample("A", "B", 1, 0)),
+    ],
+)
+def test_files(tmp_path: Path, task: str, split: Split, file: str, text: str, expected: PairExample) -> None:
+    write(tmp_path / task, file, text)
+    assert read_split(task, split, tmp_path) == [expected]
+
+
+def test_examples_stay_in_order_and_only_newlines_end_a_line(tmp_path: Path) -> None:
+    write(tmp_path / "SST-2", "train.tsv", 'sentence\tlabel\n"a\u2028b\t1\n\nc\rd"\t0\n"e\t1')
+    found = read_split("SST-2", "train", tmp_path)
+    assert [(example.sentence1, example.target, example.index) for example in found] == [
+        ('"a\u2028b', 1, 0),
+        ('c\rd"', 0, 1),
+        ('"e', 1, 2),
+    ]
+
+
+def test_lines_of_qqp_that_are_torn_are_left_out(tmp_path: Path) -> None:
+    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+    torn = "2\t3\t4\tWas he real?\n\tWhat is the evidence?\t0\n"
+    write(tmp_path / "QQP", "train.tsv", f"{header}1\t1\t2\tA\tB\t0\n{torn}3\t5\t6\tC\tD\t1\n")
+    assert [example.sentence1 for example in read_split("QQP", "train", tmp_path)] == ["A", "C"]
+    write(tmp_path / "QQP", "test.tsv", "id\tquestion1\tquestion2\n0\tA\tB\n1\tA\n")
+    with pytest.raises(UserError, match=r"test\.tsv:3: 2 columns, expected at least 3"):
+        read_split("QQP", "test", tmp_path)
+
+
+def test_original_mrpc(tmp_path: Path) -> None:
+    folder = tmp_path / "MRPC"
+    rows = "1\t10\t11\tA\tB\n0\t20\t21\tC\tD\n1\t11\t10\tE\tF\n"
+    write(folder, "msr_paraphrase_train.txt", f"\ufeff{MRPC_HEADER}{rows}")
+    write(folder, "msr_paraphrase_test.txt", f"\ufeff{MRPC_HEADER}1\t30\t31\tG\tH\n0\t32\t33\tI\tJ\n")
+    with pytest.raises(UserError, match=r"MRPC/dev_ids\.tsv: no such file"):
+        read_split("MRPC", "dev", tmp_path)
+    write(folder, "dev_ids.tsv", "#1 ID\t#2 ID\n10\t11\n")
+    assert read_split("MRPC", "dev", tmp_path) == [PairExample("A", "B", 1, 0)]
+    assert read_split("MRPC", "train", tmp_path) == [PairExample("C", "D", 0, 0), PairExample("E", "F", 1, 1)]
+    assert read_split("MRPC", "test", tmp_path) == [PairExample("G", "H", None, 0), PairExample("I", "J", None, 1)]
+    write(folder, "dev.tsv", f"{MRPC_HEADER}0\t1\t2\tX\tY\n")
+    assert read_split("MRPC", "dev", tmp_path) == [PairExample("X", "Y", 0, 0)], "a file made for GLUE wins"
+
+
+RTE = "index\tsentence1\tsentence2\tlabel\n"
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "message"),
+    [
+        ("RTE", f"{RTE}0\tA\tB\tyes\n", r"dev\.tsv:2: label 'yes', expected one of entailment, not_entailment"),
+        ("RTE", f"{RTE}\n0\tA\tB\n", r"dev\.tsv:3: 3 columns, expected at least 4"),
+        ("RTE", RTE, "dev holds no example"),
+        ("RTE", "", r"no column sentence1, sentence2, label, only an empty first line"),
+        ("RTE", "index\tsentence1\tlabel\n", r"no column sentence2, only index, sentence1, label; expected sentence1"),
+        ("CoLA", "source\tlabel\tstar\tsentence\n", r"dev\.tsv:1: label 'label', expected one of 0, 1"),
+        ("STS-B", "sentence1\tsentence2\tscore\nA\tB\thigh\n", r"label 'high', expected a score from 0 to 5"),
+        ("STS-B", "sentence1\tsentence2\tscore\nA\tB\t5.1\n", r"label '5\.1', expected a score"),
+        ("STS-B", "sentence1\tsentence2\tscore\nA\tB\tnan\n", r"label 'nan', expected a score"),
+        ("AX", "", "no task 'AX'; there are CoLA, SST-2"),
+    ],
+)
+def test_bad_files(tmp_path: Path, task: str, text: str, message: str) -> None:
+    write(tmp_path / task, "dev.tsv", text)
+    with pytest.raises(UserError, match=message):
+        read_split(task, "dev", tmp_path)
+
+
+def test_more_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"MNLI/dev_matched\.tsv: no such file; give the folder of GLUE's own download"):
+        read_split("MNLI", "dev", tmp_path)
+    with pytest.raises(UserError, match="RTE has no split dev_mismatched; there are train, dev and test"):
+        read_split("RTE", "dev_mismatched", tmp_path)
+    (tmp_path / "RTE").mkdir()
+    (tmp_path / "RTE" / "dev.tsv").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UserError, match=r"dev\.tsv: cannot be read as UTF-8"):
+        read_split("RTE", "dev", tmp_path)
+    write(tmp_path / "RTE", "test.tsv", "index\tsentence1\tsentence2\nx\tA\tB\n")
+    with pytest.raises(UserError, match=r"test\.tsv:2: index 'x', expected a whole number"):
+        read_split("RTE", "test", tmp_path)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    sets: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+    def load(name: str, config: str, *, split: str) -> list[dict[str, Any]]:
+        assert name == "nyu-mll/glue"
+        if (config, split) not in sets:
+            raise ConnectionError("no network\nhere")
+        return sets[config, split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return sets
+
+
+def test_the_hub(hub: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    hub["mnli", "validation_matched"] = [{"premise": "A", "hypothesis": "B", "label": 2, "idx": 8}]
+    hub["mnli", "validation_mismatched"] = [{"premise": "A", "hypothesis": "B", "label": 1, "idx": 8}]
+    hub["mnli", "test_mismatched"] = [{"premise": "A", "hypothesis": "B", "label": -1, "idx": 8}]
+    hub["mnli", "train"] = [{"premise": "A", "hypothesis": "B", "label": 0, "idx": 8}]
+    hub["cola", "validation"] = [{"sentence": "A", "label": 1, "idx": 8}]
+    hub["mrpc", "train"] = [{"sentence1": "A", "sentence2": "B", "label": 0, "idx": 8}]
+    hub["qqp", "test"] = [{"question1": "A", "question2": "B", "label": -1, "idx": 8}]
+    hub["stsb", "train"] = [{"sentence1": "A", "sentence2": "B", "label": 2.4, "idx": 8}]
+    assert read_split("MNLI", "dev", None) == [PairExample("A", "B", 2, 0)]
+    assert read_split("MNLI", "dev_mismatched", None) == [PairExample("A", "B", 1, 0)]
+    assert read_split("MNLI", "test_mismatched", None) == [PairExample("A", "B", None, 8)]
+    assert read_split("MNLI", "train", None) == [PairExample("A", "B", 0, 0)]
+    assert read_split("CoLA", "dev", None) == [PairExample("A", None, 1, 0)]
+    assert read_split("MRPC", "train", None) == [PairExample("A", "B", 0, 0)]
+    assert read_split("QQP", "test", None) == [PairExample("A", "B", None, 8)]
+    assert read_split("STS-B", "train", None) == [PairExample("A", "B", 2.4, 0)]
+
+
+def test_the_hub_with_bad_input(hub: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
+    with pytest.raises(
+        UserError, match=r"glue, rte, validation: not loaded from the hub \(ConnectionError: no network\)"
+    ):
+        read_split("RTE", "dev", None)
+    hub["rte", "train"] = [{"sentence1": "A", "sentence2": "B", "label": 2, "idx": 0}]
+    with pytest.raises(UserError, match="rte, train: row 1: label '2', expected one of entailment"):
+        read_split("RTE", "train", None)
+    hub["rte", "train"] = [{"sentence1": "A", "sentence2": None, "label": 1, "idx": 0}]
+    with pytest.raises(
+        UserError, match="row 1: has sentence1, sentence2, label, idx, expected sentence1, sentence2 as"
+    ):
+        read_split("RTE", "train", None)
+    hub["rte", "train"] = [{"text": "A", "label": 1, "idx": 0}]
+    with pytest.raises(UserError, match="row 1: has text, label, idx, expected sentence1, sentence2 as text"):
+        read_split("RTE", "train", None)
+    hub["rte", "train"] = []
+    with pytest.raises(UserError, match="nyu-mll/glue, rte: train holds no example"):
+        read_split("RTE", "train", None)
+
+
+def test_tasks() -> None:
+    assert [name for name, task in TASKS.items() if not task.classes] == ["STS-B"]
+    assert {name: len(task.classes) for name, task in TASKS.items() if len(task.classes) != 2} == {
+        "STS-B": 0,
+        "MNLI": 3,
+    }
+    assert [name for name, task in TASKS.items() if len(task.sentences) == 1] == ["CoLA", "SST-2"]
+    assert [column_of("MNLI", split) for split in ("dev", "dev_mismatched", "test", "test_mismatched")] == [
+        "MNLI-m",
+        "MNLI-mm",
+        "MNLI-m",
+        "MNLI-mm",
+    ]
+    assert column_of("CoLA", "test") == "CoLA"
+
+
+def test_real_data() -> None:
+    folder = os.environ.get("LLMDISTILL_DATA")
+    if folder is None:
+        pytest.skip("LLMDISTILL_DATA names no folder of real data")
+    glue = Path(folder) / "glue"
+    # Counts by class as in the published sets.
+    assert Counter(example.target for example in read_split("RTE", "train", glue)) == {0: 1249, 1: 1241}
+    assert Counter(example.target for example in read_split("RTE", "dev", glue)) == {0: 146, 1: 131}
+    assert Counter(example.target for example in read_split("CoLA", "train", glue)) == {1: 6023, 0: 2528}
+    assert Counter(example.target for example in read_split("CoLA", "dev", glue)) == {1: 719, 0: 324}
+    assert Counter(example.target for example in read_split("SST-2", "dev", glue)) == {1: 444, 0: 428}
+    assert len(read_split("SST-2", "train", glue)) == 67_349
+    assert read_split("CoLA", "dev", glue)[0].sentence1 == "The sailors rode the breeze clear of the rocks."

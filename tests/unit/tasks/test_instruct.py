@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from llmdistill.commands.evaluate import default_output, main, set_names
+from llmdistill.config import GenerationConfig
+from llmdistill.data.instruct import Example, render_prompt
+from llmdistill.errors import UserError
+from llmdistill.generation.decode import generate
+from llmdistill.tasks.answers import decoding_of, evaluate_model, score_set, score_sets
+from llmdistill.tasks.rouge import rouge_l
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TOKENS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
+LIMITS = {"max_prompt_length": 60, "max_length": 70}
+EXAMPLES = [
+    Example("Name a colour", "", ("red", "red green"), "x:1"),
+    Example("Name", "a a", ("blue blue",), "x:2"),
+    Example("a " * 30, "", ("green",), "x:3"),
+]
+SHORT = EXAMPLES[:2]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: n for n, word in enumerate(("</s>", "<pad>", "<unk>", *TOKENS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=3 + len(TOKENS),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=80,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def write(path: Path, examples: list[Example]) -> Path:
+    rows = [{"instruction": e.instruction, "input": e.input, "output": list(e.outputs)} for e in examples]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_score_is_the_mean_over_seeds_and_predictions_are_kept(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    settings = GenerationConfig(seeds=[10, 20, 30])
+    lines: list[str] = []
+    path = tmp_path / "new" / "set.jsonl"
+    score = score_set(model, tokenizer, SHORT, settings, predictions_path=path, log=lines.append, **LIMITS)
+    prompts = [render_prompt(example) for example in SHORT]
+    decoding = decoding_of(settings)
+    texts = [generate(model, tokenizer, prompts, decoding, seed=seed, **LIMITS).texts for seed in (10, 20, 30)]
+    expected = [rouge_l(answers, [example.outputs for example in SHORT]) for answers in texts]
+    assert score.per_seed == expected
+    assert len(set(expected)) > 1
+    mean = sum(expected) / 3
+    assert score.rouge_l == pytest.approx(mean)
+    assert score.std == pytest.approx((sum((one - mean) ** 2 for one in expected) / 2) ** 0.5)
+    assert score.tokens > 0
+    assert score.tokens_per_second > 0
+    assert len(lines) == 3
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert rows[0] == {
+        "instruction": "Name a colour",
+        "input": "",
+        "references": ["red", "red green"],
+        "predictions": {f"seed {seed}": answers[0] for seed, answers in zip((10, 20, 30), texts, strict=True)},
+    }
+    assert rows[1]["predictions"]["seed 20"] == texts[1][1]
+    assert [file.name for file in path.parent.iterdir()] == ["set.jsonl"], "nothing temporary stays"
+
+
+def test_long_prompts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    settings = GenerationConfig(decoding="greedy")
+    with pytest.raises(UserError, match=r"1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3"):
+        score_set(model, tokenizer, EXAMPLES, settings, max_prompt_length=45, max_length=50)
+    shorter = {"max_prompt_length": 45, "max_length": 50}
+    path = tmp_path / "p.jsonl"
+    dropped = score_set(model, tokenizer, EXAMPLES, settings, long_prompts="drop", predictions_path=path, **shorter)
+    assert (dropped.examples, dropped.dropped, dropped.truncated, dropped.std) == (2, 1, 0, 0.0)
+    assert [json.loads(line)["instruction"] for line in path.read_text().splitlines()] == ["Name a colour", "Name"]
+    cut = score_set(model, tokenizer, EXAMPLES, settings, long_prompts="truncate", **shorter)
+    assert (cut.examples, cut.dropped, cut.truncated) == (3, 0, 1)
+
+
+def test_limit_and_several_sets(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    settings = GenerationConfig(decoding="greedy", limit=1)
+    scores = score_sets(model, tokenizer, {"a": SHORT, "b": SHORT[1:]}, settings, predictions_dir=tmp_path, **LIMITS)
+    assert {name: score.examples for name, score in scores.items()} == {"a": 1, "b": 1}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+    alone = score_set(model, tokenizer, SHORT[1:], settings, **LIMITS)
+    assert scores["b"].rouge_l == alone.rouge_l
+
+
+def test_only_rank_0_writes(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_other_rank(parts: list[object], mine: tuple[dict[int, list[int]], float]) -> None:
+        parts[0], parts[1] = ({0: [3], 1: [4]}, 1.0), mine
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", from_other_rank)
+    settings = GenerationConfig(decoding="greedy")
+    score_set(model, tokenizer, SHORT, settings, predictions_path=tmp_path / "a.jsonl", rank=1, world_size=2, **LIMITS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate_model_from_a_folder(folder: Path, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    settings = GenerationConfig(decoding="greedy")
+    data = {"short": str(write(tmp_path / "short.jsonl", SHORT))}
+    result = evaluate_model(str(folder), data, settings, output_dir=tmp_path / "out", **LIMITS)
+    assert result["params"] == sum(parameter.numel() for parameter in model.parameters())
+    assert result["sets"]["short"]["examples"] == 2
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == result
+    assert (tmp_path / "out" / "short.jsonl").is_file()
+
+
+def test_bad_prompts_are_found_before_any_generation_and_any_model(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    sets = {"good": SHORT, "bad": EXAMPLES}
+    shorter = {"max_prompt_length": 45, "max_length": 50}
+    with pytest.raises(UserError, match="first x:3"):
+        score_sets(model, tokenizer, sets, GenerationConfig(), predictions_dir=tmp_path / "out", **shorter)
+    assert not (tmp_path / "out").exists()
+    (folder / "model.safetensors").unlink()
+    data = {"bad": str(write(tmp_path / "bad.jsonl", EXAMPLES))}
+    with pytest.raises(UserError, match=r"bad\.jsonl:3"):
+        evaluate_model(str(folder), data, GenerationConfig(), **shorter)
+
+
+def test_data_is_read_before_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
+        evaluate_model(str(tmp_path / "no model"), {"a": str(tmp_path / "none.jsonl")}, GenerationConfig(), **LIMITS)
+
+
+def test_names_of_sets_and_default_output() -> None:
+    assert set_names(["a/x.jsonl", "embedded:seen"]) == {"x": "a/x.jsonl", "seen": "embedded:seen"}
+    with pytest.raises(UserError, match=r"a/x\.jsonl and b/x\.jsonl would both be called x"):
+        set_names(["a/x.jsonl", "b/x.jsonl"])
+    assert default_output("embedded:teacher", "greedy") == Path("runs/evaluate/embedded-teacher-greedy")
+    assert default_output("./runs/a b/student/", "sample") == Path("runs/evaluate/runs-a-b-student-sample")
+
+
+def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write(tmp_path / "short.jsonl", SHORT)
+    arguments = ["--model", str(folder), "--data", str(data), "--decoding", "greedy", "--output", str(tmp_path / "out")]
+    limits = ["--max_length", "70", "--data.max_prompt_length=60", "--local_rank=0"]
+    assert main([*arguments, *limits, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["sets"]["short"]["examples"] == 2
+    assert "short, greedy: ROUGE-L" in err
+    assert main([*arguments, *limits]) == 0
+    assert "ROUGE-L" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            ["--max_prompt_length", "10", "--max_length", "70"],
+            r"2 of 2 prompts are longer than data\.max_prompt_length=10",
+        ),
+        (["--max_prompt_length", "70", "--max_length", "70"], "must be at least 1 and below"),
+        (["--batch_size", "0"], "--batch_size is 0"),
+        (["--seeds", "[]"], r"--seeds is \[\]"),
+        ([], r"data\.max_length=512 is beyond the model's context of 80"),
+    ],
+)
+def test_command_refuses_bad_input(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+) -> None:
+    data = write(tmp_path / "short.jsonl", SHORT)
+    output = ["--output", str(tmp_path / "out")]
+    assert main(["--model", str(folder), "--data", str(data), *output, *extra]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert re.search(message, line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_script_runs_from_anywhere(folder: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "short.jsonl", SHORT)
+    script = [sys.executable, str(REPOSITORY / "eval" / "instruct.py")]
+    arguments = ["--model", str(folder), "--data", str(data), "--decoding=greedy", "--max_prompt_length=60"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*script, *arguments, "--max_length=70", "--json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["sets"]["short"]["examples"] == 2
+    assert len(list((tmp_path / "runs" / "evaluate").glob("*-greedy/short.jsonl"))) == 1

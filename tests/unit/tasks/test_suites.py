@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmdistill.commands.evaluate import build_parser, chosen_sets
+from llmdistill.errors import UserError
+from llmdistill.tasks.instruction_sets import suite_sets
+
+
+def test_sets_by_name_come_from_the_hub_or_the_package() -> None:
+    found = suite_sets("dolly,self_inst, vicuna,seen", None)
+    assert list(found) == ["dolly", "self_inst", "vicuna", "seen"]
+    assert all(found[name].startswith("hf://datasets/MiniLLM/") for name in ("dolly", "self_inst", "vicuna"))
+    assert found["seen"] == "embedded:seen"
+
+
+def test_a_folder_holds_them_by_name(tmp_path: Path) -> None:
+    for name in ("dolly_sample.jsonl", "vicuna.jsonl", "vicuna_old.jsonl"):
+        (tmp_path / name).touch()
+    assert suite_sets("dolly,vicuna,seen", tmp_path) == {
+        "dolly": str(tmp_path / "dolly_sample.jsonl"),
+        "vicuna": str(tmp_path / "vicuna.jsonl"),
+        "seen": "embedded:seen",
+    }
+    with pytest.raises(UserError, match=r"no self_inst\.jsonl \(there is dolly_sample\.jsonl, vicuna\.jsonl"):
+        suite_sets("self_inst", tmp_path)
+
+
+def test_unknown_set() -> None:
+    with pytest.raises(UserError, match="no set 'squad'; there are dolly, self_inst"):
+        suite_sets("dolly,squad", None)
+
+
+def test_suite_and_files_together() -> None:
+    parser = build_parser("evaluate")
+    parsed = parser.parse_args(["--model", "m", "--suite", "seen", "--data", "a/mine.jsonl"])
+    assert chosen_sets(parsed) == {"seen": "embedded:seen", "mine": "a/mine.jsonl"}
+    with pytest.raises(UserError, match="both have a set called seen"):
+        chosen_sets(parser.parse_args(["--model", "m", "--suite", "seen", "--data", "a/seen.jsonl"]))
+    with pytest.raises(UserError, match="--data is missing"):
+        chosen_sets(parser.parse_args(["--model", "m"]))
