@@ -139,7 +139,7 @@ def test_the_default_chunk_leaves_no_row_out() -> None:
 @every_choice
 def test_precision(terms: list[TokenTerm], dtype: torch.dtype, relative: float) -> None:
     """Against full logits in fp64 from the very same numbers."""
-    sizes = {"rows": 64, "lm_head": 97}
+    sizes = {"rows": 64, "words": 97}
     student, teacher = head(0, dtype=dtype, **sizes), head(1, width=K_TEACHER, dtype=dtype, **sizes)
     exact = HeadInputs(*(each.double() for each in student)), HeadInputs(*(each.double() for each in teacher))
     found = outcome(token_losses, learnt(student), teacher, terms, rows=64, chunk=24)
