@@ -155,7 +155,7 @@ def test_patterns_first_match_counts_and_is_literal() -> None:
     assert len(ranks) == 2 + 6
 
 
-@pytest.mark.parametrize(("settings", "lm_head"), [
+@pytest.mark.parametrize(("settings", "words"), [
     ({}, ["rank, ranks and target_params"]),
     ({"rank": 4, "target_params": "50%"}, ["exactly one", "rank and target_params"]),
     ({"rank": 17}, ["rank 17", "model.layers.0.self_attn.k_proj", "16"]),

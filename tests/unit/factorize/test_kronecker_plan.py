@@ -120,7 +120,7 @@ def test_one_embedding_column_is_the_table_itself() -> None:
     assert summary == without
 
 
-@pytest.mark.parametrize(("settings", "lm_head"), [
+@pytest.mark.parametrize(("settings", "words"), [
     ({}, ["exactly one of shapes and target_params", "none"]),
     ({"shapes": {"*": "4x2"}, "target_params": "50%"}, ["exactly one", "shapes and target_params"]),
     ({"shapes": {"*.q_proj": "5x2"}}, ["shapes['*.q_proj'] 5x2", "model.layers.0.self_attn.q_proj",

@@ -204,7 +204,7 @@ def test_combine_and_undominated_against_loops() -> None:
             assert (choice in kept.choices) is not beaten or option.params.tolist().count(option.params[i]) > 1
 
 
-@pytest.mark.parametrize(("settings", "lm_head"), [
+@pytest.mark.parametrize(("settings", "words"), [
     ({"target_params": "400"}, ["400", "out of reach", "raise the target"]),
     ({"target_params": "20%", "embedding_columns": 2}, ["out of reach", "2 embedding columns"]),
     ({"target_params": "50%", "max_flops": "1%"}, ["max_flops 1%", "less than"]),

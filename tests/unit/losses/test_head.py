@@ -248,7 +248,7 @@ class Record(TorchDispatchMode):
 @pytest.mark.parametrize("terms", [[LABEL, KL_2], [LABEL, *OTHERS]], ids=["short way", "any way"])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(terms: list[TokenTerm]) -> None:
     rows, words, chunk = 4000, 200, 100
-    sizes = {"rows": rows, "lm_head": words, "width": 2}
+    sizes = {"rows": rows, "words": words, "width": 2}
     student, teacher = learnt(head(0, **sizes)), head(1, **sizes)
     with Record() as record:
         outcome(token_losses, student, teacher, terms, rows=rows, vocabulary=words, chunk=chunk)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from llmdistill.losses import attention
+from llmdistill.losses import attention, fused
 from llmdistill.losses.attention import AttentionInputs, attention_kl
 from llmdistill.losses.divergence import FORWARD_KL, Divergence, jsd_with_derivative
 from llmdistill.losses.fused import head_chunk
@@ -32,10 +32,10 @@ class Term(NamedTuple):
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
     """A module in the place of one that needs Triton."""
-    module = ModuleType(f"llmdistill.losses.fused.triton.{name}")
+    module = ModuleType(f"llmdistill.losses.fused.triton_{name}")
     vars(module).update(contents)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("llmdistill.losses.fused.triton." + name, module, raising=False)
+    monkeypatch.setattr(fused, f"triton_{name}", module, raising=False)
 
 
 @pytest.mark.parametrize("same", [False, True])
