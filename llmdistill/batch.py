@@ -71,8 +71,12 @@ class Batch:
     padded: bool | None = None
     """Whether any row ends in padding, or begins with it; None until `with_label_rows`."""
     targets: Tensor | None = None
-    """(B,): what is to be said of each sequence. int64 classes, IGNORE_INDEX where none (next sentence: 0 it follows,
-    1 it does not, as in BERT), or fp32 scores, NaN where none; None in batches without."""
+    """What is to be said of each sequence, (B,) or (B, K); None in batches without. int64: a class (next sentence: 0 it
+    follows, 1 it does not, as in BERT), or K positions such as start and end of a span; IGNORE_INDEX where unknown.
+    fp32: a score, or K labels; NaN where unknown."""
+    sample_ids: tuple[tuple[int, ...], ...] = ()
+    """For each row the ids of its samples, one unless the row is packed; see `data.sample_ids`. Empty where the student
+    wrote the text itself."""
 
     def counts(self) -> dict[Positions, Tensor]:
         """How many of each kind of position the batch has, as scalars."""
@@ -83,10 +87,11 @@ class Batch:
         }
 
     def has_target(self) -> Tensor:
-        """Which sequences have a target: (B,), bool."""
+        """Which sequences have a target, or some of several: (B,), bool."""
         if self.targets is None:
             return torch.zeros(len(self.input_ids), dtype=torch.bool, device=self.input_ids.device)
-        return ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
+        known = ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
+        return known.flatten(1).any(1) if known.dim() > 1 else known
 
     def with_label_rows(self, *, shift: bool) -> Batch:
         """The same batch with `label_rows` and `padded`, found where it is: on a GPU the host would have to wait.

@@ -151,9 +151,9 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
 
     from llmdistill.batch import Batch
     from llmdistill.config import TrainConfig
-    from llmdistill.methods.objective import TOKENS, Objective
     from llmdistill.models.forward import TappedModel
     from llmdistill.models.taps import Recorder
+    from llmdistill.objective import TOKENS, Objective
     from llmdistill.run.log import Stopwatch
     from llmdistill.run.trainer import Trainer
     from llmdistill.runtime.distributed import World

@@ -28,7 +28,7 @@ def collate(items: Sequence[Encoded], pad_token_id: int, *, pad_to_multiple_of: 
         input_ids[row, :length] = torch.tensor(item.prompt_ids + item.response_ids)
         attention_mask[row, :length] = 1
         labels[row, start:length] = input_ids[row, start:length]
-    return Batch(input_ids, attention_mask, labels)
+    return Batch(input_ids, attention_mask, labels, sample_ids=tuple((item.sample_id,) for item in items))
 
 
 def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: int) -> Batch:
@@ -56,7 +56,8 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
             position_ids[place, start:end] = torch.arange(len(item))
             start = end
         position_ids[place, start:] = torch.arange(width - start)
-    return Batch(input_ids, attention_mask, labels, position_ids=position_ids)
+    sample_ids = tuple(tuple(items[index].sample_id for index in row) for row in rows)
+    return Batch(input_ids, attention_mask, labels, position_ids=position_ids, sample_ids=sample_ids)
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:

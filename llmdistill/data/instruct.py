@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.examples import Example
+from llmdistill.data.sample_ids import sample_id
 from llmdistill.errors import UserError
 
 LongPrompts = Literal["error", "drop", "truncate"]
@@ -33,6 +35,11 @@ class Encoded:
     prompt_ids: list[int]
     response_ids: list[int]
     """Ends with the end token unless the response was cut."""
+
+    @cached_property
+    def sample_id(self) -> int:
+        """See `data.sample_ids`."""
+        return sample_id(self.prompt_ids, self.response_ids)
 
     def __len__(self) -> int:
         """Tokens of prompt and response."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.data.sample_ids import sample_id
 from llmdistill.errors import UserError
 
 
@@ -34,8 +36,13 @@ class EncodedPair:
     """0 in the first and 1 in the second sentence; None for models without segments."""
     target: int | float | None
 
+    @cached_property
+    def sample_id(self) -> int:
+        """See `data.sample_ids`."""
+        return sample_id(self.input_ids, self.token_type_ids or [])
+
     def __len__(self) -> int:
-        """Tokens, marks included."""
+        """Tokens, special ones included."""
         return len(self.input_ids)
 
 
@@ -87,6 +94,7 @@ def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
         labels=torch.full_like(input_ids, IGNORE_INDEX),
         token_type_ids=None if items[0].token_type_ids is None else token_type_ids,
         targets=_targets([item.target for item in items]),
+        sample_ids=tuple((item.sample_id,) for item in items),
     )
 
 

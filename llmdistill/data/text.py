@@ -13,6 +13,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import Objective, TextSequence, lay_out
 from llmdistill.data.masking import mask_tokens, word_starts
+from llmdistill.data.sample_ids import sample_id
 from llmdistill.data.sampler import global_batch_indices, rank_micro_batches
 from llmdistill.errors import UserError
 
@@ -71,6 +72,7 @@ class _Sequences:
             labels=padded([labels for _, _, labels in parts], IGNORE_INDEX),
             token_type_ids=padded(types, 0) if self._token_types else None,
             targets=torch.tensor([sequence.target for sequence, _, _ in parts]) if self.next_sentence else None,
+            sample_ids=tuple((sample_id(shown),) for _, shown, _ in parts),
         )
 
     def _read(self, seed: int, epoch: int, index: int) -> tuple[TextSequence, np.ndarray, np.ndarray]:

@@ -20,10 +20,10 @@ from llmdistill.methods.makd import build_makd
 from llmdistill.methods.method import Method
 from llmdistill.methods.minilm import build_minilm
 from llmdistill.methods.minilmv2 import build_minilmv2
-from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.methods.sft import make_sft
 from llmdistill.methods.tinybert import build_tinybert
 from llmdistill.models.families import family_of
+from llmdistill.objective import TOKENS, Objective
 
 __all__ = ["METHODS", "Method", "build_method"]
 

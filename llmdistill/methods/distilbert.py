@@ -13,9 +13,10 @@ from llmdistill.losses.hidden import hidden_cosine
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import same_direction
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import TOKENS, Objective, OutputTerm
+from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
 from llmdistill.models.families import shape_of
+from llmdistill.objective import TOKENS, Objective
 
 SOFT = OutputTerm("soft", "sequence_soft")
 """KL(T‖S) of the softened output."""

@@ -6,8 +6,9 @@ from llmdistill.config import KdConfig
 from llmdistill.losses import divergence
 from llmdistill.losses.divergence import Divergence
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import TOKENS, Objective, OutputTerm
+from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
+from llmdistill.objective import TOKENS, Objective
 
 
 def divergence_of(settings: KdConfig) -> Divergence:

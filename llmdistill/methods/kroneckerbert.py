@@ -9,9 +9,10 @@ from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import LayerPair, check_same_shape
 from llmdistill.methods.layer_terms import score_term, state_term
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import LOGITS, TOKENS, Objective
+from llmdistill.methods.objective import LOGITS
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of, shape_of
+from llmdistill.objective import TOKENS, Objective
 
 
 def build_kroneckerbert(

@@ -17,10 +17,11 @@ from llmdistill.losses.matrix import matrix_mse
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import LayerPair, attention_of, check_same_shape, layer_term
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import LOGITS, TOKENS, Objective
+from llmdistill.methods.objective import LOGITS
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import family_of, shape_of
+from llmdistill.objective import TOKENS, Objective
 
 MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")
 """Terms of the matrix aspect (eq. 17), each named as what it taps."""

@@ -26,8 +26,8 @@ from llmdistill.methods.layer_map import (
     uniform_map,
 )
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.models.families import shape_of
+from llmdistill.objective import TOKENS, Objective
 
 Loss = Callable[[Taps, Taps, Tensor], LossSum]
 

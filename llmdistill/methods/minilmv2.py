@@ -14,8 +14,8 @@ from llmdistill.errors import UserError
 from llmdistill.losses.relation import RelationInputs, relation_kl
 from llmdistill.methods.layer_map import LayerPair, layer_term, named_layer, pair_layers, same_direction
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.models.families import Shape, shape_of
+from llmdistill.objective import TOKENS, Objective
 
 SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value"}
 """The letters that a relation is named by."""

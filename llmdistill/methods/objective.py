@@ -1,27 +1,11 @@
-"""What there is to learn in a run's batches, and the names that the output's terms have after it."""
+"""The names that the output's terms have under an objective."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from llmdistill.batch import Positions
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a run's batches have to be learnt: words (labels), a target for each sequence, or both."""
-
-    tokens: bool = True
-    sequences: Literal["classes", "scores"] | None = None
-
-    def __post_init__(self) -> None:
-        """A batch without either would leave the output nothing to say."""
-        assert self.tokens or self.sequences is not None, "an objective is words, a target for each sequence, or both"
-
-
-TOKENS = Objective()
-"""Of decoders, and of encoders on masked words alone."""
+from llmdistill.objective import Objective
 
 
 class OutputTerm(NamedTuple):

@@ -18,7 +18,8 @@ from llmdistill.losses.sequence import (
     sequence_soft_cross_entropy,
 )
 from llmdistill.losses.terms import SequenceTerm
-from llmdistill.methods.objective import LABEL, Objective, OutputTerm
+from llmdistill.methods.objective import LABEL, OutputTerm
+from llmdistill.objective import Objective
 
 
 class OutputTerms(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import TOKENS, Objective
 from llmdistill.methods.output import label_terms
+from llmdistill.objective import TOKENS, Objective
 
 
 def make_sft(*, causal: bool = True, objective: Objective = TOKENS) -> Method:

@@ -10,9 +10,10 @@ from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.layer_map import LayerPair, check_heads, pair_layers, same_direction, uniform_map
 from llmdistill.methods.layer_terms import score_term, state_term
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import TOKENS, Objective, OutputTerm
+from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import soft_terms
 from llmdistill.models.families import shape_of
+from llmdistill.objective import TOKENS, Objective
 
 SOFT = OutputTerm("soft", "sequence_soft")
 """Soft cross-entropy of the output."""

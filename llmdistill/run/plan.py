@@ -20,10 +20,10 @@ from llmdistill.factorize.counting import forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
 from llmdistill.methods import Method, build_method
-from llmdistill.methods.objective import Objective
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.load import Head, brings_tokenizer, compare_vocabularies, load_config
 from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
+from llmdistill.objective import Objective
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import TORCH_DTYPES, BatchSplit, split_batch, student_ds_config
 from llmdistill.tasks.scores import VALID

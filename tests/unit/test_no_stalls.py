@@ -40,9 +40,9 @@ from llmdistill.config import (
     TrainConfig,
 )
 from llmdistill.methods import build_method
-from llmdistill.methods.objective import Objective
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
+from llmdistill.objective import Objective
 from llmdistill.run.log import Stopwatch
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World

@@ -14,8 +14,8 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.glue.finetune import resolve_engine, train_settings
 from llmdistill.experiments.glue.grid import grid_of
 from llmdistill.methods import Method, build_method
-from llmdistill.methods.objective import Objective
 from llmdistill.models.families import shape_of
+from llmdistill.objective import Objective
 from llmdistill.runtime.engine import resolve_dtype
 from llmdistill.tasks.glue_data import TaskData
 from llmdistill.tasks.glue_files import TASKS

@@ -57,7 +57,7 @@ def wait_for(condition) -> None:
 
 def same(ones: list[Batch], others: list[Batch]) -> bool:
     return all(
-        one is other or (one is not None and torch.equal(one, other))
+        one is other or (torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other)
         for batches in zip(ones, others, strict=True)
         for one, other in (
             [getattr(batch, each.name) for batch in batches] for each in fields(Batch) if each.name != "own_answers"

@@ -9,7 +9,7 @@ from llmdistill.config import DistilbertConfig, KdConfig, MinilmConfig, Minilmv2
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.methods.combined import combine
-from llmdistill.methods.objective import Objective
+from llmdistill.objective import Objective
 
 SETTINGS: dict[str, Any] = {
     "kd": KdConfig(),

@@ -11,7 +11,7 @@ from llmdistill.config import KroneckerbertConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import build_kroneckerbert
-from llmdistill.methods.objective import Objective
+from llmdistill.objective import Objective
 
 LAYERS = 3
 INNER = ("embedding", "attention", "ffn")

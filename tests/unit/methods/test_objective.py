@@ -14,7 +14,7 @@ from torch.nn import functional
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, Taps
 from llmdistill.config import DistilbertConfig, KdConfig, KroneckerbertConfig, MakdConfig, TinybertConfig
 from llmdistill.methods import METHODS
-from llmdistill.methods.objective import Objective
+from llmdistill.objective import Objective
 
 TOKENS, CLASSES, SCORES = Objective(), Objective(tokens=False, sequences="classes"), Objective(False, "scores")
 BOTH = Objective(tokens=True, sequences="classes")
@@ -175,5 +175,5 @@ def test_a_head_that_is_missing_is_named(models) -> None:
 
 
 def test_an_objective_is_something_to_learn() -> None:
-    with pytest.raises(AssertionError, match="words, a target for each sequence, or both"):
+    with pytest.raises(AssertionError, match="tokens, a target for each sequence, or both"):
         Objective(tokens=False)

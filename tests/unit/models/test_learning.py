@@ -34,9 +34,9 @@ from llmdistill.config import (
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.methods import Method, build_method
-from llmdistill.methods.objective import Objective
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
+from llmdistill.objective import Objective
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 SETTINGS: dict[str, Any] = {
