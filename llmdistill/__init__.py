@@ -1,13 +1,32 @@
 """Compress language models by factorisation and distillation.
 
-Importing the package teaches transformers to load factorised students: after `import llmdistill`,
-`AutoModelForCausalLM.from_pretrained(student)` works like for any model.
+After `import llmdistill`, `AutoModelForCausalLM.from_pretrained(student)` loads a factorised student like any other
+model. The import itself loads neither torch nor transformers: what it needs of them waits until transformers is there.
 """
 
 from __future__ import annotations
 
-from llmdistill.factorize import hub
+from importlib import import_module
+from typing import Any
+
+import wrapt
 
 __version__ = "0.5.0"
 
-hub.register()
+_PUBLIC: dict[str, str] = {}
+"""Public name -> the module that it is loaded from when it is first asked for."""
+
+__all__ = ["__version__", *_PUBLIC]
+
+# As a string, so that the module is loaded only then; at once where transformers has been imported before.
+wrapt.register_post_import_hook("llmdistill.factorize.hub:register", "transformers.quantizers.auto")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

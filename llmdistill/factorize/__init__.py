@@ -7,9 +7,31 @@ B (m2, n2).
 
 from __future__ import annotations
 
-from llmdistill.factorize.budget import plan, summarise
-from llmdistill.factorize.convert import compress, factorize
-from llmdistill.factorize.counting import build_reference, count_parameters
-from llmdistill.factorize.export import export_dense, merge
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmdistill.factorize.budget import plan, summarise
+    from llmdistill.factorize.convert import compress, factorize
+    from llmdistill.factorize.counting import build_reference, count_parameters
+    from llmdistill.factorize.export import export_dense, merge
 
 __all__ = ["build_reference", "compress", "count_parameters", "export_dense", "factorize", "merge", "plan", "summarise"]
+
+_MODULES = {
+    "build_reference": "counting",
+    "compress": "convert",
+    "count_parameters": "counting",
+    "export_dense": "export",
+    "factorize": "convert",
+    "merge": "export",
+    "plan": "budget",
+    "summarise": "budget",
+}
+"""Name -> its module. They need transformers' models; hub.py must load while transformers itself is being imported."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

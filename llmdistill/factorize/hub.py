@@ -4,10 +4,14 @@ transformers calls its hook for changed modules "quantizer"; nothing is quantise
 while the model is on the meta device, the named linears are factorised; from then on loading is the stock one
 (sharded files, dtype, device_map, tied weights). Without `import llmdistill` transformers warns of an unknown
 quantization type and loads the dense architecture with fresh random weights.
+
+This module is loaded in the middle of transformers' own import, when its models are not there yet. What builds on them
+is therefore imported where it is used.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.auto import (
@@ -20,11 +24,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.install import install
-from llmdistill.factorize.kinds import KINDS, Size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from llmdistill.factorize.kinds import Size
 
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
@@ -47,6 +51,8 @@ class FactorizedConfig(QuantizationConfigMixin):
         The size of the token embedding is under the key of its method, embedding_rank or embedding_columns. UserError
         for what this version does not know.
         """
+        from llmdistill.factorize.kinds import KINDS
+
         if method not in KINDS:
             raise _unknown(f"method {method!r}")
         kind = KINDS[method]
@@ -63,6 +69,9 @@ class FactorizedConfig(QuantizationConfigMixin):
 
     def install(self, model: PreTrainedModel) -> None:
         """Give a dense model, perhaps on the meta device, the modules of fresh weights that this names."""
+        from llmdistill.factorize.install import install
+        from llmdistill.factorize.kinds import KINDS
+
         kind = KINDS[self.method]
         sizes: dict[str, Size] = {name: kind.read_size(size) for name, size in self.modules.items()}
         install(model, sizes, getattr(self, kind.embedding_key), self.method)
@@ -119,8 +128,12 @@ class FactorizedLoader(HfQuantizer):
         return True
 
 
-def register() -> None:
-    """Make transformers know students; calling it again changes nothing."""
+def register(module: ModuleType | None = None) -> None:
+    """Make transformers know students; calling it again changes nothing.
+
+    Args:
+        module: transformers' module of quantizers, as an import hook gives it; it is not looked at.
+    """
     if NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(NAME)(FactorizedConfig)
     if NAME not in AUTO_QUANTIZER_MAPPING:

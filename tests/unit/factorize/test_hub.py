@@ -258,9 +258,34 @@ def test_registration_is_idempotent() -> None:
     assert llmdistill.__version__
 
 
-def test_import_is_cheap() -> None:
-    code = "import sys, llmdistill; assert 'deepspeed' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+LOAD = """
+print([name for name in ("torch", "transformers") if name in sys.modules])
+from transformers import AutoModel
+model = AutoModel.from_pretrained(sys.argv[1])
+print(sorted({type(module).__name__ for module in model.modules() if "llmdistill" in type(module).__module__}))
+print(float(sum(parameter.double().sum() for parameter in model.parameters())))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "loaded"),
+    [
+        ("llmdistill", []),
+        ("transformers", ["transformers"]),
+        ("transformers.modeling_utils", ["torch", "transformers"]),
+    ],
+)
+def test_bare_import_loads_students_whichever_of_the_two_comes_first(
+    tmp_path: Path, first: str, loaded: list[str]
+) -> None:
+    student = make_student(AutoModel, config_of("bert"), embedding=True)
+    student.save_pretrained(tmp_path)
+    code = f"import sys\nimport {first}\nimport llmdistill\n{LOAD}"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True, text=True)
+    before, modules, total = done.stdout.splitlines()
+    assert before == str(loaded)
+    assert modules == "['LowRankEmbedding', 'LowRankLinear', 'Widen']"
+    assert float(total) == float(sum(parameter.detach().double().sum() for parameter in student.parameters()))
 
 
 @pytest.mark.parametrize(("method", "size", "embedding"), [
