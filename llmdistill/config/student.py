@@ -77,18 +77,6 @@ class TeacherConfig:
     """Number format of the teacher; auto takes that of the run."""
     sharding: Literal["replicated", "zero3"] = "replicated"
     """replicated: every rank holds the whole teacher; zero3: each holds its share, whatever the student's stage."""
-    ahead: bool = False
-    """On GPUs, with accumulation: let the teacher run one micro batch ahead, on a stream of its own, where the first
-    steps show that memory allows it and that it pays. Not yet tried on a GPU."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no run can do.
-
-        Raises:
-            ValueError: settings that exclude each other.
-        """
-        if self.ahead and self.sharding == "zero3":
-            raise ValueError("teacher.ahead needs the whole teacher on every rank: set teacher.sharding to replicated")
 
 
 @dataclass(frozen=True, kw_only=True)

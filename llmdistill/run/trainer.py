@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import set_learning_rate
 from llmdistill.runtime.schedule import learning_rate
-from llmdistill.teacher.stream import StreamedTeacher, Teacher
 
 
 class Student(Protocol):
@@ -32,6 +31,14 @@ class Student(Protocol):
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
         """Run it on a batch, and compute these losses on the way."""
+        ...
+
+
+class Teacher(Protocol):
+    """The model that is learnt from."""
+
+    def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
+        """Run it on a batch; `lm_head` asks for its output at the labels."""
         ...
 
 
@@ -51,8 +58,6 @@ class Trainer:
     world: World
     validation: Sequence[Batch] = ()
     """This rank's share of the validation set: the same number of batches on every rank, empty without a set."""
-    ahead: StreamedTeacher | None = None
-    """The teacher again, where it may run on a stream of its own."""
     validation_method: Method | None = None
     """Whose weighted loss on the validation set is logged; None for the method's own."""
 
@@ -70,7 +75,7 @@ class Trainer:
             # All randomness of a step follows from its number, so a resumed run repeats it.
             torch.manual_seed(_mix(self.seed, step, self.world.rank))
             micro_batches = self.loader.micro_batches(step)
-            terms, counts = self._step(micro_batches, clock, log)
+            terms, counts = self.train_step(micro_batches, clock)
             since.add(terms, counts, sum(batch.input_ids.numel() for batch in micro_batches))
             done = step + 1
             validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
@@ -86,14 +91,6 @@ class Trainer:
                 save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
             log.advance()
 
-    def _step(self, micro_batches: list[Batch], clock: Stopwatch, log: RunLog) -> tuple[Tensor, Tensor]:
-        if self.ahead is None:
-            return self.train_step(micro_batches, clock)
-        result, decision = self.ahead.step(lambda: self.train_step(micro_batches, clock))
-        if decision is not None:
-            log.say(decision)
-        return cast("tuple[Tensor, Tensor]", result)
-
     def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:
         """One optimizer step.
 
@@ -106,15 +103,12 @@ class Trainer:
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = self.world.size * len(micro_batches)
         totals = torch.zeros(len(self.method.weights), device=self.world.device)
-        teacher = self.teacher if self.ahead is None else self.ahead
-        for batch, following in zip(micro_batches, [*micro_batches[1:], None], strict=True):
+        for batch in micro_batches:
             taught = None
-            if teacher is not None:
+            if self.teacher is not None:
                 with clock.running(), torch.no_grad():
-                    taught = teacher.teach(batch, lm_head=self.method.needs_teacher_logits)
+                    taught = self.teacher.teach(batch, lm_head=self.method.needs_teacher_logits)
             student = self.student.learn(batch, self.method.running(taught, batch, factors))
-            if self.ahead is not None:
-                self.ahead.start(following, lm_head=self.method.needs_teacher_logits)
             losses = self.method(student, taught, batch)
             terms = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.items()}
             total = torch.stack([self.method.weights[name] * term for name, term in terms.items()]).sum()

@@ -94,16 +94,6 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_ranks_agree(wanted: bool) -> bool:
-    """Whether every rank says yes; every rank must call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return wanted
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    votes = torch.tensor(int(wanted), device=device)
-    dist.all_reduce(votes, dist.ReduceOp.MIN)
-    return bool(votes)
-
-
 def broadcast_object(value: Any) -> Any:
     """What rank 0 holds, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -16,16 +16,14 @@ from llmdistill.factorize.budget import embedding_size
 from llmdistill.factorize.checkpoint import merge_adapter
 from llmdistill.factorize.shape import make_student
 from llmdistill.models.adapters import add_lora, is_adapter
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.shapes import parse_shape
 from llmdistill.models.taps import Recorder
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.compile import check_compile, compile_layers
-from llmdistill.runtime.distributed import World, all_ranks_agree, on_main
+from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.engine import TORCH_DTYPES, add_projectors, build_engine
 from llmdistill.teacher.live import LiveTeacher, load_teacher
-from llmdistill.teacher.stream import AheadTrial, StreamedTeacher
 
 
 def prepare_student(plan: Plan, world: World) -> Path:
@@ -110,14 +108,3 @@ def make_recorder(
     if plan.config.train.compile:
         compile_layers(recorder)
     return recorder
-
-
-def make_ahead(plan: Plan, teacher: TappedModel | None, world: World) -> StreamedTeacher | None:
-    """The teacher on a stream of its own, where that is asked for and there is a micro batch to be ahead with."""
-    if not plan.config.teacher.ahead or teacher is None or world.device.type != "cuda":
-        return None
-    if plan.split.accumulation_steps == 1:
-        return None
-    return StreamedTeacher(
-        teacher, world.device, AheadTrial(torch.cuda.mem_get_info(world.device)[1], agree=all_ranks_agree)
-    )

@@ -12,7 +12,7 @@ from llmdistill.data.text import TextLoader
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.forward import TappedModel
 from llmdistill.run.assemble.data import RunData, make_validation, prepare_loader
-from llmdistill.run.assemble.models import make_ahead, make_engine, make_recorder
+from llmdistill.run.assemble.models import make_engine, make_recorder
 from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
@@ -42,7 +42,6 @@ def make_trainer(
         engine=engine,
         student=TappedModel(engine, recorder, vocabulary=plan.vocabulary),
         teacher=tapped_teacher,
-        ahead=make_ahead(plan, tapped_teacher, world),
         method=method,
         loader=prepare_loader(plan, train_loader, engine, data, world),
         settings=config.train,
