@@ -1,0 +1,256 @@
+"""README.md and docs/: the parsers take their commands, their Python compiles, and their links lead somewhere.
+
+The bash blocks of a page run in a real shell, so that variables, loops and quotes mean what they mean to a reader. The
+programs in it are stubs that only write down their arguments, which are then given to the real parsers in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import jsonargparse
+import pytest
+from transformers import GPT2Config
+
+from llmdistill import cli
+from llmdistill.commands import compare
+from llmdistill.config.command_line import build, parse, parse_run, recipe_names
+from llmdistill.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+TO_COME: set[str] = {"docs/extending.md"}
+FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+PROGRAMS = ("deepspeed", "python", "llmdistill", "pip", "git")
+STUB = '#!/bin/bash\nprintf "%s\\0" "{name}" "$@" >>"$CALLS"\nprintf "\\036" >>"$CALLS"\necho {name}-output\n'
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    """The fenced blocks of a page whose info string is `kind`, or begins with it and goes on after a space."""
+    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    return [each["text"] for each in found if each["kind"] == kind or each["kind"].startswith(f"{kind} ")]
+
+
+def commands(page: Path, folder: Path) -> list[list[str]]:
+    """What a shell starts for the bash blocks of a page, one after the other, as lists of arguments."""
+    for name in PROGRAMS:
+        stub(folder / "bin" / name, name)
+    for script in (ROOT / "scripts").glob("*.sh"):
+        stub(folder / "scripts" / script.name, f"scripts/{script.name}")
+    calls = folder / "calls"
+    calls.touch()
+    source = "set -eu\n" + "\n".join(blocks(page, "bash"))
+    environment = {"PATH": str(folder / "bin"), "CALLS": str(calls)}
+    shell = subprocess.run(["/bin/bash", "-c", source], cwd=folder, env=environment, capture_output=True, text=True)
+    assert shell.returncode == 0, f"{page.name}: {shell.stderr}"
+    written = calls.read_text(encoding="utf-8")
+    return [call.split("\0")[:-1] for call in written.split("\036") if call]
+
+
+def stub(file: Path, name: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(STUB.format(name=name))
+    file.chmod(0o755)
+
+
+class Parsed(BaseException):
+    """The parser took the arguments; what the command does with them is another test's."""
+
+
+@contextmanager
+def parsing_only(*, parsers: int = 1) -> Iterator[None]:
+    """Within it a command ends with Parsed when so many of its parsers have taken their arguments."""
+    left = parsers
+
+    def stop_after(original: Callable[..., object]) -> Callable[..., object]:
+        def parse_args(self: object, *arguments: object, **keywords: object) -> object:
+            nonlocal left
+            parsed = original(self, *arguments, **keywords)
+            left -= 1
+            if left == 0:
+                raise Parsed
+            return parsed
+
+        return parse_args
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (jsonargparse.ArgumentParser, argparse.ArgumentParser):
+            patch.setattr(kind, "parse_args", stop_after(kind.parse_args))
+        yield
+
+
+def check_train(arguments: Sequence[str]) -> None:
+    config, _ = parse_run(arguments)
+    assert (ROOT / config.ds_config).is_file()
+
+
+def check_compare(arguments: Sequence[str]) -> None:
+    own, rest = compare.split_own(arguments)
+    settings = build(parse(compare.build_parser(), own), compare.CompareConfig)
+    assert compare.choose_suite(settings).variants
+    check_train(["--ds_config", compare.DEFAULT_DS_CONFIG, *rest])
+
+
+def check_script(script: str, arguments: Sequence[str]) -> None:
+    """A script of the checkout: the main job, a benchmark, or a bench."""
+    assert (ROOT / script).is_file(), script
+    if script == "llmdistill/train.py":
+        return check_train(arguments)
+    module = {"eval/glue.py": "llmdistill.commands.glue", "eval/instruct.py": "llmdistill.commands.evaluate"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        patch.setattr(sys, "argv", [script, *arguments])
+        main = import_module(module.get(script, Path(script).stem)).main
+        with parsing_only(), pytest.raises(Parsed):
+            main()
+
+
+def check_llmdistill(name: str, arguments: Sequence[str]) -> None:
+    """A command of `llmdistill`; the launcher's flags are not its own."""
+    assert name in cli.COMMANDS, name
+    _, rest = cli.split_launcher_flags(arguments)
+    if name == "train":
+        return check_train(rest)
+    if name == "compare":
+        return check_compare(rest)
+    with parsing_only(), pytest.raises(Parsed):
+        cli.main([name, *rest])
+
+
+@cache
+def check(*command: str) -> None:
+    """A command of a page, if a parser is to judge it; the same one on several pages only once."""
+    program, *rest = command
+    if program == "python" and rest[0] == "-c":
+        ast.parse(rest[1])
+    elif program in ("python", "deepspeed"):
+        at = next(index for index, word in enumerate(rest) if word.endswith(".py"))
+        flags, others = cli.split_launcher_flags(rest[:at])
+        assert not others, f"{others}: no flags of the launcher"
+        assert not flags or program == "deepspeed"
+        if rest[at + 1 :] != ["--help"]:
+            check_script(rest[at], rest[at + 1 :])
+    elif program == "llmdistill":
+        check_llmdistill(rest[0], rest[1:])
+
+
+@pytest.fixture
+def named_files(tmp_path, monkeypatch):
+    """Work where the files stand that the pages name: DIR is a model, mine.yaml the recipe of docs/train.md."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
+    GPT2Config().save_pretrained(tmp_path / "DIR")
+    recipe = next(text for text in blocks(ROOT / "docs/train.md", "yaml") if text.startswith("# mine.yaml"))
+    (tmp_path / "mine.yaml").write_text(recipe, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_is_one_that_the_parsers_take(page, named_files, tmp_path_factory):
+    for command in commands(page, tmp_path_factory.mktemp("shell")):
+        try:
+            check(*command)
+        except (Exception, SystemExit, pytest.fail.Exception) as error:
+            raise AssertionError(f"{page.name}: {' '.join(command)}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("llmdistill", "compress", "--model", "DIR", "--rnk", "3"),
+        ("llmdistill", "squash", "--model", "DIR"),
+        ("python", "llmdistill/train.py", "--ds_config", "ds_configs/zero2.json", "--train.step", "3"),
+        ("python", "llmdistill/train.py", "--ds_config", "ds_configs/zero4.json"),
+        ("deepspeed", "--gpus", "2", "llmdistill/train.py", "--ds_config", "ds_configs/zero2.json"),
+        ("llmdistill", "compare", "--recipe", "quickstart", "--method", "makdd"),
+        ("llmdistill", "compare", "--recipe", "quickstart", "--methods", "makdd"),
+        ("python", "eval/glue.py", "--model", "DIR", "--epoch", "3"),
+        ("python", "scripts/bench_step.py", "--fast"),
+        ("python", "scripts/bench_stairs.py"),
+    ],
+    ids=" ".join,
+)
+def test_check_finds_what_is_wrong(command, named_files):
+    with pytest.raises((Exception, SystemExit, pytest.fail.Exception)):
+        check(*command)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/compare.md", "docs/students.md"])
+def test_dry_runs_of_a_page_run(page, named_files, tmp_path_factory, capsys):
+    ran = 0
+    for command in commands(ROOT / page, tmp_path_factory.mktemp("shell")):
+        if "--dry_run" not in command or "--candidates" in command:
+            continue
+        arguments = ["train", *command[2:]] if command[0] == "python" else command[1:]
+        assert cli.main(arguments) == 0, f"{' '.join(command)}: {capsys.readouterr().err}"
+        ran += 1
+    assert ran > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_a_page_compiles(page):
+    for text in blocks(page, "python"):
+        compile(text, str(page), "exec")
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    for link in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        file, _, anchor = link["target"].partition("#")
+        if file.startswith(("http://", "https://")):
+            continue
+        target = (page.parent / file).resolve() if file else page
+        if os.path.relpath(target, ROOT) in TO_COME:
+            continue
+        assert target.exists(), f"{page.name}: {link['target']}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link['target']}"
+
+
+def test_readme_leads_to_every_page():
+    named = {link["target"].split("#")[0] for link in LINK.finditer((ROOT / "README.md").read_text(encoding="utf-8"))}
+    assert {os.path.relpath(page, ROOT) for page in PAGES[1:]} <= named
+
+
+def test_tree_of_the_readme_is_the_tree():
+    tree = next(text for text in blocks(ROOT / "README.md", "") if "llmdistill/\n" in text)
+    shown = set()
+    for line in tree.splitlines():
+        names = line[:25].split()
+        inside = line.startswith("  ")
+        for name in names:
+            path = Path("llmdistill" if inside else ".") / name
+            assert (ROOT / path).exists(), path
+            shown.add(path.as_posix())
+    folders = {
+        f"llmdistill/{path.name}" for path in (ROOT / "llmdistill").iterdir() if (path / "__init__.py").is_file()
+    }
+    assert folders <= shown
+
+
+def test_pages_name_every_method_and_recipe():
+    methods = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    assert [name for name in METHODS if f"`{name}`" not in methods] == []
+    recipes = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    plain = [name for name in recipe_names() if "/" not in name]
+    assert [name for name in plain if f"`{name}`" not in recipes] == []
