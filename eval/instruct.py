@@ -7,13 +7,7 @@ deepspeed --num_gpus 2 eval/instruct.py --model DIR --data FILE [FILE...]
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
-
-if not __package__:  # run as a script: the checkout itself is not on the path
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
 
 from llmdistill.commands.evaluate import main
 

@@ -8,13 +8,13 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import torch
 from jsonargparse import ArgumentParser
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse
+from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
 from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.terminal import quiet_transformers
@@ -33,25 +33,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"error: there is no command {words[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    quiet_transformers()
     return exit_code(lambda: COMMANDS[words[0]][1](words[1:]))
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Start the main job with the deepspeed launcher."""
-    if any(word in ("-h", "--help", "--dry_run") for word in arguments):
+    """Start the main job with the deepspeed launcher, or do it where a launcher has started this process."""
+    if "LOCAL_RANK" in os.environ or any(word in ("-h", "--help", "--dry_run") for word in arguments):
         from llmdistill.train import run
 
         return run(arguments)
     launcher, words = split_launcher_flags(arguments)
-    launch(launcher, "train.py", words)
+    launch(launcher, "llmdistill.train", *words)
 
 
-def launch(flags: Sequence[str], script: str, arguments: Sequence[str]) -> None:
-    """Become the deepspeed launcher with a script of the package."""
+def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
+    """Become the deepspeed launcher with a module of the package.
+
+    Raises:
+        UserError: there is no launcher.
+    """
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
-    os.execvp("deepspeed", ["deepspeed", *flags, str(Path(__file__).parent / script), *arguments])
+    # Without the flag the launcher's --local_rank would stand before the command.
+    os.execvp("deepspeed", ["deepspeed", *flags, "--no_local_rank", "--module", module, *arguments])
 
 
 def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -70,12 +74,16 @@ def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]
 
 def compress(arguments: Sequence[str]) -> None:
     """Factorise a model folder into a new one, or say what would come of it."""
+    parsed = parse(_compress_parser(), arguments)
+    # Imported here: --help and mistyped arguments must not wait for torch.
+    import torch
+
     from llmdistill.embedded import locate
     from llmdistill.factorize import compress as compress_folder
     from llmdistill.factorize import summarise
     from llmdistill.factorize.kronecker_search import needs_search, search_folder, table
 
-    parsed = parse(_compress_parser(), arguments)
+    quiet_transformers()
     settings, model, method = build(parsed, FactorizeConfig), locate(parsed.model), parsed.method
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
@@ -109,8 +117,6 @@ def compress(arguments: Sequence[str]) -> None:
 
 
 def _compress_parser() -> ArgumentParser:
-    from llmdistill.factorize.kinds import KINDS
-
     parser = ArgumentParser(
         prog="llmdistill compress",
         exit_on_error=False,
@@ -120,7 +126,7 @@ def _compress_parser() -> ArgumentParser:
     )
     parser.add_argument("--model", type=str, required=True, help="Model folder.")
     parser.add_argument("--output", type=str, help="Folder of the student; needed without --dry_run.")
-    parser.add_argument("--method", choices=list(KINDS), default="svd", help="Kind of factorisation.")
+    parser.add_argument("--method", choices=get_args(FactorizeMethod), default="svd", help="Kind of factorisation.")
     text = "With --method kronecker and --target_params: also tell the best combinations of shapes, each that of the "
     text += "first factor where there are as many outputs as inputs or more; elsewhere it is transposed."
     parser.add_argument("--candidates", action="store_true", help=text)
@@ -132,8 +138,6 @@ def _compress_parser() -> ArgumentParser:
 
 def export(arguments: Sequence[str]) -> None:
     """Merge a student into a stock model that needs no llmdistill."""
-    from llmdistill.factorize import export_dense
-
     parser = ArgumentParser(
         prog="llmdistill export",
         exit_on_error=False,
@@ -147,6 +151,9 @@ def export(arguments: Sequence[str]) -> None:
     parsed = parse(parser, arguments)
     if not parsed.dense:
         raise UserError("--dense is missing: a student is a Hugging Face model already; add --dense to merge it")
+    from llmdistill.factorize import export_dense
+
+    quiet_transformers()
     _show(export_dense(Path(parsed.model), Path(parsed.output)), parsed.json)
 
 
@@ -160,10 +167,10 @@ def evaluate(arguments: Sequence[str]) -> None:
         from llmdistill.commands.glue import evaluate as evaluate_glue
 
         if launcher:
-            launch(launcher, "commands/glue.py", rest)
+            launch(launcher, "llmdistill.cli", "evaluate", "--suite", "glue", *rest)
         return evaluate_glue(rest, prog="llmdistill evaluate --suite glue")
     if launcher:
-        launch(launcher, "commands/evaluate.py", words)
+        launch(launcher, "llmdistill.cli", "evaluate", *words)
     evaluate_command(words, prog="llmdistill evaluate")
 
 
@@ -185,7 +192,7 @@ def generate(arguments: Sequence[str]) -> None:
 
     launcher, words = split_launcher_flags(arguments)
     if launcher:
-        launch(launcher, "commands/generate.py", words)
+        launch(launcher, "llmdistill.cli", "generate", *words)
     generate_command(words, prog="llmdistill generate")
 
 

@@ -5,16 +5,12 @@ A smaller student is made of a teacher, learns from it, and a table shows by how
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 if not __package__:
     # Run as a script, this folder is first on the path, and the repository is not on it at all.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    # Read when torch is loaded. Threads that spin for long while they wait make a run on busy cores several times
-    # slower, threads that sleep at once make the small operations of a loss twice as slow on idle ones.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,22 +18,17 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from llmdistill.config import command_line
-from llmdistill.data.stream import StreamLoader
-from llmdistill.experiments.layer_search import search_layer
-from llmdistill.report.table import chance_warnings, finish_report, plot_training, run_record, text_scores
-from llmdistill.run import assemble
-from llmdistill.run.artifacts import claim_folder
-from llmdistill.run.checkpoints import load_checkpoint
-from llmdistill.run.log import RunLog
-from llmdistill.run.plan import Plan, make_plans
-from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
-from llmdistill.runtime.engine import save_student
 from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.terminal import print_main, quiet_libraries, warn_main
-from llmdistill.teacher.live import LiveTeacher
 
+# Everything else is imported where it is used: --help and mistyped arguments must not wait for torch, nor a dry run for
+# DeepSpeed and what a report needs.
 if TYPE_CHECKING:
     from llmdistill.experiments.two_stages import TasksPlan
+    from llmdistill.run import assemble
+    from llmdistill.run.plan import Plan
+    from llmdistill.runtime.distributed import World
+    from llmdistill.teacher.live import LiveTeacher
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,11 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Resolve and check, then distil, unless a dry run is all that is wanted."""
     config, flags = command_line.parse_run(arguments)
+    from llmdistill.run.plan import make_plans
+
     plans = make_plans(config)
     tasks = second_stage(plans)
     if flags.dry_run:
         print(json.dumps(describe(plans, tasks), indent=None if flags.json else 2))
         return
+    from llmdistill.run import assemble
+    from llmdistill.run.artifacts import claim_folder
+    from llmdistill.runtime.distributed import init_distributed, shut_down
+
     data = assemble.read_data(plans[0])
     if tasks is not None:
         tasks.check_data()
@@ -78,7 +75,7 @@ def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
     """What follows on tasks, if anything."""
     if not plans[-1].config.tasks.names:
         return None
-    from llmdistill.experiments.two_stages import plan_tasks  # with scikit-learn, for which other runs need not wait
+    from llmdistill.experiments.two_stages import plan_tasks
 
     return plan_tasks(plans)
 
@@ -92,6 +89,9 @@ def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
 
 def part_of_run(plan: Plan, data: assemble.RunData, world: World) -> None:
     """A run that another one needs, in a folder of its own; one that is finished is not done again."""
+    from llmdistill.run.artifacts import claim_folder
+    from llmdistill.runtime.distributed import on_main
+
     claim_folder(plan.folder, plan.record(), resume="auto", world=world)
     if not on_main((plan.folder / "metrics.json").is_file, world):
         distil(plan, data, world)
@@ -99,6 +99,11 @@ def part_of_run(plan: Plan, data: assemble.RunData, world: World) -> None:
 
 def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
     """The run itself: score the teacher, make the student, train it, score again, report."""
+    from llmdistill.experiments.layer_search import search_layer
+    from llmdistill.report.table import chance_warnings, finish_report, plot_training, run_record, text_scores
+    from llmdistill.run import assemble
+    from llmdistill.runtime.distributed import on_main
+
     if "minilmv2" in plan.config.methods() and plan.config.minilmv2.teacher_layer == "auto":
         plan = search_layer(plan, lambda part: part_of_run(part, data, world), world)
     print_main(plan.headline(data.report), world)
@@ -151,6 +156,12 @@ def train(
     world: World,
 ) -> None:
     """Train from the last checkpoint, or the start, to the end, and write the student."""
+    from llmdistill.data.stream import StreamLoader
+    from llmdistill.run import assemble
+    from llmdistill.run.checkpoints import load_checkpoint
+    from llmdistill.run.log import RunLog
+    from llmdistill.runtime.engine import save_student
+
     loader = assemble.make_loader(plan, data, world)
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
     start = load_checkpoint(trainer.engine, plan.folder)

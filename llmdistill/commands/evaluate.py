@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a script by the launcher: the checkout itself is not on the path
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
-
 import argparse
 import json
+import os
 import re
+import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from jsonargparse import ArgumentParser
-from rich.console import Console
-from rich.table import Table
 
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.config.command_line import build, parse
@@ -28,7 +20,8 @@ from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.terminal import quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, suite_sets
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def build_parser(prog: str) -> ArgumentParser:
@@ -90,20 +83,24 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     Raises:
         UserError: bad arguments or input.
     """
-    quiet_transformers()
     parsed = parse(build_parser(prog), arguments)
+    quiet_transformers()
     result = run(parsed)
     if int(os.environ.get("RANK", "0")) != 0:
         return
     if parsed.json:
         print(json.dumps(result))
     else:
+        from rich.console import Console
+
         Console().print(table(result))
 
 
 def run(parsed: Any) -> dict[str, Any]:
     """Score as the parsed arguments say, on every rank that the launcher started; see evaluate_model."""
-    # Imported here: --help must wait for neither transformers nor DeepSpeed.
+    # Imported here: --help must wait for neither torch nor transformers.
+    import torch
+
     from llmdistill.runtime.distributed import init_distributed, shut_down
     from llmdistill.tasks.answers import evaluate_model
 
@@ -117,7 +114,8 @@ def run(parsed: Any) -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         world = init_distributed()
         rank, world_size, device = world.rank, world.size, world.device
-    auto = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    auto = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     try:
         return evaluate_model(
             parsed.model,
@@ -126,7 +124,7 @@ def run(parsed: Any) -> dict[str, Any]:
             max_prompt_length=parsed.max_prompt_length,
             max_length=parsed.max_length,
             long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
-            dtype=_DTYPES.get(parsed.dtype, auto),
+            dtype=dtypes[auto if parsed.dtype == "auto" else parsed.dtype],
             device=device,
             output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
             rank=rank,
@@ -167,6 +165,8 @@ def default_output(model: str, decoding: str) -> Path:
 
 def table(result: dict[str, Any]) -> Table:
     """The scores of evaluate_model, one row a set."""
+    from rich.table import Table
+
     sheet = Table(title=f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}")
     sheet.add_column("set")
     for head in ("examples", "ROUGE-L", "± std", "tokens/s", "dropped", "truncated"):
@@ -182,7 +182,3 @@ def table(result: dict[str, Any]) -> Table:
             str(score["truncated"]),
         )
     return sheet
-
-
-if __name__ == "__main__":
-    sys.exit(main(prog="llmdistill evaluate"))

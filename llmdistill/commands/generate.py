@@ -1,22 +1,15 @@
 """The command that has a teacher answer prompts: its arguments, its summary, its exit code.
 
-llmdistill generate --model DIR --data FILE --output FILE.jsonl
-deepspeed --num_gpus 2 llmdistill/commands/generate.py --model DIR --data FILE --output FILE.jsonl
+llmdistill generate [--num_gpus N] --model DIR --data FILE --output FILE.jsonl
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from pathlib import Path
-
-if not __package__:  # run as a script: the checkout itself is not on the path
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
-
-import argparse
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
@@ -24,7 +17,6 @@ from jsonargparse import ArgumentParser
 from llmdistill.config.command_line import build, parse
 from llmdistill.errors import UserError
 from llmdistill.generation.settings import ResponseConfig
-from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.terminal import quiet_transformers
 
 
@@ -62,14 +54,8 @@ def build_parser(prog: str) -> ArgumentParser:
         default=defaults.long_prompts,
         help="What happens to prompts over max_prompt_length.",
     )
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
     parser.add_class_arguments(ResponseConfig, skip={"max_prompt_length", "max_length", "long_prompts"})
     return parser
-
-
-def main(arguments: Sequence[str] | None = None, *, prog: str = "llmdistill generate") -> int:
-    """Run the command and return its exit code: 2, and one sentence on stderr, for bad input."""
-    return exit_code(lambda: generate(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
 def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> None:
@@ -117,7 +103,3 @@ def summary(record: dict[str, Any], output: Path) -> str:
             f"{record['dropped']:,} prompts were dropped for their length and {record['truncated']:,} truncated.",
         )
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

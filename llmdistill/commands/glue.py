@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
-if not __package__:  # run as a script by the launcher: the checkout itself is not on the path
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in llmdistill/train.py
-
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
@@ -54,7 +47,3 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
 
     command = f"{prog} {shlex.join(word for word in arguments if not word.startswith('--local_rank'))}"
     run(config, command=command, as_json=parsed.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main(prog="llmdistill evaluate --suite glue"))

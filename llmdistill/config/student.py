@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+FactorizeMethod = Literal["svd", "kronecker"]
+"""Kinds of factorisation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FactorizeConfig:
@@ -86,7 +89,7 @@ class StudentConfig:
     model: str | None = None
     """Folder or hub name of a student made before (by `llmdistill compress`, another run, or anyone); with it
     student.shape and student.factorize are not looked at, and with neither it nor a shape the teacher is factorised."""
-    method: Literal["svd", "kronecker"] = "svd"
+    method: FactorizeMethod = "svd"
     """How the teacher becomes the student's starting point, where it is factorised: low-rank or Kronecker products."""
     shape: str | None = None
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12, or with its feed-forward

@@ -12,7 +12,7 @@ from typing import Any
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.equal_tokens import steps_for_equal_tokens
-from llmdistill.experiments.launcher import PACKAGE, Launcher, shown_command
+from llmdistill.experiments.launcher import Launcher, shown_command
 from llmdistill.experiments.trials import Result, Trial, make_trial, run_trial
 from llmdistill.experiments.variants import Variant
 from llmdistill.files import write_text
@@ -236,7 +236,7 @@ def generate_responses(study: Study) -> str | None:
     arguments = {**study.response_arguments(), "output": str(study.responses)}
     words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
     print("The teacher answers the training prompts for SeqKD ...", flush=True)
-    command = study.launcher.command(PACKAGE / "commands" / "generate.py", *words)
+    command = study.launcher.command("llmdistill.cli", "generate", *words)
     log = study.responses.with_suffix(".log")
     write_text(study.responses.with_suffix(".command"), shown_command(command) + "\n")
     return study.launcher.run(command, log)

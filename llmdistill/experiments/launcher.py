@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 
-PACKAGE = Path(__file__).resolve().parents[1]
-
 
 @dataclass(frozen=True)
 class Launcher:
@@ -26,26 +24,25 @@ class Launcher:
 
     def train_command(self, recipe: Path) -> list[str]:
         """The main job with a recipe."""
-        return self.command(PACKAGE / "train.py", "--recipe", str(recipe))
+        return self.command("llmdistill.train", "--recipe", str(recipe))
 
-    def command(self, script: Path, *arguments: str) -> list[str]:
-        """A script under the launcher; alone on a CPU without it, which saves a process and seconds a run."""
+    def command(self, module: str, *arguments: str) -> list[str]:
+        """A module under the launcher; alone on a CPU without it, which saves a process and seconds a run."""
         if not self.flags and not torch.cuda.is_available():
-            return [sys.executable, _shown(script), *arguments]
-        launcher = Path(sys.executable).with_name("deepspeed")
-        return [str(launcher) if launcher.is_file() else "deepspeed", *self.flags, _shown(script), *arguments]
+            return [sys.executable, "-m", module, *arguments]
+        beside = Path(sys.executable).with_name("deepspeed")
+        launcher = str(beside) if beside.is_file() else "deepspeed"
+        return [launcher, *self.flags, "--no_local_rank", "--module", module, *arguments]
 
     def run(self, command: Sequence[str], log: Path) -> str | None:
         """Run a command with its output in a file; returns None, or in one sentence why it failed."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
@@ -63,12 +60,6 @@ def shown_command(command: Sequence[str]) -> str:
     """A command as a user would type it."""
     names = {sys.executable: "python", str(Path(sys.executable).with_name("deepspeed")): "deepspeed"}
     return shlex.join(names.get(word, word) for word in command)
-
-
-def _shown(script: Path) -> str:
-    """The script relative to here where that is shorter, as in the README."""
-    relative = os.path.relpath(script)
-    return str(script) if relative.startswith("..") else relative
 
 
 def _reason(log: Path, code: int) -> str:

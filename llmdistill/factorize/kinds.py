@@ -17,7 +17,6 @@ from llmdistill.factorize.kronecker_modules import KroneckerEmbedding, Kronecker
 from llmdistill.factorize.lowrank_modules import LowRankEmbedding, LowRankLinear
 from llmdistill.factorize.svd import place_sigma, truncated_svd
 
-Method = Literal["svd", "kronecker"]
 Size: TypeAlias = int | KroneckerShape
 """What a matrix is factorised to: a rank, or the shape of its first Kronecker factors."""
 Sigma = Literal["left", "balanced"]

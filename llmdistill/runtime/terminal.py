@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
-
-from llmdistill.runtime.distributed import World
+if TYPE_CHECKING:
+    from llmdistill.runtime.distributed import World
 
 
 def quiet_transformers() -> None:
@@ -39,5 +37,9 @@ def print_main(text: str, world: World) -> None:
 
 def warn_main(text: str, world: World) -> None:
     """Print a warning on rank 0 so that nobody overlooks it."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
     if world.is_main:
         Console(stderr=True).print(Panel(Text(text), title="WARNING", border_style="bold yellow"))

@@ -23,7 +23,7 @@ def generate_command(teacher: Path, output: Path, *, ranks: int) -> list[str]:
     assert launcher.pop() == "llmdistill/train.py"
     asked = ["--model", str(teacher), "--data", "embedded:train", "--limit", str(4 * BATCHES), "--batch_size", "4"]
     lengths = ["--max_prompt_length", "128", "--max_length", "192", "--dtype", "fp32", "--engine", "hf", "--seed", "3"]
-    return [*launcher, "llmdistill/commands/generate.py", *asked, *lengths, "--output", str(output)]
+    return [*launcher, "--no_local_rank", "--module", "llmdistill.cli", "generate", *asked, *lengths, "--output", str(output)]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:

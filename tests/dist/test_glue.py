@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from support import ROOT, environment, launch_command
 
 pytestmark = pytest.mark.dist
 
+GLUE_MODULE = ("--no_local_rank", "--module", "llmdistill.cli", "evaluate", "--suite", "glue")
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
 
 
@@ -64,20 +66,20 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def evaluate(encoder: Path, data: Path, output: Path, *, ranks: int, script: str = "eval/glue.py") -> str:
+def evaluate(encoder: Path, data: Path, output: Path, *, ranks: int, command: Sequence[str] = ("eval/glue.py",)) -> str:
     launcher = launch_command(ranks=ranks)
     assert launcher.pop() == "llmdistill/train.py"
     settings = ["--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "12", "--batch_size", "8"]
     settings += ["--tasks", "stsb", "--dtype", "fp32", "--speed", "false", "--data_dir", str(data)]
-    command = [*launcher, script, "--model", str(encoder), "--output_dir", str(output), *settings]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    words = [*launcher, *command, "--model", str(encoder), "--output_dir", str(output), *settings]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
     evaluate(encoder, data, tmp_path / "one", ranks=1)
-    said = evaluate(encoder, data, tmp_path / "two", ranks=2, script="llmdistill/commands/glue.py")
+    said = evaluate(encoder, data, tmp_path / "two", ranks=2, command=GLUE_MODULE)
     assert said.count("STS-B: run 1 of 1") == 1
     run = "STS-B/lr-0.003-epochs-12-seed-1"
     one, two = (

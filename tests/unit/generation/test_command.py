@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmdistill.commands.generate import main
+from llmdistill.cli import main
 from llmdistill.generation.provenance import side_file
 
 LIMITS = ("--max_prompt_length", "60", "--max_length", "70", "--dtype", "fp32", "--engine", "hf")
@@ -16,13 +16,13 @@ def test_the_command_writes_answers_and_says_what_to_know(
 ) -> None:
     output = tmp_path / "a.jsonl"
     arguments = ["--model", str(teacher), "--data", str(data), "--output", str(output), "--decoding", "greedy", *LIMITS]
-    assert main([*arguments, "--limit", "3", "--batch_size", "2"]) == 0
+    assert main(["generate", *arguments, "--limit", "3", "--batch_size", "2"]) == 0
     printed = capsys.readouterr().out
     record = json.loads(side_file(output).read_text())
     assert len(output.read_text().splitlines()) == 3
     assert f"3 answers of {teacher} ({record['teacher_fingerprint']}) are in {output}" in printed
     assert f"{record['unfinished_answers']} were cut at 10 tokens before their end" in printed
-    assert main([*arguments, "--limit", "3", "--batch_size", "2", "--json"]) == 0
+    assert main(["generate", *arguments, "--limit", "3", "--batch_size", "2", "--json"]) == 0
     again = capsys.readouterr()
     assert json.loads(again.out) == record
     assert f"{output} holds these answers already; nothing to do." in again.err
@@ -33,7 +33,8 @@ def test_defaults_are_those_of_the_settings(
 ) -> None:
     output = tmp_path / "a.jsonl"
     arguments = ["--model", str(teacher), "--data", str(data), "--output", str(output), *LIMITS]
-    assert main([*arguments, "--data.long_prompts", "drop", "--temperature", "0.5", "--top_k", "4", "--json"]) == 0
+    settings = ["--data.long_prompts", "drop", "--temperature", "0.5", "--top_k", "4", "--json"]
+    assert main(["generate", *arguments, *settings]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert settings["decoding"] == "sample"
     assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 1.0, 4)
@@ -57,7 +58,7 @@ def test_mistakes_are_one_sentence_and_exit_code_two(
     teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     start = ["--model", str(teacher), "--data", str(data), "--output", str(tmp_path / "a.jsonl"), *LIMITS]
-    assert main([*start, *arguments]) == 2
+    assert main(["generate", *start, *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("error: ") == 1

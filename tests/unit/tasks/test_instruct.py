@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -210,14 +209,7 @@ def test_script_runs_from_anywhere(folder: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "short.jsonl", SHORT)
     script = [sys.executable, str(REPOSITORY / "eval" / "instruct.py")]
     arguments = ["--model", str(folder), "--data", str(data), "--decoding=greedy", "--max_prompt_length=60"]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [*script, *arguments, "--max_length=70", "--json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [*script, *arguments, "--max_length=70", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["sets"]["short"]["examples"] == 2
     assert len(list((tmp_path / "runs" / "evaluate").glob("*-greedy/short.jsonl"))) == 1

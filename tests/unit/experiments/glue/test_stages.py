@@ -204,7 +204,9 @@ def test_mistakes_are_found_before_the_first_stage(
     capsys, arguments, encoder, make_encoder, tmp_path, monkeypatch, tasks, more, said
 ) -> None:
     (tmp_path / "text.txt").write_text("w1 w2 w3\n")
-    monkeypatch.setattr("llmdistill.train.init_distributed", lambda: pytest.fail("the first stage has begun"))
+    monkeypatch.setattr(
+        "llmdistill.runtime.distributed.init_distributed", lambda: pytest.fail("the first stage has begun")
+    )
     other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"]) if "other" in tasks else ""
     tasks = tasks.replace("{encoder}", str(encoder)).replace("{other}", str(other))
     assert main([*arguments(tasks), *more]) == 2
