@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from llmdistill.artifacts import State
 from llmdistill.config import command_line
 from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.terminal import print_main, quiet_libraries, warn_main
@@ -60,13 +61,13 @@ def run(arguments: Sequence[str]) -> None:
             assemble.check_machine(plan, world)
         data = assemble.tokenise_texts(plans[0], data, world)
         plans = [assemble.count_steps(plan, data, world) for plan in plans]
-        claim_folder(plans[-1].folder, plans[-1].record(), resume=config.resume, world=world)
-        for plan in plans[:-1]:
-            print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
-            part_of_run(plan, data, world)
-        distil(plans[-1], data, world)
-        if tasks is not None:
-            tasks.run(world)
+        with claim_folder(plans[-1].config, world):
+            for plan in plans[:-1]:
+                print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
+                part_of_run(plan, data, world)
+            distil(plans[-1], data, world)
+            if tasks is not None:
+                tasks.run(world)
     finally:
         shut_down()
 
@@ -90,11 +91,10 @@ def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
 def part_of_run(plan: Plan, data: assemble.RunData, world: World) -> None:
     """A run that another one needs, in a folder of its own; one that is finished is not done again."""
     from llmdistill.run.artifacts import claim_folder
-    from llmdistill.runtime.distributed import on_main
 
-    claim_folder(plan.folder, plan.record(), resume="auto", world=world)
-    if not on_main((plan.folder / "metrics.json").is_file, world):
-        distil(plan, data, world)
+    with claim_folder(plan.config, world) as state:
+        if state is not State.FINISHED:
+            distil(plan, data, world)
 
 
 def distil(plan: Plan, data: assemble.RunData, world: World) -> None:

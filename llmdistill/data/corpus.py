@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.data.segments import Segments, draw_documents, file_kind, read_segments, text_files, unreadable
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json
+from llmdistill.fingerprints import digest, file_sha256
 
 _FORMAT = 1
 """To be raised with every change of what stands in the files or of how a text becomes tokens."""
@@ -83,8 +83,7 @@ def tokenise(
         # Not of a whole text, whose key is as old as the cache.
         **({"fraction": fraction, "seed": seed} if fraction < 1 else {}),
     }
-    key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-    folder = _cache(cache_dir) / "corpora" / key[:16]
+    folder = _cache(cache_dir) / "corpora" / digest(request)[:16]
     if not _is_there(folder):
         segments = read_segments(reference, files, field=field, keep_ends=keep_ends)
         if fraction < 1:
@@ -94,14 +93,10 @@ def tokenise(
 
 
 def _content(file: Path) -> str:
-    digest = hashlib.sha256()
     try:
-        with file.open("rb") as content:
-            while part := content.read(1 << 20):
-                digest.update(part)
+        return file_sha256(file)
     except OSError as error:
         raise unreadable(file, error) from error
-    return digest.hexdigest()
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -115,7 +110,7 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         # Each call sets these two anew, so they differ before and after the first one.
         for passing in ("truncation", "padding"):
             decides.pop(passing, None)
-    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
+    return digest(json.loads(json.dumps(decides, default=str)))
 
 
 def _cache(cache_dir: str | Path | None) -> Path:

@@ -12,9 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from llmdistill.artifacts import compare_records, read_record
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
-from llmdistill.generation.provenance import file_sha256, read_provenance, side_file
+from llmdistill.fingerprints import file_sha256
+from llmdistill.generation.provenance import read_provenance, side_file
 
 Rows = dict[int, list[int]]
 """Index of a prompt -> its new tokens."""
@@ -36,7 +38,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
         UserError: the output, or its parts, belong to another request, or the output was changed.
     """
     parts = parts_folder(output)
-    asked = _read_request(parts)
+    asked = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
     if output.exists():
         record = read_provenance(output) if output.is_file() else None
         if record is not None:
@@ -49,7 +51,9 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
                 "choose another --output"
             )
     if asked is not None:
-        _refuse_difference(asked, request, f"{parts} holds batches of another request", ", or remove that folder")
+        subject = f"{parts} holds batches of another request"
+        remedy = "choose another --output, or remove that folder"
+        compare_records(asked, request, finished=False, subject=subject, remedy=remedy)
     elif any(parts.glob("rank-*.jsonl")):
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:
@@ -85,37 +89,12 @@ def remove_parts(output: Path) -> None:
     shutil.rmtree(parts_folder(output), ignore_errors=True)
 
 
-def _read_request(parts: Path) -> dict[str, Any] | None:
-    file = parts / "request.json"
-    if not file.is_file():
-        return None
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: not a JSON object; remove {parts}, or choose another --output") from error
-
-
 def _check_finished(output: Path, record: dict[str, Any], request: dict[str, Any]) -> None:
     same = {key: record.get(key) for key in request}
-    _refuse_difference(same, request, f"{output} holds the answers to another request", "")
+    subject = f"{output} holds the answers to another request"
+    compare_records(same, request, finished=True, subject=subject, remedy="choose another --output")
     if file_sha256(output) != record.get("output_sha256"):
         raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
-
-
-def _refuse_difference(old: dict[str, Any], new: dict[str, Any], what: str, remedy: str) -> None:
-    before, now = _flat(old), _flat(new)
-    for key in [*now, *(key for key in before if key not in now)]:
-        if before.get(key) != now.get(key):
-            raise UserError(
-                f"{what}: {key} was {before.get(key)} and is now {now.get(key)}; choose another --output{remedy}"
-            )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
 
 
 def _drop_torn_line(file: Path) -> None:

@@ -21,6 +21,7 @@ from llmdistill.data.sources import read_prompts
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
+from llmdistill.fingerprints import content_fingerprint, file_sha256
 from llmdistill.generation.decode import (
     Decoding,
     Engine,
@@ -31,13 +32,7 @@ from llmdistill.generation.decode import (
     plan_batches,
 )
 from llmdistill.generation.parts import append_batch, claim_output, parts_folder, read_batches, remove_parts
-from llmdistill.generation.provenance import (
-    content_fingerprint,
-    file_sha256,
-    model_fingerprint,
-    read_provenance,
-    side_file,
-)
+from llmdistill.generation.provenance import model_fingerprint, read_provenance, side_file
 from llmdistill.generation.rows import answered_row, prompt_row
 from llmdistill.generation.settings import ResponseConfig
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine

@@ -1,91 +1,81 @@
-"""What a folder holds: the record of what was asked for, and whether that is finished, goes on, or differs."""
+"""A run's folder: the record of what was asked for, and whether that is finished, goes on, or differs."""
 
 from __future__ import annotations
 
 import fcntl
-import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from llmdistill.artifacts import State, compare_records, plain, read_record
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint
 from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.ds_config import read_ds_config
 
 RUN_FILE = "run.json"
+METRICS_FILE = "metrics.json"
+"""Written last, so that a folder with it is finished."""
 LOCK_FILE = ".lock"
+
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
 )
-_LOCKS: list[IO[str]] = []  # open as long as the process lives, and the locks with them
+"""Settings that cannot change the student. Of ds_config, which is a path, the content counts."""
+_UNTIL_FINISHED = ("train.micro_batch_size", "number of ranks")
+"""Settings that matter only while a run is not finished: ZeRO checkpoints are cut for a number of ranks, and with
+another micro batch a resumed run would not be bit-equal."""
+_INPUTS = ("teacher.model", "student.model", "data.train")
+"""Settings that name what a run reads, of which the content counts beside the name."""
+_REMEDY = "choose another output_dir, or give the same settings to go on with it"
 
 
-def claim_folder(folder: Path, run: dict[str, Any], *, resume: str, world: World) -> None:
-    """Make the run's folder, or make sure that what is in it is this run.
-
-    Args:
-        folder: the run's folder.
-        run: ``{"config": …, "ds_config": …, "world_size": …}``, all plain JSON values.
-        resume: "auto" or "never".
-        world: this process; every rank must call it.
+def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """What is kept of a run to know it again, as plain JSON values.
 
     Raises:
-        UserError: the folder belongs to another configuration, holds a run where none is wanted, or one that another
-            process is at.
+        UserError: the DeepSpeed configuration or an input cannot be read.
     """
-
-    def claim() -> None:
-        _claim(folder, run, resume)
-        _lock(folder)
-
-    on_main(claim, world)
-
-
-def _claim(folder: Path, run: dict[str, Any], resume: str) -> None:
-    file = folder / RUN_FILE
-    if not file.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UserError(
-                f"output_dir {folder}: the folder is not empty and holds no run; choose another or empty it"
-            )
-        write_json(file, run)
-        return
-    if resume == "never":
-        raise UserError(
-            f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
-        )
-    try:
-        old = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: not valid JSON; choose another output_dir or remove this one") from error
-    different = _differences(_identity(old), _identity(run))
-    if different:
-        key, before, now = different[0]
-        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-        raise UserError(
-            f"output_dir {folder}: it holds a run of another configuration: {key} was {before} and is now {now}{more}; "
-            "choose another output_dir, or give the same settings to go on with it"
-        )
-    write_json(file, run)
+    values = to_dict(config)
+    return plain(
+        {
+            "config": values,
+            "ds_config": read_ds_config(config.ds_config),
+            "inputs": input_fingerprints(values, made_below=config.output_dir),
+            "world_size": world_size,
+        }
+    )
 
 
-def _lock(folder: Path) -> None:
-    """Keep other processes out of the folder until this one ends, where the file system can."""
-    file = (folder / LOCK_FILE).open("w", encoding="utf-8")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise UserError(
-            f"output_dir {folder}: another process is at this run; wait for it, stop it, or choose another folder"
-        ) from error
-    except OSError:
-        pass  # some network file systems have no locks
-    _LOCKS.append(file)
+def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | None) -> dict[str, str]:
+    """The fingerprints of the models and the data that a run reads, by their settings' keys.
+
+    Args:
+        values: of a RunConfig.
+        made_below: a folder whose content is made by this very run or study, so that it is known by what is asked for.
+    """
+    below = None if made_below is None else Path(made_below).resolve()
+    references = {key: _value(values, key) for key in _INPUTS}
+    return {
+        key: fingerprint(reference)
+        for key, reference in references.items()
+        if reference is not None and not (below is not None and Path(reference).resolve().is_relative_to(below))
+    }
 
 
-def shaping_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    block, _, name = key.partition(".")
+    return values[block][name]
+
+
+def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as plain JSON values without what cannot change the student."""
-    shaping = json.loads(json.dumps(config))
+    shaping = plain(config)
     for key in _FREE_KEYS:
         *parents, name = key.split(".")
         block = shaping
@@ -95,17 +85,101 @@ def shaping_settings(config: dict[str, Any]) -> dict[str, Any]:
     return dict(shaping)
 
 
-def _identity(run: dict[str, Any]) -> dict[str, Any]:
+def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """What makes two runs the same run."""
-    ds_config = {key: value for key, value in run["ds_config"].items() if key != "tensorboard"}
-    # ZeRO checkpoints are cut for a number of ranks.
-    return {**shaping_settings(run["config"]), "ds_config": ds_config, "number of ranks": run["world_size"]}
+    inputs = {f"content of {key}": value for key, value in record["inputs"].items()}
+    ds_config = {key: value for key, value in record["ds_config"].items() if key != "tensorboard"}
+    settings = shaping_settings(record["config"])
+    return {**settings, **inputs, "ds_config": ds_config, "number of ranks": record["world_size"]}
 
 
-def _differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [] if old == new else [(prefix, old, new)]
-    found = []
-    for key in [*old, *(key for key in new if key not in old)]:
-        found += _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
-    return found
+def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> State:
+    """How far the run in a folder is. UserError where it is another run."""
+    return compare_records(
+        None if old is None else _identity(old),
+        _identity(new),
+        finished=(folder / METRICS_FILE).is_file(),
+        subject=f"output_dir {folder}: it holds a run of another configuration",
+        remedy=_REMEDY,
+        until_finished=_UNTIL_FINISHED,
+    )
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    return read_record(folder / RUN_FILE, remedy="choose another output_dir or remove this one")
+
+
+def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
+    """The metrics of a finished run, or None where it is not finished or lacks scores that are asked for.
+
+    Raises:
+        UserError: the folder holds a run of another configuration.
+    """
+    assert config.output_dir is not None
+    folder = Path(config.output_dir)
+    metrics = read_record(folder / METRICS_FILE, remedy="remove the file, and the run is finished again")
+    kept = _read(folder)
+    if metrics is None or kept is None:
+        return None
+    new = run_record(config, kept["world_size"])
+    if config.train.epochs is not None:
+        # They became steps once the data were read.
+        new["config"]["train"] |= {"steps": kept["config"]["train"]["steps"], "epochs": None}
+    _compare(folder, kept, new)
+    old, asked = metrics["asked"], plain(scores_asked(config))
+    # A trial that became a final run has the test sets' scores too; it stays finished as a trial.
+    has_all = old["tests"].items() >= asked["tests"].items()
+    return metrics if has_all and {**old, "tests": None} == {**asked, "tests": None} else None
+
+
+@contextmanager
+def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
+    """Make the run's folder, or make sure that what is in it is this run, and keep other processes out of it.
+
+    Every rank must enter. Gives how far the run is.
+
+    Raises:
+        UserError: the folder belongs to another configuration, holds a run where none is wanted, or one that another
+            process is at.
+    """
+    assert config.output_dir is not None
+    folder, locks = Path(config.output_dir), list[IO[str]]()
+
+    def claim() -> State:
+        state = _claim(folder, run_record(config, world.size), config.resume)
+        locks.append(_lock(folder))
+        return state
+
+    try:
+        yield on_main(claim, world)
+    finally:
+        for lock in locks:
+            lock.close()
+
+
+def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
+    old = _read(folder)
+    if old is None and folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"output_dir {folder}: the folder is not empty and holds no run; choose another or empty it")
+    if old is not None and resume == "never":
+        raise UserError(
+            f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
+        )
+    state = _compare(folder, old, record)
+    write_json(folder / RUN_FILE, record)
+    return state
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Keep other processes out of the folder until the file is closed, where the file system can."""
+    file = (folder / LOCK_FILE).open("w", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        raise UserError(
+            f"output_dir {folder}: another process is at this run; wait for it, stop it, or choose another folder"
+        ) from error
+    except OSError:
+        pass  # some network file systems have no locks
+    return file

@@ -11,9 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.artifacts import differences, read_record
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.data.instruct import Example
 from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint
 from llmdistill.runtime.distributed import World, broadcast_object
 from llmdistill.tasks.answers import SetScore, score_sets
 from llmdistill.tasks.chance import measure_chance
@@ -60,7 +62,7 @@ class ScoreBook:
         kept = broadcast_object(self._read(file) if self.world.is_main else None)
         model = cache(load)
         for set_name, examples in self._sets().items():
-            if kept.get(set_name, {}).get("asked") == self._asked(set_name):
+            if set_name in kept and not differences(kept[set_name]["asked"], self._asked(set_name)):
                 continue
             score = self._score(name, set_name, examples, model(), tokenizer, sharded)
             kept[set_name] = {"asked": self._asked(set_name), "score": score.to_dict()}
@@ -86,10 +88,10 @@ class ScoreBook:
         reference = self.data.valid if set_name == VALID else self.data.tests[set_name]
         settings = {key: value for key, value in asdict(self._generation(set_name)).items() if key != "models"}
         limits = {key: getattr(self.data, key) for key in ("max_prompt_length", "max_length", "long_prompts")}
-        return {"reference": reference, **settings, **limits}
+        return {"reference": fingerprint(str(reference)), **settings, **limits}
 
     def _read(self, file: Path) -> dict[str, Any]:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        return read_record(file, remedy="remove the file, and the model is scored again") or {}
 
     def _predictions(self, name: str) -> Path:
         return self.folder / "predictions" / name

@@ -10,11 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
-LOWEST = {"batch", "config", "errors", "files", "objective"}
+LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "objective"}
 PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "tasks", "embedded"}
 ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "cli"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
+    "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
     **{name: ABOVE_PARTS for name in PARTS},
     "losses": ABOVE_PARTS | PARTS - {"losses"},
     "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "tasks", "data", "teacher"},

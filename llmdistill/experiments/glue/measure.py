@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmdistill.files import write_json
+from llmdistill.artifacts import read_result, write_result
 from llmdistill.models.families import family_of
 from llmdistill.models.load import Head, load_config, load_model
 from llmdistill.report.table import describe_hardware
@@ -50,21 +49,16 @@ def measure(
     asked: dict[str, Any] = {"models": {role: fingerprints[path] for role, path in models.items()}, "dtype": str(dtype)}
     if speed:
         asked |= {"batch_size": batch_size, "length": length, "hardware": describe_hardware(1)}
-    if file.is_file():
-        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if kept["asked"] == asked:
-            return kept
+    kept = read_result(file, asked)
+    if kept is not None:
+        return kept
     loaded = {}
     for role, path in models.items():
         head: Head = "sequence" if family_of(load_config(path)).causal else "none"
         loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
-    found: dict[str, Any] = {
-        "asked": asked,
-        "params": {role: parameter_split(model) for role, model in loaded.items()},
-    }
+    found: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
     if speed:
         repeats = _GPU_REPEATS if device.type == "cuda" else _CPU_REPEATS
         speeds = measure_speed(loaded, batch_size=batch_size, length=length, repeats=repeats, warmup=1)
         found["speed"] = {role: asdict(value) for role, value in speeds.items()}
-    write_json(file, found)
-    return found
+    return write_result(file, asked, found)

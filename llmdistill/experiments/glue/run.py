@@ -26,11 +26,11 @@ from llmdistill.experiments.glue.teachers import (
     BEST,
     check_classes,
     check_teacher,
-    fingerprint,
     short_names,
     teacher_of,
 )
 from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint
 from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.load import load_config, load_tokenizer
 from llmdistill.report.table import describe_hardware

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from llmdistill.artifacts import read_finished, write_finished
 from llmdistill.config.glue import GlueConfig
 from llmdistill.data.pairs import encode_pairs
-from llmdistill.experiments.glue.cache import drop_models, is_kept, keep_best, read_result, write_result
+from llmdistill.experiments.glue.cache import drop_models, is_kept, keep_best
 from llmdistill.experiments.glue.finetune import Job, answers_of, finetune, predict_items
 from llmdistill.experiments.glue.grid import Choice, Grid, Trial, choose, grid_of
 from llmdistill.experiments.glue.results import summarise
@@ -145,15 +146,15 @@ class TaskStudy:
         folder, data = self.folder / "teacher", self.data
         settings = {"teacher": self.fingerprints[self.teacher], "examples": data.digest, "dtype": self.dtype}
         settings["max_length"] = self.grid.max_length
-        found = on_main(lambda: read_result(folder, settings), self.world)
+        found = on_main(lambda: read_finished(folder, settings), self.world)
         if found is None:
             forward = self.job.teacher()
             answers = {split: predict_items(self.job, forward, items) for split, items in self.job.dev.items()}
             scores = score(data.name, data.dev, answers)
             chance = chance_score(data.name, data.dev["dev"])
             found = {"path": self.teacher, "score": main_score(data.name, scores), "dev": scores, "chance": chance}
-            on_main(lambda: write_result(folder, settings, found), self.world)
-        return {key: value for key, value in found.items() if key != "settings"}
+            on_main(lambda: write_finished(folder, settings, found), self.world)
+        return {key: value for key, value in found.items() if key != "asked"}
 
     def _chance_warning(self, teacher: Mapping[str, Any]) -> str:
         metric = self.data.task.metrics[0]
@@ -183,12 +184,12 @@ class TaskStudy:
         return results
 
     def _read(self, trial: Trial) -> dict[str, Any] | None:
-        return read_result(self.folder / trial.name, self.settings(trial))
+        return read_finished(self.folder / trial.name, self.settings(trial))
 
     def _run(self, trial: Trial) -> dict[str, Any]:
         folder = self.folder / trial.name
         result = finetune(self.job, trial, folder)
-        on_main(lambda: write_result(folder, self.settings(trial), result), self.world)
+        on_main(lambda: write_finished(folder, self.settings(trial), result), self.world)
         return result
 
     def _drop(self, results: Mapping[Trial, Mapping[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,21 +77,6 @@ def check_tokens(teacher: str | Path, model: str | Path) -> None:
             f"--teacher {teacher}: its tokenizer is not that of {model}, and both see the same tokens; give a teacher "
             "with the student's tokenizer"
         )
-
-
-def fingerprint(path: str) -> str:
-    """Tells a model from another: a hash of the folder's weights and config, or the name on the hub."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return path
-    digest = hashlib.sha256()
-    for pattern in ("config.json", "adapter_config.json", "*.safetensors", "tokenizer.json", "vocab.txt"):
-        for file in sorted(folder.glob(pattern)):
-            digest.update(file.name.encode())
-            with file.open("rb") as content:
-                while block := content.read(1 << 20):
-                    digest.update(block)
-    return digest.hexdigest()[:16]
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
 
+from llmdistill.artifacts import read_result, write_result
 from llmdistill.data.pairs import encode_pairs, pair_batches
-from llmdistill.experiments.glue.teachers import fingerprint
-from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_config, load_model, load_tokenizer
@@ -65,10 +64,9 @@ def draw(
     file = folder / f"{name}.json"
     prints = {title: fingerprint(path) for title, path in models.items()}
     asked = {"models": prints, "layer": layer, "max_length": max_length, "examples": data.digest, "dtype": str(dtype)}
-    if file.is_file() and (folder / f"{name}.png").is_file():
-        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if kept["asked"] == asked:
-            return _summary(kept)
+    kept = read_result(file, asked)
+    if kept is not None and (folder / f"{name}.png").is_file():
+        return _summary(kept)
     rows = _chosen(len(data.dev["dev"]))
     targets = targets_of([data.dev["dev"][row] for row in rows])
     found, clouds = {}, []
@@ -81,9 +79,7 @@ def draw(
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
         clouds.append(Cloud(title, f"layer {number}{note}", points))
     save_plot(plot_clusters(clouds, targets, data.task.classes), folder, name)
-    result = {"asked": asked, "rows": rows, "targets": targets.tolist(), "models": found}
-    write_json(file, result)
-    return _summary(result)
+    return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": found}))
 
 
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import encode_prompts, render_prompt
 from llmdistill.data.sources import read_examples, read_prompts
 from llmdistill.errors import UserError
+from llmdistill.fingerprints import file_sha256
 from llmdistill.generation import responses
 from llmdistill.generation.decode import Decoding, generate_encoded
 from llmdistill.generation.parts import parts_folder
-from llmdistill.generation.provenance import file_sha256, model_fingerprint, side_file
+from llmdistill.generation.provenance import model_fingerprint, side_file
 from llmdistill.generation.responses import generate_responses
 from llmdistill.generation.settings import ResponseConfig
 from llmdistill.models.load import load_model, load_tokenizer

@@ -2,30 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from llmdistill.errors import UserError
-from llmdistill.experiments.glue.cache import drop_models, is_kept, keep_best, read_result, write_result
+from llmdistill.experiments.glue.cache import drop_models, is_kept, keep_best
 from llmdistill.experiments.glue.grid import Grid, Trial
 
 SETTINGS = {"seed": 1, "kd": {"ratio": 0.5}, "betas": (0.9, 0.999)}
 GRID = Grid(learning_rates=(1e-5, 2e-5), epochs=(3,), seeds=(1, 2))
-
-
-def test_a_result_comes_back_to_the_same_settings_alone(tmp_path) -> None:
-    assert read_result(tmp_path, SETTINGS) is None
-    write_result(tmp_path, SETTINGS, {"score": 50.0})
-    found = read_result(tmp_path, SETTINGS)
-    assert found is not None
-    assert found["score"] == 50.0
-    with pytest.raises(UserError, match=r"kd\.ratio was 0\.5 and is now 0\.7; give another --output_dir"):
-        read_result(tmp_path, {**SETTINGS, "kd": {"ratio": 0.7}})
-    with pytest.raises(UserError, match=r"seed was 1 and is now None \(and 1 more\)"):
-        read_result(tmp_path, {"kd": {"ratio": 0.5}, "betas": (0.9, 0.99)})
-
-
-def test_a_damaged_result_is_named(tmp_path) -> None:
-    (tmp_path / "result.json").write_text("{")
-    with pytest.raises(UserError, match=r"result\.json: not valid JSON; remove the folder"):
-        read_result(tmp_path, SETTINGS)
 
 
 def make_models(folder) -> None:

@@ -105,7 +105,7 @@ def test_the_rows_of_the_table_are_their_runs(arguments, first_stage, engine, ca
     taught = fingerprint(str(folder / "teacher/RTE/best"))
     models = {"two_stages": "student", "no_pretraining": "untrained", "no_kd": "student"}
     for row, model in models.items():
-        settings = read(folder / row / "RTE/lr-0.01-epochs-1-seed-1/result.json")["settings"]
+        settings = read(folder / row / "RTE/lr-0.01-epochs-1-seed-1/result.json")["asked"]
         assert settings["model"] == fingerprint(str(first_stage / model))
         assert settings["teacher"] == (None if row == "no_kd" else taught)
         assert settings.get("copy_classifier") == (None if row == "no_kd" else True)

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.teachers import check_teacher, fingerprint, teacher_of
+from llmdistill.experiments.glue.teachers import check_teacher, teacher_of
 
 
 def make(folder: Path, **config) -> Path:
@@ -45,15 +44,3 @@ def test_a_teacher_must_know_the_classes_and_the_tokens(encoder, make_encoder, t
     other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"])
     with pytest.raises(UserError, match="its tokenizer is not that of"):
         check_teacher(str(other), str(encoder), "RTE")
-
-
-def test_a_fingerprint_is_that_of_the_weights_wherever_they_are(encoder, make_encoder, tmp_path) -> None:
-    shutil.copytree(encoder, tmp_path / "copy")
-    assert fingerprint(str(tmp_path / "copy")) == fingerprint(str(encoder))
-    (tmp_path / "copy/README.md").write_text("nothing of importance")
-    assert fingerprint(str(tmp_path / "copy")) == fingerprint(str(encoder))
-    weights = bytearray((encoder / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (tmp_path / "copy/model.safetensors").write_bytes(weights)
-    assert fingerprint(str(tmp_path / "copy")) != fingerprint(str(encoder))
-    assert fingerprint("bert-base-uncased") == "bert-base-uncased"

@@ -1,0 +1,147 @@
+"""Fingerprints: the same for the same content, wherever it lies, at a cost that hardly grows with the size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llmdistill.errors import UserError
+
+_VOLATILE_KEYS = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
+"""Keys of a config.json that change from one save to the next while the model stays the same."""
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
+_SAMPLES = 64
+_SAMPLE_BYTES = 64 * 1024
+_TENSOR_BYTES = 4 * 1024
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors format."""
+_WHOLE_BYTES = 1 << 26
+"""Data files up to this size are read whole."""
+
+
+def fingerprint(reference: str | Path) -> str:
+    """ "sha256:…" of a local model folder, data folder or file; what is not there as a path is known by its name.
+
+    Of a model's folder count config.json without what changes from save to save, the tokenizer and the weights. Of
+    each safetensors file the size, the header (names, shapes and places of all tensors), up to 64 evenly spaced
+    samples of 64 KiB, and 4 KiB from the middle of each tensor are read. So any tensor that was trained on, replaced
+    or reordered shows; a change of a few bytes between the samples of a large file can be missed, and so it can in a
+    data file over 64 MiB. The fingerprint of a peft adapter includes that of its base.
+
+    Args:
+        reference: a path, or a name on the hub or in the package.
+
+    Raises:
+        UserError: a model's folder without safetensors, or a damaged file in it.
+    """
+    path = Path(reference)
+    if path.is_file():
+        return _file_fingerprint(path)
+    if not path.is_dir():
+        return str(reference)
+    if (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
+        return _model_fingerprint(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    return content_fingerprint([[file.relative_to(path).as_posix(), _file_fingerprint(file)] for file in files])
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal SHA-256 of a plain JSON value; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a whole file."""
+    hashed = hashlib.sha256()
+    with path.open("rb") as file:
+        _add(hashed, file, path.stat().st_size)
+    return hashed.hexdigest()
+
+
+def content_fingerprint(value: Any) -> str:
+    """ "sha256:…" of a plain JSON value."""
+    return f"sha256:{digest(value)}"
+
+
+def _model_fingerprint(folder: Path) -> str:
+    adapter, base = folder / "adapter_config.json", None
+    if adapter.is_file():
+        config = _read_config(adapter)
+        # The base may have moved and still be the same.
+        name = str(config.pop("base_model_name_or_path", None))
+        base = fingerprint(folder / name if (folder / name).is_dir() else name)
+        weights = [folder / "adapter_model.safetensors"]
+    else:
+        config = _read_config(folder / "config.json")
+        weights = sorted(folder.glob("*.safetensors"))
+    if not all(file.is_file() for file in weights) or not weights:
+        raise UserError(f"{folder}: no safetensors there; a model's weights must be saved as safetensors")
+    tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
+    files = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]
+    return content_fingerprint([base, _stable(config), files])
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON: mend or replace it") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: not a JSON object: mend or replace it")
+    return config
+
+
+def _stable(value: Any) -> Any:
+    """A config without its volatile keys, those of nested configs too."""
+    if isinstance(value, dict):
+        return {key: _stable(inner) for key, inner in value.items() if key not in _VOLATILE_KEYS}
+    return [_stable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _file_fingerprint(path: Path) -> str:
+    size = path.stat().st_size
+    hashed = hashlib.sha256(f"{size}:".encode())
+    with path.open("rb") as file:
+        for start, count in _tensor_places(file, size, path) if path.suffix == ".safetensors" else _places(size):
+            file.seek(start)
+            _add(hashed, file, count)
+    return f"sha256:{hashed.hexdigest()}"
+
+
+def _add(hashed: hashlib._Hash, file: BinaryIO, count: int) -> None:
+    while count > 0 and (block := file.read(min(count, 1 << 20))):
+        hashed.update(block)
+        count -= len(block)
+
+
+def _places(size: int) -> list[tuple[int, int]]:
+    """(start, bytes) of what is read of a data file."""
+    return [(0, size)] if size <= _WHOLE_BYTES else _spread(0, size)
+
+
+def _spread(start: int, size: int) -> list[tuple[int, int]]:
+    last = size - _SAMPLE_BYTES
+    return [(start + number * last // (_SAMPLES - 1), _SAMPLE_BYTES) for number in range(_SAMPLES)]
+
+
+def _tensor_places(file: BinaryIO, size: int, path: Path) -> list[tuple[int, int]]:
+    """(start, bytes) of what is read of a safetensors file: the header, and samples of the tensors behind it."""
+    length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else _LONGEST_HEADER
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise UserError(f"{path}: not a whole safetensors file: copy or download it again")
+    start, body = 8 + length, size - 8 - length
+    if body <= _SAMPLES * _SAMPLE_BYTES:
+        return [(0, size)]
+    places = [(0, start), *_spread(start, body)]
+    try:
+        header = json.loads(file.read(length))
+        tensors = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        for begin, end in tensors:
+            count = min(_TENSOR_BYTES, end - begin)
+            places.append((start + max(begin, (begin + end - _TENSOR_BYTES) // 2), count))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: its header is not that of a safetensors file: copy or download it again") from error
+    return places

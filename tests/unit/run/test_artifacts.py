@@ -1,0 +1,149 @@
+"""The run's folder: ours, another's, or none's; finished or not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmdistill.artifacts import State
+from llmdistill.config.command_line import parse_run, scores_asked, to_dict
+from llmdistill.errors import UserError
+from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints
+from llmdistill.runtime.distributed import World
+
+
+def world(size=1):
+    return World(rank=0, size=size, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def parse(tmp_path):
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (tmp_path / "rows.jsonl").write_text("{}")
+
+    def parse(*arguments, folder="run"):
+        given = ["--ds_config", str(tmp_path / "zero.json"), "--output_dir", str(tmp_path / folder)]
+        return parse_run([*given, "--data.train", str(tmp_path / "rows.jsonl"), *arguments])[0]
+
+    return parse
+
+
+def claim(config, size=1):
+    with claim_folder(config, world(size)) as state:
+        return state
+
+
+def finish(config):
+    metrics = {"asked": scores_asked(config), "student": {"params": 1}}
+    (Path(config.output_dir) / "metrics.json").write_text(json.dumps(metrics))
+    return json.loads(json.dumps(metrics))
+
+
+def test_the_same_run_goes_on_until_it_is_finished(parse, tmp_path):
+    assert claim(parse()) is State.NEW
+    assert claim(parse("--train.log_every", "3")) is State.UNFINISHED
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["train"]["log_every"] == 3
+    finish(parse())
+    assert claim(parse()) is State.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--train.learning_rate", "1.0"), r"train\.learning_rate was 0\.0015 and is now 1\.0; choose another"),
+        (("--seed", "1", "--train.steps", "2"), r"seed was 0 and is now 1 \(and 1 more\)"),
+        (("--train.micro_batch_size", "1"), r"train\.micro_batch_size was \S+ and is now 1"),
+    ],
+)
+def test_another_configuration_is_refused_and_nothing_lost(parse, tmp_path, arguments, said):
+    claim(parse())
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    with pytest.raises(UserError, match=said):
+        claim(parse(*arguments))
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
+
+
+def test_contents_of_files_count_beside_their_names(parse, tmp_path):
+    claim(parse())
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "tensorboard": {}}))
+    with pytest.raises(UserError, match=r"ds_config\.zero_optimization\.stage was 2 and is now 3;"):
+        claim(parse())
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "tensorboard": {}}))
+    claim(parse())
+    (tmp_path / "rows.jsonl").write_text("{ }")
+    with pytest.raises(UserError, match=r"content of data\.train was sha256:\w+ and is now sha256:"):
+        claim(parse())
+
+
+def test_what_a_run_makes_itself_is_no_input(parse, tmp_path):
+    values = to_dict(parse("--teacher.model", str(tmp_path / "run" / "assistant-1" / "student")))
+    keys = {"teacher.model", "data.train"}
+    assert set(input_fingerprints(values, made_below=None)) == keys
+    assert set(input_fingerprints(values, made_below=tmp_path / "run")) == {"data.train"}
+
+
+def test_ranks_and_micro_batch_matter_until_a_run_is_finished(parse):
+    claim(parse())
+    with pytest.raises(UserError, match="number of ranks was 1 and is now 2"):
+        claim(parse(), size=2)
+    finish(parse())
+    assert claim(parse("--train.micro_batch_size", "1"), size=2) is State.FINISHED
+    with pytest.raises(UserError, match="seed was 0 and is now 1"):
+        claim(parse("--seed", "1"), size=2)
+
+
+def test_never_resuming_refuses_a_run(parse):
+    claim(parse("--resume", "never"))
+    with pytest.raises(UserError, match="holds a run already"):
+        claim(parse("--resume", "never"))
+
+
+def test_folder_of_something_else_is_refused(parse, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="not empty and holds no run"):
+        claim(parse())
+    (tmp_path / "run" / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"run\.json: not valid JSON; choose another output_dir"):
+        claim(parse())
+
+
+def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse, tmp_path):
+    code = (
+        "import sys, torch\n"
+        "from llmdistill.config.command_line import parse_run\n"
+        "from llmdistill.run.artifacts import claim_folder\n"
+        "from llmdistill.runtime.distributed import World\n"
+        "config, _ = parse_run(sys.argv[1:])\n"
+        "with claim_folder(config, World(rank=0, size=1, device=torch.device('cpu'))):\n"
+        "    pass\n"
+    )
+    config = parse()
+    given = ["--ds_config", config.ds_config, "--output_dir", config.output_dir, "--data.train", config.data.train]
+    command = [sys.executable, "-c", code, *given]
+    with claim_folder(config, world()):
+        other = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert other.returncode != 0
+    assert "another process is at this run" in other.stderr
+    subprocess.run(command, capture_output=True, check=True)
+
+
+def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(parse):
+    trial, final = parse("--data.tests", "{}"), parse("--data.tests", '{"seen": "embedded:seen"}')
+    assert finished_metrics(trial) is None
+    claim(trial)
+    assert finished_metrics(trial) is None
+    metrics = finish(trial)
+    assert finished_metrics(trial) == metrics
+    assert finished_metrics(final) is None, "its test set was not scored"
+    metrics = finish(final)
+    assert finished_metrics(final) == finished_metrics(trial) == metrics
+    assert finished_metrics(parse("--scoring.batch_size", "3")) is None
+    assert finished_metrics(parse("--data.tests", "{}", "--train.micro_batch_size", "1")) == metrics
+    with pytest.raises(UserError, match="seed was 0 and is now 1"):
+        finished_metrics(parse("--seed", "1"))

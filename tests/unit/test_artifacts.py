@@ -1,0 +1,73 @@
+"""Old and new records: the same, different, and what is kept beside a result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmdistill.artifacts import (
+    State,
+    compare_records,
+    differences,
+    read_finished,
+    read_result,
+    write_finished,
+    write_result,
+)
+from llmdistill.errors import UserError
+
+ASKED = {"seed": 1, "kd": {"ratio": 0.5}, "betas": (0.9, 0.999)}
+
+
+def compare(old, new, finished=False):
+    return compare_records(
+        old, new, finished=finished, subject="here", remedy="do that", until_finished=("ranks", "train.micro")
+    )
+
+
+def test_new_goes_on_finished() -> None:
+    assert compare(None, ASKED) is State.NEW
+    assert compare({**ASKED, "betas": [0.9, 0.999]}, ASKED) is State.UNFINISHED
+    assert compare(ASKED, ASKED, finished=True) is State.FINISHED
+
+
+def test_some_settings_matter_only_until_it_is_finished() -> None:
+    old, new = {"ranks": 1, "train": {"micro": 8, "steps": 5}}, {"ranks": 2, "train": {"micro": 4, "steps": 5}}
+    assert compare(old, new, finished=True) is State.FINISHED
+    with pytest.raises(UserError, match=r"^here: ranks was 1 and is now 2 \(and 1 more\); do that$"):
+        compare(old, new)
+    with pytest.raises(UserError, match=r"^here: train\.steps was 5 and is now 6; do that$"):
+        compare(old, {"ranks": 2, "train": {"micro": 4, "steps": 6}}, finished=True)
+
+
+def test_differences_name_keys_of_either_side() -> None:
+    found = differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 3, "e": None}, "f": {"g": 1}})
+    assert [tuple(each) for each in found] == [("a.c", 2, 3), ("d", 3, None), ("f", None, {"g": 1})]
+
+
+def test_a_kept_result_comes_back_to_the_same_record_alone(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "sizes.json"
+    assert read_result(file, ASKED) is None
+    kept = write_result(file, ASKED, {"score": 50.0})
+    assert read_result(file, ASKED) == kept == {"asked": {**ASKED, "betas": [0.9, 0.999]}, "score": 50.0}
+    assert read_result(file, {**ASKED, "seed": 2}) is None
+
+
+def test_a_finished_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
+    assert read_finished(tmp_path, ASKED) is None
+    write_finished(tmp_path, ASKED, {"score": 50.0})
+    found = read_finished(tmp_path, ASKED)
+    assert found is not None
+    assert found["score"] == 50.0
+    with pytest.raises(UserError, match=r"kd\.ratio was 0\.5 and is now 0\.7; give another --output_dir"):
+        read_finished(tmp_path, {**ASKED, "kd": {"ratio": 0.7}})
+    with pytest.raises(UserError, match=r"seed was 1 and is now None \(and 1 more\)"):
+        read_finished(tmp_path, {"kd": {"ratio": 0.5}, "betas": (0.9, 0.99)})
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "not valid JSON"), ("[1]", "not a JSON object")])
+def test_a_damaged_result_is_named(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(UserError, match=rf"result\.json: {said}; remove the folder"):
+        read_finished(tmp_path, ASKED)
