@@ -24,7 +24,7 @@ from transformers import GPT2Config
 
 from llmdistill import cli
 from llmdistill.commands import compare
-from llmdistill.config.command_line import build, parse, parse_run, recipe_names
+from llmdistill.config.command_line import build, parse, parse_run, recipe_names, run_parser
 from llmdistill.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,3 +254,14 @@ def test_pages_name_every_method_and_recipe():
     recipes = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     plain = [name for name in recipe_names() if "/" not in name]
     assert [name for name in plain if f"`{name}`" not in recipes] == []
+
+
+def test_settings_that_pages_name_exist():
+    parser = run_parser()
+    known = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
+    sections = "|".join({key.split(".")[0] for key in known if "." in key})
+    for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:  # which also names settings that are gone
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        named = re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]*[a-z_])", text)
+        unknown = {key for key in named if key not in known and not key.endswith((".py", ".md"))}
+        assert not unknown, f"{page.name}: {sorted(unknown)}"
