@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from support import RankServer
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -36,3 +39,11 @@ def one_process_group():
     dist.destroy_process_group = end
     if dist.is_initialized():
         end()
+
+
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """Runs the main job and other scripts on one or more ranks without the seconds that a fresh process imports."""
+    server = RankServer(tmp_path_factory.mktemp("ranks"))
+    yield server
+    server.close()

@@ -1,16 +1,25 @@
-"""What several tests share: starting the main job, and reading what it left."""
+"""What several tests share: starting the main job and other scripts, and reading what they left."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+MAIN_JOB = "llmdistill/train.py"
+PATIENCE = 300
+"""Seconds that a job may take."""
 
 
 def free_port() -> int:
@@ -22,7 +31,7 @@ def free_port() -> int:
 def launch_command(*arguments: str, ranks: int = 1) -> list[str]:
     launcher = Path(sys.executable).with_name("deepspeed")
     flags = ["--num_gpus", str(ranks), "--master_port", str(free_port()), "--log_level", "error"]
-    return [str(launcher), *flags, "llmdistill/train.py", *arguments]
+    return [str(launcher), *flags, MAIN_JOB, *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -31,7 +40,98 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
+class RankServer:
+    """Runs scripts and modules on gloo ranks, forked from one process that has imported everything (rank_server.py).
+
+    Each rank is a process of its own and starts as a fresh one does. One job at a time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._connection, other = Pipe()
+        with (folder / "server.log").open("w") as log:
+            server = Path(__file__).with_name("rank_server.py")
+            self._process = subprocess.Popen(
+                [sys.executable, str(server), str(other.fileno())],
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[other.fileno()],
+            )
+        other.close()
+        self._jobs = 0
+
+    def start(self, arguments: Sequence[str], *, ranks: int = 1, program: str = MAIN_JOB) -> Job:
+        """Start a script of the repository, or a module, as the launcher does, or for 0 ranks without it.
+
+        The job must have ended before the next one starts.
+        """
+        self._jobs += 1
+        output, errors = (self._folder / f"{self._jobs}.{name}" for name in ("out", "err"))
+        job = {"program": program, "arguments": list(arguments), "ranks": ranks, "folder": str(ROOT)}
+        files = {"stdout": str(output), "stderr": str(errors)}
+        self._connection.send({**job, **files, "environment": environment(), "port": str(free_port())})
+        return Job(self, [program, *arguments], self.receive(), output, errors)
+
+    def run(
+        self, arguments: Sequence[str], *, ranks: int = 1, program: str = MAIN_JOB
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script of the repository, or a module, to its end."""
+        return self.start(arguments, ranks=ranks, program=program).wait()
+
+    def receive(self) -> int:
+        """The server's next answer; AssertionError with what it wrote if none comes."""
+        try:
+            assert self._connection.poll(PATIENCE), f"no answer within {PATIENCE} seconds"
+            return self._connection.recv()
+        except EOFError:
+            raise AssertionError((self._folder / "server.log").read_text()) from None
+
+    def is_over(self) -> bool:
+        """Whether the job's exit code is there to be received."""
+        return self._connection.poll()
+
+    def close(self) -> None:
+        """End the server."""
+        self._connection.close()
+        self._process.wait()
+
+
+class Job:
+    """A program that a RankServer runs."""
+
+    def __init__(self, server: RankServer, command: list[str], group: int, output: Path, errors: Path) -> None:
+        self._server, self._command, self._group, self._output, self._errors = server, command, group, output, errors
+
+    def is_over(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._server.is_over()
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        """Wait for its end."""
+        try:
+            code = self._server.receive()
+        except AssertionError:
+            self._end_group()
+            raise
+        texts = [file.read_text() if file.is_file() else "" for file in (self._output, self._errors)]
+        return subprocess.CompletedProcess(self._command, code, *texts)
+
+    def kill(self) -> None:
+        """SIGKILL for all its ranks."""
+        self._end_group()
+        self._server.receive()
+
+    def _end_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file  # with torch, which the process that only hands out tests need not load
+
     return load_file(folder / "student" / "model.safetensors")
 
 

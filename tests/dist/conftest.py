@@ -1,4 +1,4 @@
-"""Real runs: the launcher starts processes, they talk over gloo, and what they leave on disk is compared."""
+"""Real runs: processes talk over gloo, and what they leave on disk is compared."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.embedded import locate
 
-from support import ROOT, environment, launch_command
+from support import MAIN_JOB
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @pytest.fixture(scope="session")
-def launch():
-    """Run the main job; fails with its output unless it ends as expected."""
+def launch(rank_server):
+    """Run the main job, or another program; fails with its output unless it ends as expected."""
 
-    def run(*arguments: str, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
-        command = launch_command(*arguments, ranks=ranks)
-        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-        assert done.returncode == code, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    def run(
+        *arguments: str, ranks: int = 1, code: int = 0, program: str = MAIN_JOB
+    ) -> subprocess.CompletedProcess[str]:
+        done = rank_server.run(arguments, ranks=ranks, program=program)
+        assert done.returncode == code, f"{' '.join(done.args)}\n{done.stdout}\n{done.stderr}"
         return done
 
     return run

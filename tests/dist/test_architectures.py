@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from llmdistill.cli import main
 from llmdistill.embedded import locate
-
-from support import ROOT, environment
 
 pytestmark = pytest.mark.dist
 
@@ -97,17 +93,11 @@ def test_gpt2_on_real_data_end_to_end(launch, tmp_path):
     )
     assert "170 examples: 5 dropped for a long prompt" in ran.stdout
     check_run(folder, tmp_path / "dense")
-    scored = subprocess.run(
-        [
-            *(sys.executable, "eval/instruct.py", "--model", str(folder / "student"), "--data", str(seed_tasks)),
-            *("--long_prompts", "drop", "--decoding", "greedy", "--limit", "3", "--max_length", "264", "--json"),
-            *("--output", str(tmp_path / "scores")),
-        ],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
+    scored = launch(
+        *("--model", str(folder / "student"), "--data", str(seed_tasks), "--long_prompts", "drop", "--limit", "3"),
+        *("--decoding", "greedy", "--max_length", "264", "--json", "--output", str(tmp_path / "scores")),
+        program="eval/instruct.py",
+        ranks=0,
     )
     result = json.loads(scored.stdout)
     assert result["sets"]["seed_tasks"]["examples"] == 3

@@ -57,25 +57,23 @@ def test_bf16_ends_at_the_same_loss_in_every_stage(trained):
     assert weights(runs["zero2"])["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_two_ranks_leave_no_shared_memory_behind(settings, tmp_path):
+def test_the_launcher_computes_what_forked_ranks_compute_and_leaves_no_shared_memory_behind(trained, settings, tmp_path):
     command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path), ranks=2)
     subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
     port = command[command.index("--master_port") + 1]
     assert [path.name for path in Path("/dev/shm").glob("*") if port in path.name] == []
+    forked = trained(ranks=2)
+    assert largest_difference(forked, tmp_path) == 0
+    assert [row["loss"] for row in rows(forked)] == [row["loss"] for row in rows(tmp_path)]
 
 
-def test_killed_run_goes_on_and_ends_bit_equal(trained, settings, tmp_path):
+def test_killed_run_goes_on_and_ends_bit_equal(trained, launch, settings, tmp_path):
     long = ("--train.steps", "30", "--train.save_every", "5")
     whole = trained(*long)
     folder = tmp_path / "killed"
-    command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *long)
-    options = {
-        "cwd": ROOT,
-        "env": environment(),
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.DEVNULL,
-    }
-    process = subprocess.Popen(command, start_new_session=True, **options)
+    arguments = (*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *long)
+    options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(launch_command(*arguments), start_new_session=True, **options)
     latest, patience = folder / "checkpoints" / "latest", time.monotonic() + 200
     while not latest.is_file() and process.poll() is None and time.monotonic() < patience:
         time.sleep(0.01)
@@ -83,7 +81,7 @@ def test_killed_run_goes_on_and_ends_bit_equal(trained, settings, tmp_path):
     process.wait()
     assert latest.is_file()
     assert not (folder / "student").exists(), "the run was over before it could be killed"
-    subprocess.run(command, check=True, timeout=300, **options)
+    launch(*arguments)
     first, second = weights(whole), weights(folder)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert [row["step"] for row in rows(folder)] == list(range(1, 31))
@@ -112,10 +110,11 @@ def test_finished_run_only_shows_its_table(trained, launch, settings):
     assert (folder / "student" / "model.safetensors").stat().st_mtime_ns == stamp
 
 
-def test_mistake_reaches_the_user_through_the_launcher(trained, launch, settings):
-    folder = trained()
-    arguments = ["--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), "--seed", "5"]
-    failed = launch(*settings, *arguments, ranks=2, code=2)
+def test_mistake_reaches_the_user_through_the_launcher(trained, settings):
+    arguments = ["--ds_config", "ds_configs/zero2.json", "--output_dir", str(trained()), "--seed", "5"]
+    command = launch_command(*settings, *arguments, ranks=2)
+    failed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert failed.returncode == 2, failed.stdout + failed.stderr
     assert failed.stderr.count("error: ") == 1
     assert "it holds a run of another configuration: seed was 0 and is now 5" in failed.stderr
     assert "Traceback" not in failed.stdout + failed.stderr
