@@ -7,16 +7,26 @@ model. The import itself loads neither torch nor transformers: what it needs of 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+if TYPE_CHECKING:
+    from llmdistill.api import Distilled, compress, distill, evaluate
+    from llmdistill.errors import UserError
+
 __version__ = "0.5.0"
 
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "Distilled": "llmdistill.api",
+    "UserError": "llmdistill.errors",
+    "compress": "llmdistill.api",
+    "distill": "llmdistill.api",
+    "evaluate": "llmdistill.api",
+}
 """Public name -> the module that it is loaded from when it is first asked for."""
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["Distilled", "UserError", "__version__", "compress", "distill", "evaluate"]
 
 # As a string, so that the module is loaded only then; at once where transformers has been imported before.
 wrapt.register_post_import_hook("llmdistill.factorize.hub:register", "transformers.quantizers.auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
@@ -117,7 +117,7 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     try:
         return parser.parse_args(_bracketed(parser, arguments))
     except (ArgumentError, ValueError, TypeError) as error:
-        raise UserError(_one_sentence(str(error))) from error
+        raise UserError(one_sentence(str(error))) from error
 
 
 def _bracketed(parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
@@ -172,22 +172,32 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
     Args:
         section: the part.
         values: what changes.
-        key: where they stand, for messages.
+        key: where they stand, for messages; empty for names that stand by themselves.
 
     Raises:
         UserError: an unknown key, or a value that does not fit.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(type(section), None)
-    known = _keys(parser)
-    for name in values:
-        if not _is_known(name, known):
-            raise UserError(f"{key}.{name}: there is no such setting{_nearest(name, known, f'{key}.')}")
+    prefix = f"{key}." if key else ""
+    check_keys(parser, values, prefix=prefix)
     try:
         parsed = parser.parse_object({**asdict(section), **values})  # type: ignore[call-overload]
     except (ArgumentError, ValueError, TypeError) as error:
-        raise UserError(f"{key}.{_one_sentence(str(error))}") from error
+        raise UserError(f"{prefix}{one_sentence(str(error))}") from error
     return build(parsed, type(section))
+
+
+def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "") -> None:
+    """Refuse what no setting of the parser is called.
+
+    Raises:
+        UserError: with the key, behind the prefix, and the nearest known one.
+    """
+    known = _keys(parser)
+    for key in keys:
+        if not _is_known(key, known):
+            raise UserError(f"{prefix}{key}: there is no such setting{_nearest(key, known, prefix)}")
 
 
 def extended(parser: ArgumentParser, path: Path) -> list[Path]:
@@ -297,7 +307,7 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def _one_sentence(message: str) -> str:
+def one_sentence(message: str) -> str:
     """jsonargparse explains over several lines; what the user needs is the key, the value and what fits."""
     key = re.search(r'[Kk]ey "([^"]+)"', message)
     value = re.search(r"(?:Given value|Got value): (.*)", message)

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmdistill.factorize.budget import plan, summarise
-    from llmdistill.factorize.convert import compress, factorize
+    from llmdistill.factorize.convert import compress, compress_model, factorize
     from llmdistill.factorize.counting import build_reference, count_parameters
     from llmdistill.factorize.export import export_dense, merge
-
-__all__ = ["build_reference", "compress", "count_parameters", "export_dense", "factorize", "merge", "plan", "summarise"]
 
 _MODULES = {
     "build_reference": "counting",
     "compress": "convert",
+    "compress_model": "convert",
     "count_parameters": "counting",
     "export_dense": "export",
     "factorize": "convert",
@@ -29,6 +28,18 @@ _MODULES = {
     "summarise": "budget",
 }
 """Name -> its module. They need transformers' models; hub.py must load while transformers itself is being imported."""
+
+__all__ = [
+    "build_reference",
+    "compress",
+    "compress_model",
+    "count_parameters",
+    "export_dense",
+    "factorize",
+    "merge",
+    "plan",
+    "summarise",
+]
 
 
 def __getattr__(name: str) -> Any:

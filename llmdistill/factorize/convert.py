@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,7 @@ from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import base_name, install, matrix, tied_heads, token_embedding
 from llmdistill.factorize.kinds import Kind, Sigma, Size, kind_of
-from llmdistill.factorize.kronecker_search import needs_search, search_folder
+from llmdistill.factorize.kronecker_search import needs_search, search, search_folder
 from llmdistill.files import new_folder
 from llmdistill.models.load import Head, load_config, load_model
 
@@ -65,6 +65,48 @@ def factorize(
     _unshare_config(model)
     of_config: dict[str, Any] = {"modules": names, kind.embedding_key: embedding}
     model.config.quantization_config = FactorizedConfig(method, **of_config)
+
+
+def compress_model(
+    model: PreTrainedModel,
+    settings: FactorizeConfig,
+    method: str = "svd",
+    *,
+    device: torch.device | None = None,
+    in_place: bool = False,
+) -> PreTrainedModel:
+    """A factorised copy of a loaded model, or the model itself where `in_place` says so.
+
+    Args:
+        model: a dense model of any head; its dtype, device and mode are also the copy's.
+        settings: the sizes; a target of kronecker has `search` choose them.
+        method: svd or kronecker.
+        device: where matrices are decomposed; None decomposes each where it is.
+        in_place: change the model instead of a copy.
+
+    Raises:
+        UserError: settings that contradict each other or do not fit, or a model that is factorised already.
+    """
+    if needs_search(settings, method):
+        settings = search(model, settings, device=device)[0].settings
+    _, factorisation = describe(copy.deepcopy(model.config), settings, method)
+    student = model if in_place else _copy_without(model, factorisation.sizes)
+    factorize(
+        student,
+        factorisation.sizes,
+        method=method,
+        embedding=factorisation.embedding,
+        sigma=settings.sigma,
+        device=device,
+        progress=True,
+    )
+    return student.train(model.training)
+
+
+def _copy_without(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
+    """A copy that shares the weights of the named linears, which are about to be replaced, with the model."""
+    linears = [model.base_model.get_submodule(base_name(model, name)) for name in names]
+    return copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
 
 
 def compress(

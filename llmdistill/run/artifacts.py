@@ -21,6 +21,9 @@ RUN_FILE = "run.json"
 METRICS_FILE = "metrics.json"
 """Written last, so that a folder with it is finished."""
 LOCK_FILE = ".lock"
+INPUTS = "inputs"
+"""Folder, in that of a run, for what its caller had in memory. Names in it follow from what they hold, so the same call
+finds its own run again."""
 
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
@@ -159,7 +162,7 @@ def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
 
 def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
     old = _read(folder)
-    if old is None and folder.is_dir() and any(folder.iterdir()):
+    if old is None and folder.is_dir() and any(entry.name != INPUTS for entry in folder.iterdir()):
         raise UserError(f"output_dir {folder}: the folder is not empty and holds no run; choose another or empty it")
     if old is not None and resume == "never":
         raise UserError(

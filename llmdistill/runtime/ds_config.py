@@ -11,7 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import llmdistill
 from llmdistill.errors import UserError
+
+DEFAULT_DS_CONFIG = Path(llmdistill.__file__).parents[1] / "ds_configs" / "zero2.json"
+"""What a run takes that names none."""
 
 
 def read_ds_config(path: str) -> dict[str, Any]:

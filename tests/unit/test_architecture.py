@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
 LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "objective"}
 PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "tasks", "embedded"}
-ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "cli"}
+ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "api", "cli"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
@@ -20,10 +20,10 @@ FORBIDDEN = {
     "losses": ABOVE_PARTS | PARTS - {"losses"},
     "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "tasks", "data", "teacher"},
     "report": ABOVE_PARTS - {"report"},
-    "run": {"experiments", "commands", "train", "cli"},
-    "experiments": {"commands", "train", "cli"},
+    "run": {"experiments", "commands", "train", "api", "cli"},
+    "experiments": {"commands", "train", "api", "cli"},
     "commands": {"cli"},
-    "train": {"commands", "cli"},
+    "train": {"commands", "api", "cli"},
 }
 """Room -> the rooms it must not import."""
 

@@ -1,0 +1,270 @@
+"""llmdistill from Python: compress, distill and evaluate models and data that are in memory or named.
+
+A model is a transformers `PreTrainedModel`, a folder, a name on the hub, or `embedded:teacher`. Data are rows (a list
+of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.in_memory.Data`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig
+from llmdistill.config.command_line import changed
+from llmdistill.data.in_memory import Data, Kind, examples_of, kind_of
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
+from llmdistill.factorize.convert import compress_model
+from llmdistill.files import new_folder
+from llmdistill.models.load import load_config, load_model
+from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_of
+from llmdistill.runtime.distributed import World, init_distributed, on_main
+from llmdistill.runtime.guest import guest
+from llmdistill.tasks.answers import check_sets, score_sets
+from llmdistill.tasks.text import score_texts
+
+__all__ = ["Distilled", "compress", "distill", "evaluate"]
+
+_LIMITS = ("max_prompt_length", "max_length", "long_prompts")
+"""Settings of data that say what happens to long examples."""
+
+
+def compress(
+    model: Model,
+    *,
+    rank: int | None = None,
+    method: Literal["svd", "kronecker"] = "svd",
+    output: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: torch.device | str | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
+    """Factorise a model: every linear of its layers becomes a product of two smaller ones (MaKD §3.1, KroneckerBERT).
+
+        student = llmdistill.compress(model, rank=48)
+        student.save_pretrained("student")  # AutoModelForCausalLM.from_pretrained("student") loads it
+
+    Args:
+        model: a dense model of any head. One in memory stays as it is: the student is a copy.
+        rank: svd: one rank for every linear. Without it one of target_params and ranks says the sizes; kronecker
+            takes target_params or shapes.
+        method: low-rank (svd) or Kronecker products.
+        output: a new folder to save the student in, with the model's tokenizer.
+        tokenizer: saved in `output`; without it, that of where the model was loaded from.
+        device: where matrices are decomposed, one at a time; without it where they are, or on the GPU for a named
+            model where there is one.
+        settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number),
+            ranks ({"*.q_proj": 32}), embedding_rank, sigma, shapes, sums, embedding_columns, max_flops.
+
+    Returns:
+        The student, of the model's class, dtype and device; `save_pretrained` and `from_pretrained` know it.
+
+    Raises:
+        UserError: a setting that does not exist, fit the model or the others; a model that is factorised already; an
+            output folder that is not empty.
+    """
+    _check_models(model=model)
+    chosen = changed(FactorizeConfig(), {"rank": rank, **settings}, key="")
+    on = None if device is None else torch.device(device)
+    with nullcontext() if output is None else new_folder(output) as folder:
+        if isinstance(model, PreTrainedModel):
+            student = compress_model(model, chosen, method, device=on)
+            if folder is not None:
+                save_with_tokenizer(student, tokenizer, folder)
+            return student
+        source = locate(str(model))
+        if on is None and torch.cuda.is_available():
+            on = torch.device("cuda")
+        teacher = load(local_folder(source), load_config(source))
+        student = compress_model(teacher, chosen, method, device=on, in_place=True)
+        if folder is not None:
+            student.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            copy_companions(local_folder(source), folder)
+        return student
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distilled:
+    """What `distill` gives back."""
+
+    student: PreTrainedModel
+    """The trained student, in evaluation mode."""
+    metrics: dict[str, Any]
+    """metrics.json of the run: the scores of teacher, untrained and trained student, and what the run cost."""
+    history: list[dict[str, float]]
+    """metrics.jsonl of the run: the loss, each of its terms and the speed, every `log_every` steps."""
+    folder: Path
+    """The run's folder: report.md, run.json, checkpoints, and the student in `student/`."""
+    config: RunConfig
+    """Every setting of the run."""
+
+
+def distill(
+    teacher: Model,
+    student: Model | None,
+    data: Data,
+    method: str = "makd",
+    *,
+    valid: Data | None = None,
+    tests: Mapping[str, Data] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    ds_config: str | Path | Mapping[str, Any] | None = None,
+    output_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Distilled:
+    """Train a student to do what its teacher does: the run of `llmdistill train`, in this process.
+
+        student = llmdistill.compress(teacher, rank=48)
+        result = llmdistill.distill(teacher, student, rows, method="makd", steps=200, learning_rate=5e-4)
+        result.student.generate(...)
+
+    Under a launcher (`deepspeed`, `torchrun`) every rank calls it, and it trains on all of them. Models in memory stay
+    as they are; they go into the run through folders in `output_dir/inputs`.
+
+    Args:
+        teacher: the model to learn from.
+        student: the model that learns; None has the run make one of the teacher, as its settings say
+            (`settings={"student.factorize.rank": 48}` or `{"student.shape": "6x384x12"}`).
+        data: rows of instruction, input and output, of prompt and completion, or of messages, or texts.
+        method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, sft or seqkd.
+        valid: whose loss is logged; of instructions the ROUGE-L of all models is measured on it too.
+        tests: sets of instructions by name, on which all models are scored (`scoring.*` says how).
+        tokenizer: of teacher and student; without it that of where they were loaded from.
+        ds_config: a DeepSpeed configuration, as a file or a dict; by default ZeRO-2 in the run's number format.
+        output_dir: the run's folder; the same call with the same folder goes on where it was interrupted. Without it a
+            new temporary folder, which stays, and no checkpoints.
+        settings: by dotted key, as on the command line: `{"train.micro_batch_size": 8, "teacher.dtype": "bf16"}`.
+        keywords: settings of the run, of training, of data or of the method by their own names: steps, learning_rate,
+            global_batch_size, max_length, seed, temperature (kd) ...
+
+    Returns:
+        The student with what the run measured.
+
+    Raises:
+        UserError: a setting, model or row that does not fit, before anything is trained.
+    """
+    _check_models(teacher=teacher, student=student)
+    given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
+    config = given.first_config({**(settings or {}), "method": method}, keywords, output_dir)
+    with guest():
+        world = init_distributed()
+        config = on_main(lambda: given.saved(config), world)
+        _run(config, world)
+        folder = Path(str(config.output_dir))
+        trained = load(folder / "student", load_config(folder / "student")).to(cast(Any, world.device))
+    log = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return Distilled(
+        student=trained.eval(),
+        metrics=json.loads((folder / "metrics.json").read_text(encoding="utf-8")),
+        history=[json.loads(line) for line in log],
+        folder=folder,
+        config=config,
+    )
+
+
+def _run(config: RunConfig, world: World) -> None:
+    from llmdistill import train
+    from llmdistill.run import assemble
+    from llmdistill.run.artifacts import claim_folder
+    from llmdistill.run.plan import make_plans
+    from llmdistill.runtime.terminal import quiet_libraries
+
+    quiet_libraries()
+    plans = make_plans(config)
+    data = assemble.read_data(plans[0])
+    for plan in plans:
+        assemble.check_machine(plan, world)
+    data = assemble.tokenise_texts(plans[0], data, world)
+    plans = [assemble.count_steps(plan, data, world) for plan in plans]
+    with claim_folder(plans[-1].config, world):
+        for plan in plans[:-1]:
+            train.part_of_run(plan, data, world)
+        train.distil(plans[-1], data, world)
+
+
+def evaluate(
+    model: Model,
+    data: Data | Mapping[str, Data],
+    *,
+    kind: Kind | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    output: str | Path | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Score a model: ROUGE-L of its answers to instructions, or how well it predicts a text.
+
+        llmdistill.evaluate(model, rows, decoding="greedy")["rougeL"]
+
+    Args:
+        model: a decoder; for text also an encoder with its masked-language-model head.
+        data: rows of instructions, or texts; or several sets of them by name.
+        kind: instructions or text; by default what the first row, or the file's ending (.txt), says.
+        tokenizer: of a model in memory; without it that of where the model was loaded from.
+        output: folder for the answers to instructions, one JSONL a set.
+        settings: fields of `llmdistill.config.GenerationConfig` (decoding, seeds, limit, batch_size,
+            no_repeat_ngram_size), and max_prompt_length, max_length and long_prompts of `DataConfig`.
+
+    Returns:
+        Of instructions ``{"rougeL": 0-100, "per_seed", "std", "examples", "tokens_per_second", ...}``, of text
+        ``{"loss": nats a token, "perplexity", "tokens"}``; of several sets one such dict a name.
+
+    Raises:
+        UserError: a setting that does not exist, data without a row, a malformed row, a prompt that is too long.
+    """
+    _check_models(model=model)
+    limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
+    generation = changed(GenerationConfig(), settings, key="")
+    own = tokenizer_of(model, tokenizer)
+    sets = {str(name): each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}
+    texts = {name: each for name, each in sets.items() if (kind or kind_of(each)) == "text"}
+    examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
+    limited = changed(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
+    answering: dict[str, Any] = {key: getattr(limited, key) for key in _LIMITS}
+    if examples:
+        check_sets(examples, own, generation, **answering)
+    loaded = _loaded(model)
+    was_training = loaded.training
+    loaded.eval()
+    try:
+        scores: dict[str, Any] = {
+            name: score_texts(loaded, own, text, max_length=limited.max_length, batch_size=generation.batch_size)
+            for name, text in texts.items()
+        }
+        if examples:
+            folder = None if output is None else Path(output)
+            answered = score_sets(loaded, own, examples, generation, predictions_dir=folder, **answering)
+            scores |= {name: score.to_dict() for name, score in answered.items()}
+    finally:
+        loaded.train(was_training)
+    return {name: scores[name] for name in sets} if isinstance(data, Mapping) else dict(scores["data"])
+
+
+def _loaded(model: Model) -> PreTrainedModel:
+    """The model, loaded where it is only named: in bf16 on a GPU that has it, else in fp32."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported() else torch.float32
+    source = locate(str(model))
+    return load_model(source, dtype=dtype, device="cuda" if on_gpu else "cpu")
+
+
+def _check_models(**models: object) -> None:
+    """UserError for what is neither a transformers model nor the name of one."""
+    for role, model in models.items():
+        if model is not None and not isinstance(model, PreTrainedModel | str | Path):
+            raise UserError(
+                f"{role} is a {type(model).__name__}: give a transformers PreTrainedModel, a folder, or a name on the "
+                "hub (unwrap an engine's or a parallel model's with .module, merge adapters with merge_and_unload())"
+            )

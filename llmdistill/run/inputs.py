@@ -1,0 +1,183 @@
+"""What a caller has in memory, as the folders and files that an ordinary run reads."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.config import RunConfig
+from llmdistill.config.keywords import config_of
+from llmdistill.data.in_memory import Data, examples_of, kind_of, write_rows
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.factorize.checkpoint import copy_companions
+from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint
+from llmdistill.models.load import brings_tokenizer, load_tokenizer
+from llmdistill.run.artifacts import INPUTS
+from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
+
+Model = PreTrainedModel | str | Path
+"""A transformers model, a folder with one, a name on the hub, or embedded:teacher."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller of a run in Python gives it in place of settings."""
+
+    teacher: Model
+    student: Model | None
+    data: Data
+    valid: Data | None
+    tests: Mapping[str, Data]
+    tokenizer: PreTrainedTokenizerBase | None
+    ds_config: str | Path | Mapping[str, Any] | None
+
+    def first_config(
+        self, settings: Mapping[str, Any], keywords: Mapping[str, Any], output_dir: str | Path | None
+    ) -> RunConfig:
+        """The run's configuration, with the class of what is in memory in place of its reference.
+
+        Raises:
+            UserError: settings that do not exist, fit, or go together.
+        """
+        names = {
+            "teacher.model": name_of(self.teacher),
+            "student.model": None if self.student is None else name_of(self.student),
+            "data.train": name_of(self.data),
+            "data.valid": None if self.valid is None else name_of(self.valid),
+            "data.tests": {name: name_of(each) for name, each in self.tests.items()},
+            "ds_config": "",
+            "output_dir": None if output_dir is None else str(output_dir),
+        }
+        derived: dict[str, Any] = {"data.kind": kind_of(self.data)}
+        if not self.tests and self.valid is None:
+            derived["scoring.models"] = []
+        return config_of({**derived, **settings, **names}, keywords)
+
+    def saved(self, config: RunConfig) -> RunConfig:
+        """The same configuration with references for everything: what is in memory is saved into the run's folder.
+
+        Without a folder there will be a temporary one, and no checkpoints in it.
+
+        Raises:
+            UserError: a malformed row.
+        """
+        train, output_dir = config.train, config.output_dir
+        if output_dir is None:
+            output_dir = tempfile.mkdtemp(prefix="llmdistill-")
+            train = replace(train, save_every=None)
+        inputs, field = Path(output_dir) / INPUTS, config.data.text.field
+        data = replace(
+            config.data,
+            train=data_file(self.data, inputs, name="data", field=field),
+            valid=None if self.valid is None else data_file(self.valid, inputs, name="valid", field=field),
+            tests={name: data_file(each, inputs, name=f"tests {name}") for name, each in self.tests.items()},
+        )
+        teacher = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
+        student = config.student
+        if self.student is not None:
+            student = replace(student, model=model_folder(self.student, self.tokenizer, inputs, role="student"))
+        return replace(
+            config,
+            ds_config=self._ds_config(inputs),
+            output_dir=str(output_dir),
+            teacher=replace(config.teacher, model=teacher),
+            student=student,
+            data=data,
+            train=train,
+        )
+
+    def _ds_config(self, inputs: Path) -> str:
+        if self.ds_config is None:
+            return str(DEFAULT_DS_CONFIG)
+        if isinstance(self.ds_config, str | Path):
+            return str(self.ds_config)
+        write_json(inputs / "ds_config.json", dict(self.ds_config))
+        return str(inputs / "ds_config.json")
+
+    def command(self, method: str) -> str:
+        """What was called, in one line."""
+        names = ", ".join(name_of(each) for each in (self.teacher, self.student, self.data))
+        return f"llmdistill.distill({names}, method={method!r}, ...)"
+
+
+def name_of(what: object) -> str:
+    """What stands for a model or data: its name, or the class of what is in memory."""
+    return str(what) if isinstance(what, str | Path) else type(what).__name__
+
+
+def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs: Path, *, role: str) -> str:
+    """The reference of a model: its own, or the folder that a model in memory is saved in, with a tokenizer.
+
+    Args:
+        model: a name, a folder, or a model in memory.
+        tokenizer: of the model; None takes the one of the folder or name that it was loaded from, if that has one.
+        inputs: the folder that it is saved in.
+        role: teacher or student, which begins the saved folder's name.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return str(model)
+    inputs.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=inputs))
+    try:
+        save_with_tokenizer(model, tokenizer, part)
+        folder = inputs / f"{role}-{_short(fingerprint(part))}"
+        if not folder.is_dir():
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return str(folder)
+
+
+def save_with_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Save a model in memory, and its tokenizer: the one given, else that of where the model was loaded from."""
+    model.save_pretrained(folder)
+    source = str(model.name_or_path or "")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    elif Path(source).is_dir():
+        copy_companions(source, folder)
+    elif source:
+        load_tokenizer(source).save_pretrained(folder)
+
+
+def tokenizer_of(
+    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer given, else that of the model's folder or name, in memory that which it was loaded from.
+
+    Raises:
+        UserError: there is none.
+    """
+    if tokenizer is not None:
+        return tokenizer
+    source = locate(str(model)) if isinstance(model, str | Path) else str(model.name_or_path or "")
+    if not str(source) or not brings_tokenizer(source):
+        raise UserError(
+            f"tokenizer is missing: this {type(model).__name__} was not loaded from a folder with one; give it"
+        )
+    return load_tokenizer(source)
+
+
+def data_file(data: Data, inputs: Path, *, name: str, field: str = "text") -> str:
+    """The reference of data: its own, or the file that rows in memory are written to, once they are checked.
+
+    Raises:
+        UserError: no row, or a malformed one.
+    """
+    if isinstance(data, str | Path):
+        return str(data)
+    if kind_of(data, field=field) == "instructions":
+        examples_of(data, name=name)
+    return str(write_rows(data, inputs, field=field))
+
+
+def _short(fingerprint_of_content: str) -> str:
+    return fingerprint_of_content.partition(":")[2][:16]

@@ -1,0 +1,288 @@
+"""llmdistill from Python, on tiny random models in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+import llmdistill
+from llmdistill import UserError
+from llmdistill.embedded import locate
+from llmdistill.train import run as main_job
+
+TOKENIZER = locate("embedded:teacher")
+ROWS = [{"instruction": f"Where does number {i} live?", "input": "", "output": f"In town {i % 7}."} for i in range(32)]
+
+
+def make_llama(seed: int = 0, **changes: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=LlamaConfig.from_pretrained(TOKENIZER).vocab_size,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        **{**sizes, **changes},
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    return make_llama()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_llama().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+ANSWERS = {"decoding": "greedy", "limit": 4, "max_length": 60, "max_prompt_length": 50}
+STEPS = {"steps": 3, "global_batch_size": 8, "learning_rate": 1e-3, "log_every": 1}
+IDS = torch.arange(3, 40)[None]
+
+
+def copied(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def unchanged(model, before: dict[str, torch.Tensor]) -> bool:
+    now = model.state_dict()
+    return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
+
+
+class TestCompress:
+    def test_a_student_is_saved_and_loaded_bit_for_bit(self, model, tmp_path):
+        before = copied(model)
+        student = llmdistill.compress(model, rank=8)
+        assert type(student) is LlamaForCausalLM
+        student.save_pretrained(tmp_path / "student")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+        assert torch.equal(loaded(IDS).logits, student(IDS).logits)
+        assert unchanged(model, before)
+        assert getattr(model.config, "quantization_config", None) is None
+        loaded.save_pretrained(tmp_path / "again")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(IDS).logits, student(IDS).logits)
+
+    def test_each_linear_is_its_best_approximation_of_that_rank(self, model):
+        student = llmdistill.compress(model, rank=8)
+        dense = model.model.layers[1].mlp.up_proj.weight
+        u, s, v = torch.linalg.svd(dense.double())
+        best = (u[:, :8] * s[:8]) @ v[:8]
+        made = student.model.layers[1].mlp.up_proj(torch.eye(32)).T
+        assert torch.allclose(made, best.float(), atol=1e-4)
+
+    def test_a_student_shares_no_memory_with_its_teacher(self, model):
+        student = llmdistill.compress(model, ranks={"*.up_proj": 4})
+        held = {tensor.data_ptr() for tensor in model.parameters()}
+        assert not held & {tensor.data_ptr() for tensor in student.parameters()}
+        assert student.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
+
+    def test_mode_and_dtype_are_the_models_own(self, model):
+        student = llmdistill.compress(model.train().bfloat16(), rank=8)
+        assert student.training
+        assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
+
+    def test_a_share_of_the_teacher(self, model):
+        student = llmdistill.compress(model, target_params="90%")
+        assert 0.85 < student.num_parameters() / model.num_parameters() <= 0.9
+
+    def test_kronecker_shapes_and_an_encoder(self, tmp_path):
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        )
+        model = BertForMaskedLM(config).eval()
+        student = llmdistill.compress(model, method="kronecker", shapes={"*.intermediate.dense": "8x4"})
+        student.save_pretrained(tmp_path)
+        loaded = BertForMaskedLM.from_pretrained(tmp_path)
+        assert torch.equal(loaded(IDS).logits, student(IDS).logits)
+        assert student.num_parameters() < model.num_parameters()
+
+    def test_a_named_model_into_a_folder_with_its_tokenizer(self, folder, tmp_path):
+        student = llmdistill.compress(folder, rank=8, output=tmp_path / "student")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+        assert torch.equal(loaded(IDS).logits, student(IDS).logits)
+        assert torch.equal(loaded(IDS).logits, llmdistill.compress(make_llama(), rank=8)(IDS).logits)
+        assert AutoTokenizer.from_pretrained(tmp_path / "student").get_vocab()
+
+    def test_a_model_in_memory_into_a_folder_with_the_tokenizer_given(self, model, tokenizer, tmp_path):
+        llmdistill.compress(model, rank=8, output=tmp_path / "student", tokenizer=tokenizer)
+        assert AutoTokenizer.from_pretrained(tmp_path / "student").get_vocab() == tokenizer.get_vocab()
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"rnak": 8}, ["rnak", "did you mean rank"]),
+            ({"rank": "many"}, ["rank", "'many'", "int"]),
+            ({}, ["rank"]),
+            ({"rank": 8, "target_params": "50%"}, ["rank", "target_params"]),
+            ({"rank": 8, "shapes": {"*": "2x2"}}, ["shapes", "kronecker"]),
+        ],
+    )
+    def test_settings_that_do_not_fit(self, model, settings, words):
+        with pytest.raises(UserError) as error:
+            llmdistill.compress(model, **settings)
+        assert all(word in str(error.value) for word in words)
+
+    def test_a_factorised_model_is_refused(self, model):
+        with pytest.raises(UserError, match="already"):
+            llmdistill.compress(llmdistill.compress(model, rank=8), rank=4)
+
+    def test_what_is_no_model_is_refused(self):
+        with pytest.raises(UserError, match="model is a Linear"):
+            llmdistill.compress(torch.nn.Linear(2, 2), rank=1)
+
+
+class TestEvaluate:
+    def test_in_memory_and_by_name_alike(self, model, folder, tokenizer):
+        scores = llmdistill.evaluate(model, ROWS, tokenizer=tokenizer, **ANSWERS)
+        assert 0 <= scores["rougeL"] <= 100
+        assert scores["examples"] == 4
+        named = llmdistill.evaluate(folder, datasets.Dataset.from_list(ROWS), **ANSWERS)
+        assert named["per_seed"] == scores["per_seed"]
+
+    def test_several_sets_and_their_answers(self, folder, tmp_path):
+        sets = {"one": ROWS[:2], "two": [{"prompt": "Say:", "completion": "so"}]}
+        scores = llmdistill.evaluate(folder, sets, output=tmp_path, **ANSWERS)
+        assert [scores["one"]["examples"], scores["two"]["examples"]] == [2, 1]
+        answers = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
+        assert [row["references"] for row in answers] == [["In town 0."], ["In town 1."]]
+
+    def test_a_text_by_the_loss_that_transformers_gives(self, model, tokenizer):
+        text = "The town lies by a lake."
+        scores = llmdistill.evaluate(model, [text], tokenizer=tokenizer, max_length=64)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        loss = float(model(input_ids=ids, labels=ids).loss.detach())
+        assert scores["loss"] == pytest.approx(loss, rel=1e-5)
+        assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+    def test_the_mode_of_a_model_stays(self, model, tokenizer):
+        llmdistill.evaluate(model.train(), ["The town lies by a lake."], tokenizer=tokenizer)
+        assert model.training
+
+    def test_what_does_not_fit(self, model, folder, tokenizer):
+        with pytest.raises(UserError, match="tokenizer is missing"):
+            llmdistill.evaluate(model, ROWS)
+        with pytest.raises(UserError, match='data: row 2: the key "output" is missing'):
+            llmdistill.evaluate(folder, [ROWS[0], {"instruction": "What?"}])
+        with pytest.raises(UserError, match="did you mean decoding"):
+            llmdistill.evaluate(folder, ROWS, decodin="greedy")
+        with pytest.raises(UserError, match="no example"):
+            llmdistill.evaluate(folder, [])
+
+
+class TestDistill:
+    def test_it_is_the_main_job(self, model, tokenizer, tmp_path, capsys):
+        student = llmdistill.compress(model, rank=8)
+        before, environment = [copied(model), copied(student)], dict(os.environ)
+        result = llmdistill.distill(
+            model, student, ROWS, tokenizer=tokenizer, output_dir=tmp_path / "here", temperature=2.0, **STEPS
+        )
+        assert unchanged(model, before[0])
+        assert unchanged(student, before[1])
+        assert dict(os.environ) == environment
+
+        for name, each in (("teacher", model), ("student", student)):
+            each.save_pretrained(tmp_path / name)
+            tokenizer.save_pretrained(tmp_path / name)
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        (tmp_path / "recipe.yaml").write_text(
+            f"teacher: {{model: {tmp_path / 'teacher'}}}\nstudent: {{model: {tmp_path / 'student'}}}\n"
+            f"data: {{train: {tmp_path / 'rows.jsonl'}}}\nscoring: {{models: []}}\nmakd: {{temperature: 2.0}}\n"
+            "train: {steps: 3, global_batch_size: 8, learning_rate: 1.0e-3, log_every: 1}\n"
+        )
+        where = ["--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path / "there")]
+        main_job(["--recipe", str(tmp_path / "recipe.yaml"), *where])
+        there = AutoModelForCausalLM.from_pretrained(tmp_path / "there" / "student")
+        assert unchanged(result.student, there.state_dict())
+        log = [json.loads(line) for line in (tmp_path / "there" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["loss"] for row in result.history] == [row["loss"] for row in log]
+        assert result.folder == tmp_path / "here"
+        assert result.config.train.steps == 3
+        assert not unchanged(student, copied(result.student))
+
+    def test_the_same_call_goes_on_where_it_was(self, model, tokenizer, tmp_path):
+        student = llmdistill.compress(model, rank=8)
+        arguments = {"tokenizer": tokenizer, "output_dir": tmp_path / "run", "method": "kd", **STEPS}
+        first = llmdistill.distill(model, student, ROWS, **arguments)
+        weights = tmp_path / "run" / "student" / "model.safetensors"
+        written = weights.stat().st_mtime_ns
+        second = llmdistill.distill(make_llama(), llmdistill.compress(make_llama(), rank=8), list(ROWS), **arguments)
+        assert weights.stat().st_mtime_ns == written
+        assert unchanged(second.student, copied(first.student))
+        with pytest.raises(UserError, match=r"data\.train"):
+            llmdistill.distill(model, student, ROWS[:16], **arguments)
+
+    def test_a_student_made_by_the_run_from_names_with_scores(self, folder, tmp_path):
+        result = llmdistill.distill(
+            folder,
+            None,
+            datasets.Dataset.from_list(ROWS),
+            "kd",
+            valid=ROWS[:4],
+            tests={"seen": ROWS[:2]},
+            output_dir=tmp_path / "run",
+            ds_config={"zero_optimization": {"stage": 1}},
+            settings={
+                "student.factorize.rank": 8,
+                "scoring.decoding": "greedy",
+                "scoring.batch_size": 4,
+                "data.max_prompt_length": 60,
+                "data.max_length": 70,
+            },
+            **STEPS,
+        )
+        assert set(result.metrics["student"]["rougeL"]) == {"seen"}
+        assert "valid_loss" in result.history[-1]
+        assert result.student.num_parameters() < make_llama().num_parameters()
+
+    def test_texts(self, model, tokenizer, tmp_path, monkeypatch):
+        monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+        texts = ["The town lies by a lake. " * 5] * 20
+        result = llmdistill.distill(
+            model, llmdistill.compress(model, rank=8), texts, "kd", tokenizer=tokenizer, max_length=32, **STEPS
+        )
+        assert result.config.data.kind == "text"
+        assert len(result.history) == 3
+        assert not (result.folder / "checkpoints").exists()
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"stesp": 3}, ["stesp", "did you mean train.steps"]),
+            ({"steps": "long"}, ["train.steps", "'long'"]),
+            ({"method": "mkad"}, ["method", "mkad"]),
+            ({"settings": {"train.micro_batch_sise": 1}}, ["train.micro_batch_sise", "train.micro_batch_size"]),
+            ({"data": [{"instruction": "What?"}]}, ["data: row 1", "output"]),
+            ({"teacher": torch.nn.Linear(2, 2)}, ["teacher is a Linear"]),
+            ({"tokenizer": None}, ["tokenizer"]),
+        ],
+    )
+    def test_what_does_not_fit(self, model, tokenizer, change, words, tmp_path):
+        arguments = {"teacher": model, "student": model, "data": ROWS, "tokenizer": tokenizer, **change}
+        with pytest.raises(UserError) as error:
+            llmdistill.distill(**arguments, output_dir=tmp_path)
+        assert all(word in str(error.value) for word in words)
+
+
+def test_public_names_are_there_and_documented():
+    assert set(llmdistill._PUBLIC) | {"__version__"} == set(llmdistill.__all__)
+    for name in llmdistill._PUBLIC:
+        assert getattr(llmdistill, name).__doc__, name
