@@ -204,6 +204,18 @@ def test_python_of_a_page_compiles(page):
         compile(text, str(page), "exec")
 
 
+def test_python_of_the_readme_runs(named_files, capsys):
+    (text,) = blocks(ROOT / "README.md", "python")
+    for long, short in (('"steps": 120', '"steps": 2'), ('decoding="greedy"', 'decoding="greedy", limit=2')):
+        assert text.count(long) == 1
+        text = text.replace(long, short)
+    exec(compile(text, "README.md", "exec"), {})
+    rouge = [float(line) for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[\d.]+", line)]
+    assert len(rouge) == 3
+    assert rouge[0] > rouge[1], "the teacher is better than its untrained student"
+    assert (named_files / "my-student/model.safetensors").is_file()
+
+
 def slug(heading: str) -> str:
     """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
