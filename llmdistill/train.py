@@ -12,6 +12,7 @@ if not __package__:
     # Run as a script, this folder is first on the path, and the repository is not on it at all.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -25,6 +26,7 @@ from llmdistill.runtime.terminal import print_main, quiet_libraries, warn_main
 # Everything else is imported where it is used: --help and mistyped arguments must not wait for torch, nor a dry run for
 # DeepSpeed and what a report needs.
 if TYPE_CHECKING:
+    from llmdistill.config import RunConfig
     from llmdistill.experiments.two_stages import TasksPlan
     from llmdistill.run import assemble
     from llmdistill.run.plan import Plan
@@ -40,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str]) -> None:
     """Resolve and check, then distil, unless a dry run is all that is wanted."""
     config, flags = command_line.parse_run(arguments)
-    from llmdistill.run.plan import make_plans
-
     plans = make_plans(config)
     tasks = second_stage(plans)
     if flags.dry_run:
@@ -70,6 +70,20 @@ def run(arguments: Sequence[str]) -> None:
                 tasks.run(world)
     finally:
         shut_down()
+
+
+def make_plans(config: RunConfig) -> list[Plan]:
+    """The runs that a configuration stands for, with all the modules loaded that planning needs."""
+    # Modules by the thousand are loaded here, and none is garbage: looking for it takes a sixth of a dry run.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from llmdistill.run import plan
+
+        return plan.make_plans(config)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rouge_score.rouge_scorer import RougeScorer
-
 
 def rouge_l(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> float:
     """Mean ROUGE-L F1 in percent (0-100), words stemmed (Porter), best reference of each prediction (Lin 2004).
@@ -23,6 +21,9 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str | Sequence
         raise ValueError(f"{len(predictions)} predictions but {len(references)} references")
     if not predictions:
         raise ValueError("no predictions to score")
+    # Imported here: it brings scikit-learn and pandas, by way of nltk.
+    from rouge_score.rouge_scorer import RougeScorer
+
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     scores = []
     for index, (prediction, given) in enumerate(zip(predictions, references, strict=True)):

@@ -52,6 +52,12 @@ def test_mistyped_setting_loads_no_library():
     assert said == "error: --train.step: there is no such setting; did you mean --train.steps?\n"
 
 
+def test_dry_run_loads_only_what_builds_models():
+    _, loaded = run("llmdistill/train.py", "--ds_config", "ds_configs/zero2.json", "--dry_run", "--json")[0]
+    assert not {"deepspeed", "datasets", "matplotlib", "sklearn", "pandas"} & set(loaded.split())
+    assert "torch" in loaded  # or nothing was looked at
+
+
 def test_every_command_has_its_help_tried():
     from llmdistill.cli import COMMANDS as known
 
