@@ -15,9 +15,9 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names
 from llmdistill.errors import UserError
 from llmdistill.experiments.variants import Suite, load_methods, load_suite, method_names, suite_names
+from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
-DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 GRID_FACTORS = (0.5, 1.0, 2.0)
 """Learning rates to try, as multiples of the recipe's."""
 

@@ -50,7 +50,8 @@ class RunConfig:
     """One run: teacher, student, data, method, optimisation, scoring."""
 
     ds_config: str
-    """DeepSpeed configuration (JSON). Where it says "auto", this configuration decides."""
+    """DeepSpeed configuration: a JSON file, or one that ships by its name, such as zero2. Where it says "auto", this
+    configuration decides."""
     output_dir: str | None = None
     """Folder of the run; without it runs/<recipe>-<ds_config>."""
     resume: Literal["auto", "never"] = "auto"

@@ -35,7 +35,7 @@ class GlueConfig(GridConfig):
     output_dir: str | None = None
     """Folder of all that is written; default: runs/glue/MODEL, with the method's name where there is a teacher."""
     ds_config: str | None = None
-    """DeepSpeed configuration (JSON); default: ds_configs/zero1.json of the repository."""
+    """DeepSpeed configuration: a JSON file, or one that ships by its name; default: zero1."""
     method: Literal["sft", TeacherMethod] | None = None
     """sft: the labels alone; the others learn from the teacher, as set under their names. Default: kd with a teacher,
     sft without. Where a method does not look at the output, as minilm and minilmv2, the labels are learnt beside it."""

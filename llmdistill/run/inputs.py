@@ -96,7 +96,7 @@ class Given:
 
     def _ds_config(self, inputs: Path) -> str:
         if self.ds_config is None:
-            return str(DEFAULT_DS_CONFIG)
+            return DEFAULT_DS_CONFIG
         if isinstance(self.ds_config, str | Path):
             return str(self.ds_config)
         write_json(inputs / "ds_config.json", dict(self.ds_config))

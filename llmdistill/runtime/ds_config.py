@@ -8,27 +8,43 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import llmdistill
 from llmdistill.errors import UserError
 
-DEFAULT_DS_CONFIG = Path(llmdistill.__file__).parents[1] / "ds_configs" / "zero2.json"
+DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 """What a run takes that names none."""
+SHIPPED = Path(str(resources.files("llmdistill") / "ds_configs"))
+"""Folder of the configurations that ship with the package; in a checkout a link to ds_configs/ at its top."""
+
+
+def ds_config_path(name_or_path: str) -> Path:
+    """A DeepSpeed configuration's file: the one at a path, else a shipped one by its name.
+
+    A shipped one is named zero2, zero2.json or, as in a checkout, ds_configs/zero2.json; a file that is there wins.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
+    if str(path.parent) in (".", "ds_configs") and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
+    raise UserError(f"--ds_config {name_or_path}: neither a file nor a shipped configuration; shipped are {names}")
 
 
 def read_ds_config(path: str) -> dict[str, Any]:
-    """A DeepSpeed configuration as it stands in its file.
+    """A DeepSpeed configuration as it stands in its file, or in the shipped one of that name.
 
     Raises:
         UserError: no such file, not JSON, no JSON object, or a part that this program owns.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(
-            f"--ds_config {path}: there is no such file; ds_configs/ of the repository holds five to start from"
-        )
+    file = ds_config_path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

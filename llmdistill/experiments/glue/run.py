@@ -41,8 +41,8 @@ from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_trans
 from llmdistill.tasks.glue_data import check_data_dir, find_tasks, read_task
 from llmdistill.tasks.glue_files import TASKS
 
-DS_CONFIG = Path(llmdistill.__file__).parents[1] / "ds_configs" / "zero1.json"
-"""In the repository; an installed package does not have it."""
+DS_CONFIG = "ds_configs/zero1.json"
+"""What fine-tuning takes that names none."""
 
 
 def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
@@ -102,7 +102,7 @@ def read_settings(config: GlueConfig) -> Settings:
     """
     tasks = find_tasks(config.tasks)
     check_data_dir(config.data_dir, tasks)
-    ds_path = str(DS_CONFIG) if config.ds_config is None else config.ds_config
+    ds_path = config.ds_config or DS_CONFIG
     return Settings(tasks, read_ds_config(ds_path), ds_path)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
-from llmdistill.runtime.ds_config import read_ds_config, resolve_ds_config
+from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, ds_config_path, read_ds_config, resolve_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 
 SHIPPED = sorted((Path(__file__).resolve().parents[3] / "ds_configs").glob("*.json"))
@@ -72,9 +72,33 @@ def test_bad_files_are_one_sentence(tmp_path, text, expected):
         read_ds_config(str(path))
 
 
-def test_missing_file_says_where_some_are():
-    with pytest.raises(UserError, match=r"nowhere.json: there is no such file; ds_configs/"):
-        read_ds_config("nowhere.json")
+@pytest.mark.parametrize("name", ["zero3", "zero3.json", "ds_configs/zero3.json", "./ds_configs/zero3.json"])
+def test_shipped_ones_are_found_outside_of_a_checkout(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    shipped = next(path for path in SHIPPED if path.stem == "zero3")
+    assert read_ds_config(name) == json.loads(shipped.read_text())
+
+
+def test_file_that_is_there_wins_over_a_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs/zero3.json").write_text('{"gradient_clipping": 7}')
+    assert read_ds_config("ds_configs/zero3.json") == {"gradient_clipping": 7}
+
+
+def test_defaults_ship(tmp_path, monkeypatch):
+    from llmdistill.experiments.glue.run import DS_CONFIG
+
+    monkeypatch.chdir(tmp_path)
+    assert [ds_config_path(name).name for name in (DEFAULT_DS_CONFIG, DS_CONFIG)] == ["zero2.json", "zero1.json"]
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "elsewhere/zero2.json", "/zero2.json", "zero2.yaml", "zero4", ""])
+def test_missing_file_says_which_ship(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    names = "zero1, zero2, zero2_offload, zero3, zero3_offload"
+    with pytest.raises(UserError, match=f"--ds_config {name}: neither a file nor a shipped .*; shipped are {names}$"):
+        read_ds_config(name)
 
 
 @pytest.mark.parametrize(

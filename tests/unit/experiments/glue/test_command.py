@@ -85,9 +85,3 @@ def test_a_teacher_of_other_classes_is_refused(capsys, engine, encoder, data, tm
     given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", str(tmp_path / "out"), *CUSTOM]
     assert main([*given, "--tasks", "mnli", "--teacher", str(encoder)]) == 2
     assert "tells 2 classes apart, but MNLI has 3" in capsys.readouterr().err
-
-
-def test_the_default_ds_config_ships_with_the_repository() -> None:
-    from llmdistill.experiments.glue.run import DS_CONFIG
-
-    assert DS_CONFIG.is_file()
