@@ -63,23 +63,23 @@ class RankServer:
         other.close()
         self._jobs = 0
 
-    def start(self, arguments: Sequence[str], *, ranks: int = 1, program: str = MAIN_JOB) -> Job:
-        """Start a script of the repository, or a module, as the launcher does, or for 0 ranks without it.
+    def start(self, arguments: Sequence[str], *, ranks: int = 1, program: str = MAIN_JOB, folder: Path = ROOT) -> Job:
+        """Start a script, or a module, as the launcher does, or for 0 ranks without it.
 
         The job must have ended before the next one starts.
         """
         self._jobs += 1
         output, errors = (self._folder / f"{self._jobs}.{name}" for name in ("out", "err"))
-        job = {"program": program, "arguments": list(arguments), "ranks": ranks, "folder": str(ROOT)}
+        job = {"program": program, "arguments": list(arguments), "ranks": ranks, "folder": str(folder)}
         files = {"stdout": str(output), "stderr": str(errors)}
         self._connection.send({**job, **files, "environment": environment(), "port": str(free_port())})
         return Job(self, [program, *arguments], self.receive(), output, errors)
 
     def run(
-        self, arguments: Sequence[str], *, ranks: int = 1, program: str = MAIN_JOB
+        self, arguments: Sequence[str], *, ranks: int = 1, program: str = MAIN_JOB, folder: Path = ROOT
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script of the repository, or a module, to its end."""
-        return self.start(arguments, ranks=ranks, program=program).wait()
+        """Run a script, or a module, to its end in a folder; AssertionError if it does not end."""
+        return self.start(arguments, ranks=ranks, program=program, folder=folder).wait()
 
     def receive(self) -> int:
         """The server's next answer; AssertionError with what it wrote if none comes."""

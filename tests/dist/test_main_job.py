@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -138,21 +137,3 @@ def test_teacher_at_chance_is_warned_of(launch, settings, tmp_path):
     (warning,) = json.loads((folder / "metrics.json").read_text())["warnings"]
     assert warning.startswith("the teacher scores at chance on the validation set")
     assert warning in (folder / "report.md").read_text()
-
-
-def test_export_needs_no_llmdistill_and_gives_the_same_logits(trained, tmp_path):
-    from llmdistill.cli import main
-    from llmdistill.models.load import load_model
-
-    student, dense = trained() / "student", tmp_path / "dense"
-    assert main(["export", "--dense", "--model", str(student), "--output", str(dense)]) == 0
-    code = (
-        "import sys, torch, transformers\n"
-        f"model = transformers.AutoModelForCausalLM.from_pretrained({str(dense)!r})\n"
-        "assert 'llmdistill' not in sys.modules\n"
-        f"torch.save(model(torch.arange(24)[None]).logits, {str(tmp_path / 'logits.pt')!r})\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-    exported = torch.load(tmp_path / "logits.pt", weights_only=True)
-    expected = load_model(str(student), dtype=torch.float32)(torch.arange(24)[None]).logits
-    assert torch.allclose(exported, expected, atol=1e-5, rtol=0)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import socket
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
+import torch.distributed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
@@ -29,6 +29,8 @@ from llmdistill.generation.decode import (
     generate_encoded,
     plan_batches,
 )
+
+from support import RankServer
 
 VOCABULARY = 98
 END = 0
@@ -294,10 +296,9 @@ def test_long_prompts_and_misfits_are_refused() -> None:
         generate(encoder, tokenizer, PROMPTS, GREEDY, **LIMITS)
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+def run_rank(folder: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     model, tokenizer = tiny_model("llama"), character_tokenizer()
     results = {
         (decoding, synced, size): generate(
@@ -319,11 +320,9 @@ def run_rank(rank: int, port: int, folder: str) -> None:
 
 
 @pytest.mark.dist
-def test_two_ranks_give_the_texts_of_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, args=(port, str(tmp_path)), nprocs=2)
+def test_two_ranks_give_the_texts_of_one(rank_server: RankServer, tmp_path: Path) -> None:
+    done = rank_server.run([str(tmp_path)], ranks=2, program=__file__)
+    assert done.returncode == 0, done.stderr
     model, tokenizer = tiny_model("llama"), character_tokenizer()
     by_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert by_rank[0] == by_rank[1]
@@ -332,3 +331,7 @@ def test_two_ranks_give_the_texts_of_one(tmp_path: Path) -> None:
         alone: GenerationResult = generate(model, tokenizer, PROMPTS, settings, **LIMITS)
         assert texts == alone.texts
         assert tokens == alone.tokens
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[-1])

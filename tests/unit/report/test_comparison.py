@@ -56,8 +56,7 @@ def make_row(name, label, scores, **more):
     return Row(name=name, label=label, **{"params": 500, "checkpoint_bytes": 2_097_152, "runs": runs, **more})
 
 
-@pytest.fixture
-def comparison():
+def make_comparison():
     tried = [
         make_run("makd", 0, folder="cells/low", valid_rouge_l=38.2, settings={"train.learning_rate": 0.001}),
         make_run("makd", 0, folder="cells/high", valid_rouge_l=45.0),
@@ -83,6 +82,19 @@ def comparison():
         facts={"Hardware": "a laptop"},
         paper={"makd": {"Dolly": 25.1}},
     )
+
+
+@pytest.fixture
+def comparison():
+    return make_comparison()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The folder of the comparison as it is."""
+    folder = tmp_path_factory.mktemp("report")
+    write_comparison(folder, make_comparison())
+    return folder
 
 
 def replace_row(comparison, name, **changes):
@@ -136,8 +148,8 @@ class Page(HTMLParser):
             self.correct.append(data)
 
 
-def test_results_are_the_statistics_of_the_runs(tmp_path, comparison):
-    results = json.loads(written(tmp_path, comparison, "results.json"))
+def test_results_are_the_statistics_of_the_runs(report):
+    results = json.loads((report / "results.json").read_text(encoding="utf-8"))
     assert results["sets"] == SETS
     assert results["warnings"] == ["the teacher knows nothing"]
     assert list(results["methods"]) == ["teacher", "none", "sft", "makd"]
@@ -160,8 +172,8 @@ def test_results_are_the_statistics_of_the_runs(tmp_path, comparison):
     assert teacher["params"] == 1000
 
 
-def test_costs_are_medians_over_seeds(tmp_path, comparison):
-    costs = json.loads(written(tmp_path, comparison, "costs.json"))
+def test_costs_are_medians_over_seeds(report):
+    costs = json.loads((report / "costs.json").read_text(encoding="utf-8"))
     assert costs["sft"] == {
         "params": 500,
         "checkpoint_bytes": 2_097_152,
@@ -181,21 +193,20 @@ def test_results_hold_no_times_and_no_absolute_path(tmp_path, comparison):
     assert "second" not in text
 
 
-def test_two_writes_give_equal_bytes(tmp_path, comparison):
-    for name in ("one", "two"):
-        write_comparison(tmp_path / name, comparison)
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+def test_two_writes_give_equal_bytes(report, tmp_path, comparison):
+    write_comparison(tmp_path, comparison)
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     plots = ("scores", "learning_curves", "terms_makd", "size")
     assert {str(file) for file in files} == {
         *("results.json", "costs.json", "report.md", "report.html"),
         *(f"plots/{name}.{kind}" for name in plots for kind in ("png", "svg")),
     }
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+        assert (tmp_path / file).read_bytes() == (report / file).read_bytes(), file
 
 
-def test_page_stands_alone(tmp_path, comparison):
-    text = written(tmp_path, comparison, "report.html")
+def test_page_stands_alone(report):
+    text = (report / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.tags.count("svg") == 4
     assert "script" not in page.tags
@@ -211,17 +222,17 @@ def test_page_stands_alone(tmp_path, comparison):
     assert 'title="train sft --seed 0\ntrain sft --seed 1\ntrain sft --seed 2"' in text
 
 
-def test_only_the_best_method_is_bold_and_ties_are_all(tmp_path, comparison):
-    page = Page(written(tmp_path, comparison, "report.html"))
+def test_only_the_best_method_is_bold_and_ties_are_all(report):
+    page = Page((report / "report.html").read_text(encoding="utf-8"))
     sft = next(row for row in page.rows if row[0] == "SFT")
     assert sft[2].split() == ["41.0", "±", "1.0"]
     # Both are 31.2 on the second set; the teacher is better everywhere and the chosen grid point's score is bold, too.
     assert [text for text in page.bold if text] == ["31.2", "51.2", "31.2", "41.2", "−33.8", "45.0"]
-    report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "**[51.2](cells/makd-seed0)** ± 1.3" in report
-    assert "[41.0](cells/sft-seed0) ± 1.0" in report
-    assert "**[41.0]" not in report
-    assert "**[80.0]" not in report
+    text = (report / "report.md").read_text(encoding="utf-8")
+    assert "**[51.2](cells/makd-seed0)** ± 1.3" in text
+    assert "[41.0](cells/sft-seed0) ± 1.0" in text
+    assert "**[41.0]" not in text
+    assert "**[80.0]" not in text
 
 
 def test_text_of_users_is_escaped(tmp_path, comparison):
@@ -247,8 +258,8 @@ def test_markdown_shows_text_as_it_stands():
     assert markdown_code("a `b` c\nd") == "`` a `b` c d ``"
 
 
-def test_equal_answers_are_marked(tmp_path, comparison):
-    page = Page(written(tmp_path, comparison, "report.html"))
+def test_equal_answers_are_marked(report):
+    page = Page((report / "report.html").read_text(encoding="utf-8"))
     assert "Teacher ✓" in page.correct
     assert not any("dog" in text for text in page.correct)
 

@@ -19,6 +19,8 @@ from llmdistill.generation.decode import generate
 from llmdistill.tasks.answers import decoding_of, evaluate_model, score_set, score_sets
 from llmdistill.tasks.rouge import rouge_l
 
+from support import RankServer
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOKENS = ("Below", "is", "Name", "a", "colour", "red", "green", "blue", "###", "Response", ":", "Input")
 LIMITS = {"max_prompt_length": 60, "max_length": 70}
@@ -205,11 +207,12 @@ def test_command_refuses_bad_input(
     assert not (tmp_path / "out").exists()
 
 
-def test_script_runs_from_anywhere(folder: Path, tmp_path: Path) -> None:
+def test_script_runs_from_anywhere(folder: Path, rank_server: RankServer, tmp_path: Path) -> None:
+    script = str(REPOSITORY / "eval" / "instruct.py")
+    subprocess.run([sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, check=True)
     data = write(tmp_path / "short.jsonl", SHORT)
-    script = [sys.executable, str(REPOSITORY / "eval" / "instruct.py")]
     arguments = ["--model", str(folder), "--data", str(data), "--decoding=greedy", "--max_prompt_length=60"]
-    command = [*script, *arguments, "--max_length=70", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = rank_server.run([*arguments, "--max_length=70", "--json"], ranks=0, program=script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sets"]["short"]["examples"] == 2
     assert len(list((tmp_path / "runs" / "evaluate").glob("*-greedy/short.jsonl"))) == 1
