@@ -22,6 +22,7 @@ import jsonargparse
 import pytest
 from transformers import GPT2Config
 
+import llmdistill
 from llmdistill import cli
 from llmdistill.commands import compare
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, run_parser
@@ -199,9 +200,15 @@ def test_dry_runs_of_a_page_run(page, named_files, tmp_path_factory, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_of_a_page_compiles(page):
+def test_python_of_a_page_compiles_and_names_what_exists(page):
     for text in blocks(page, "python"):
         compile(text, str(page), "exec")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llmdistill"):
+                module = import_module(str(node.module))
+                assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "llmdistill":
+                assert hasattr(llmdistill, node.attr), node.attr
 
 
 def test_python_of_the_readme_runs(named_files, capsys):
