@@ -3,5 +3,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 # Two tests at a time (`-n 0`: one), each on one thread: most are too small for more.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# In the order of their names, so that those of tests/dist, which take the longest, begin at once.
-exec python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"
+# A file at a time, whose fixtures are then made once, in the order of their names: those of tests/dist take the longest and
+# begin at once, and the many short ones after them keep both workers busy to the end.
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from support import RankServer
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """What one worker takes at a time: a file, whose fixtures are then made once, or all of tests/dist.
-
-    Those start several processes each; two of them at a time would only wait for one another.
-    """
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "tests/dist" if nodeid.startswith("tests/dist/") else nodeid.split("::")[0]
-
-    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
@@ -54,6 +55,7 @@ def recipe_path(name_or_path: str) -> Path:
     return path
 
 
+@cache
 def run_parser() -> ArgumentParser:
     """The parser of the main job: every field of RunConfig, and the flags that are not settings of a run."""
     parser = ArgumentParser(
