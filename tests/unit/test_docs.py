@@ -27,6 +27,7 @@ from llmdistill import cli
 from llmdistill.commands import compare
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, run_parser
 from llmdistill.methods import METHODS
+from llmdistill.runtime.ds_config import ds_config_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,7 +94,7 @@ def parsing_only(*, parsers: int = 1) -> Iterator[None]:
 
 def check_train(arguments: Sequence[str]) -> None:
     config, _ = parse_run(arguments)
-    assert (ROOT / config.ds_config).is_file()
+    assert ds_config_path(config.ds_config).is_file()
 
 
 def check_compare(arguments: Sequence[str]) -> None:
