@@ -63,7 +63,7 @@ def compare_records(
     finished: bool,
     subject: str,
     remedy: str,
-    until_finished: Collection[str] = (),
+    free: Collection[str] = (),
 ) -> State:
     """Whether what is asked for is new, goes on or is finished.
 
@@ -73,14 +73,14 @@ def compare_records(
         finished: whether the result of the old record is complete.
         subject: whose record it is, the beginning of the message.
         remedy: what the user can do, the end of the message.
-        until_finished: dotted keys of settings that matter only while the result is not finished.
+        free: dotted keys of settings that do not matter as far as the result is by now.
 
     Raises:
         UserError: the records differ; the message names the first setting, its old and new value, and how many more.
     """
     if old is None:
         return State.NEW
-    found = [each for each in differences(old, new) if not (finished and each.key in until_finished)]
+    found = [each for each in differences(old, new) if each.key not in free]
     if found:
         first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -36,6 +36,9 @@ class CompareConfig:
     """Peak learning rates that every method tries; default: half, once and twice the recipe's."""
     sizes: list[str | int] = field(default_factory=list)
     """Further sizes of the student for the plot of quality against size: ranks (20) or parameters (0.69B, 40%)."""
+    trials_at_once: int = 1
+    """Runs that go side by side. They share out the GPUs of the machine evenly (8 at once on 8 GPUs: one each), or its
+    cores where there is none."""
     output_dir: str | None = None
     """Folder of the comparison; default: runs/compare-RECIPE, with the suite's name where one is given."""
 
@@ -47,6 +50,8 @@ class CompareConfig:
         """
         if self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds}: give 1 or more")
+        if self.trials_at_once < 1:
+            raise ValueError(f"--trials_at_once {self.trials_at_once}: give 1 or more")
         if self.suite is not None and self.methods is not None:
             raise ValueError("--suite and --methods both say what is compared: leave one out")
         if self.learning_rates is not None and (not self.learning_rates or min(self.learning_rates) <= 0):
@@ -94,6 +99,8 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     from llmdistill.experiments.launcher import Launcher
     from llmdistill.report.comparison import write_comparison
 
+    launcher = Launcher(tuple(launcher_flags), settings.trials_at_once)
+    launcher.check()
     study = Study(
         recipe=recipe,
         root=Path(settings.output_dir or default_folder(flags.recipe, settings.suite)),
@@ -101,7 +108,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
         grid={"train.learning_rate": learning_rates(settings, recipe)},
         seeds=[recipe.seed + offset for offset in range(settings.seeds)],
         sizes=[str(size) for size in settings.sizes],
-        launcher=Launcher(tuple(launcher_flags)),
+        launcher=launcher,
     )
     study.check()
     if parsed.dry_run:
@@ -157,7 +164,7 @@ def print_plan(study: Any, *, as_json: bool) -> None:
     """The runs of a comparison, without running any."""
     trials = [study.base()]
     for variant in study.trained():
-        points = variant.points(study.grid)
+        points = study.points(variant)
         trials += [study.trial(variant, point, study.seeds[0], study.untrained(), tests=False) for point in points]
     further = study.final_runs()
     if as_json:

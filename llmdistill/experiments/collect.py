@@ -12,11 +12,12 @@ from typing import Any
 
 from llmdistill.embedded import locate
 from llmdistill.experiments.comparison import Findings, Study
-from llmdistill.experiments.launcher import Launcher, shown_command
-from llmdistill.experiments.trials import Result, Trial, seconds_of
+from llmdistill.experiments.launcher import shown_command
+from llmdistill.experiments.trials import Result, Trial
 from llmdistill.factorize.checkpoint import local_folder
 from llmdistill.models.load import load_config
-from llmdistill.report.metrics_log import FIGURES
+from llmdistill.report.metrics_log import read_metrics_log, term_names
+from llmdistill.report.record import describe_versions
 from llmdistill.report.results import Comparison, Row, Run, Sample, SizePoint
 
 SAMPLES = 10
@@ -40,8 +41,8 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
                 checkpoint_bytes=next(
                     (_weight_bytes(each.trial.folder / "student") for each in runs if each.metrics), None
                 ),
-                runs=[_run(study, each) for each in runs],
-                trials=[_run(study, each) for each in trials],
+                runs=[_run(study, variant.name, each) for each in runs],
+                trials=[_run(study, variant.name, each) for each in trials],
                 terms=_terms(runs),
             )
         )
@@ -57,9 +58,9 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
         warnings=_warnings(findings),
         facts=_facts(study, findings, command),
         failures=[
-            _run(study, result)
+            _run(study, name, result)
             for results in findings.sizes.values()
-            for result in results.values()
+            for name, result in results.items()
             if result.error is not None
         ],
         paper=printed if printed is not None and set(printed["teacher"]) == set(sets) else None,
@@ -73,7 +74,7 @@ def _base_row(study: Study, findings: Findings, name: str, label: str, model: Pa
         method=name,
         seed=trial.seed,
         folder=_relative(study, trial),
-        command=_command(study.launcher, trial),
+        command=_command(study, trial),
         settings={},
         rouge_l=scores["rougeL"],
         valid_rouge_l=scores.get("valid", {}).get("rougeL"),
@@ -95,24 +96,24 @@ def _base_row(study: Study, findings: Findings, name: str, label: str, model: Pa
     )
 
 
-def _run(study: Study, result: Result) -> Run:
+def _run(study: Study, method: str, result: Result) -> Run:
     trial = result.trial
     student = {} if result.metrics is None else result.metrics["student"]
     training = ({} if result.metrics is None else result.metrics["run"]["training"]) or {}
     return Run(
-        method=trial.variant.name,
+        method=method,
         seed=trial.seed,
         folder=_relative(study, trial),
-        command=_command(study.launcher, trial),
-        settings=dict(trial.point),
+        command=_command(study, trial),
+        settings=dict(trial.settings),
         rouge_l=student.get("rougeL"),
         valid_rouge_l=student.get("valid", {}).get("rougeL"),
         training_tokens=training.get("tokens"),
         training_tokens_per_second=training.get("tokens_per_second"),
         generation_tokens_per_second=student.get("generation_tokens_per_second"),
         peak_memory_bytes=training.get("peak_memory_bytes"),
-        seconds=seconds_of(trial),
-        history=_history(trial),
+        seconds=result.seconds,
+        history=read_metrics_log(trial.folder),
         error=result.error,
     )
 
@@ -121,25 +122,13 @@ def _relative(study: Study, trial: Trial) -> str:
     return os.path.relpath(trial.folder, study.root)
 
 
-def _command(launcher: Launcher, trial: Trial) -> str:
-    return shown_command(launcher.train_command(trial.recipe))
-
-
-def _history(trial: Trial) -> list[dict[str, float]]:
-    """The rows of the run's log."""
-    file = trial.folder / "metrics.jsonl"
-    if not file.is_file():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+def _command(study: Study, trial: Trial) -> str:
+    return shown_command(study.launcher.train_command(trial.recipe))
 
 
 def _terms(runs: Sequence[Result]) -> list[str]:
     """The terms of the loss, as the logs name them."""
-    for result in runs:
-        history = _history(result.trial)
-        if history:
-            return [name for name in history[0] if name not in FIGURES]
-    return []
+    return next((names for each in runs if (names := term_names(read_metrics_log(each.trial.folder)))), [])
 
 
 def _weight_bytes(folder: Path) -> int | None:
@@ -170,7 +159,7 @@ def _sizes(study: Study, findings: Findings) -> list[SizePoint]:
                 setting=setting,
                 average=statistics.fmean(statistics.fmean(each["rougeL"].values()) for each in scores),
                 folder=_relative(study, ended[0].trial),
-                command=_command(study.launcher, ended[0].trial),
+                command=_command(study, ended[0].trial),
             )
         )
     return points
@@ -239,7 +228,7 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
     return {
         "Command": command,
         "Hardware": run["hardware"],
-        "Versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
+        "Versions": describe_versions(run),
         "Teacher": recipe.teacher.model,
         "Training data": f"{data.train}, {train.global_batch_size} examples a step, {train.steps} steps",
         "Same for all": "untrained student, order of the examples, global batch, number of training tokens",

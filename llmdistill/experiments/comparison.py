@@ -1,26 +1,37 @@
-"""A comparison from beginning to end: base, grid, choice, seeds, sizes."""
+"""A comparison of methods from beginning to end: base, grid, choice, seeds, sizes."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.equal_tokens import steps_for_equal_tokens
-from llmdistill.experiments.launcher import Launcher, shown_command
-from llmdistill.experiments.trials import Result, Trial, make_trial, run_trial
+from llmdistill.experiments.grid import choose, points
+from llmdistill.experiments.launcher import Runner, shown_command
+from llmdistill.experiments.trials import Progress, Result, Trial, make_trial
 from llmdistill.experiments.variants import Variant
 from llmdistill.files import write_text
+from llmdistill.fingerprints import digest
 from llmdistill.generation.provenance import read_provenance
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan
 
-BASE = Variant("base", "teacher and untrained student", {"method": "none"})
+
+class Launch(Runner, Protocol):
+    """What a comparison needs of a launcher."""
+
+    def command(self, module: str, *arguments: str) -> list[str]:
+        """A module under the launcher."""
+
+    def train_command(self, recipe: Path) -> list[str]:
+        """The main job with a recipe."""
+
+    def call(self, command: Sequence[str], log: Path) -> str | None:
+        """Run a command with its output in a file; returns None, or in one sentence why it failed."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +50,43 @@ class Study:
     seeds: Sequence[int]
     sizes: Sequence[str]
     """Further sizes of the student: a rank, or parameters as in target_params."""
-    launcher: Launcher
+    launcher: Launch
 
     def trained(self) -> list[Variant]:
         """The variants that train."""
         return [variant for variant in self.variants if variant.trains]
 
+    def points(self, variant: Variant) -> list[dict[str, Any]]:
+        """Every combination of the grid that all methods share and of the variant's own."""
+        return points({**self.grid, **variant.grid})
+
     def final_runs(self) -> int:
         """Runs beyond the trials; where there is nothing to choose, the one trial is the first seed's final run."""
-        return sum(len(self.seeds) - (len(variant.points(self.grid)) == 1) for variant in self.trained())
+        return sum(len(self.seeds) - (len(self.points(variant)) == 1) for variant in self.trained())
 
     def base(self) -> Trial:
         """Teacher and untrained student, on all sets."""
-        return make_trial(self.root, self.recipe, BASE, {}, self.seeds[0], scoring__models=["teacher", "untrained"])
+        return self._base("teacher and untrained student", {"scoring.models": ["teacher", "untrained"]})
 
     def size_base(self, size: str) -> Trial:
         """The untrained student of another size."""
-        ranks = {"student__factorize__rank": int(size) if size.isdigit() else None}
-        target = {"student__factorize__target_params": None if size.isdigit() else size}
-        cleared = {"student__factorize__ranks": None, "data__valid": None}
-        more = {**ranks, **target, **cleared, "scoring__models": ["untrained"]}
-        untrained = replace(BASE, label=f"untrained student of {f'rank {size}' if size.isdigit() else size}")
-        return make_trial(self.root, self.recipe, untrained, {}, self.seeds[0], **more)
+        changes = {
+            "student.factorize.rank": int(size) if size.isdigit() else None,
+            "student.factorize.target_params": None if size.isdigit() else size,
+            "student.factorize.ranks": None,
+            "data.valid": None,
+            "scoring.models": ["untrained"],
+        }
+        return self._base(f"untrained student of {f'rank {size}' if size.isdigit() else size}", changes)
+
+    def _base(self, title: str, changes: Mapping[str, Any]) -> Trial:
+        changes = {"method": "none", "seed": self.seeds[0], **changes}
+        return make_trial(self.root, self.recipe, "base", changes, title=title)
 
     @property
     def responses(self) -> Path:
         """The teacher's answers to the training prompts, for SeqKD."""
-        words = json.dumps(self.response_arguments(), sort_keys=True)
-        return self.root / "seqkd" / f"responses-{hashlib.sha256(words.encode()).hexdigest()[:8]}.jsonl"
+        return self.root / "seqkd" / f"responses-{digest(self.response_arguments())[:8]}.jsonl"
 
     def response_arguments(self) -> dict[str, Any]:
         """What the teacher answers, and how: decoded as the answers are that are scored."""
@@ -85,16 +105,19 @@ class Study:
     def trial(
         self, variant: Variant, point: Mapping[str, Any], seed: int, student: str, *, tests: bool, valid: bool = True
     ) -> Trial:
-        """A training run from that student; `tests`: whether it is scored on the test sets too."""
-        more: dict[str, Any] = {"student__model": student, "scoring__models": ["student"]}
-        if not tests:
-            more["data__tests"] = {}
-        if not valid:
-            more["data__valid"] = None
-        if variant.settings["method"] == "seqkd":
-            more["data__train"] = str(self.responses)
-            more["train__steps"] = steps_for_equal_tokens(self.recipe, self.responses, seed)
-        return make_trial(self.root, self.recipe, variant, point, seed, **more)
+        """A training run from that student; `tests`, `valid`: whether it is scored on these sets too."""
+        changes = {
+            **variant.settings,
+            "seed": seed,
+            "student.model": student,
+            "scoring.models": ["student"],
+            **({} if tests else {"data.tests": {}}),
+            **({} if valid else {"data.valid": None}),
+        }
+        if learns_answers(variant):
+            changes["data.train"] = str(self.responses)
+            changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.responses, seed)
+        return make_trial(self.root, self.recipe, variant.name, changes, point, title=variant.label)
 
     def untrained(self) -> str:
         """The student that all variants start from."""
@@ -102,13 +125,13 @@ class Study:
         return str(self.base().folder / "untrained") if given is None else given
 
     def check(self) -> None:
-        """Refuse what would fail after hours.
+        """Find what would fail after hours.
 
         Raises:
             UserError: with the setting and the remedy.
         """
         check_sets(list(self.recipe.data.tests))
-        if self.recipe.data.valid is None and any(len(each.points(self.grid)) > 1 for each in self.trained()):
+        if self.recipe.data.valid is None and any(len(self.points(each)) > 1 for each in self.trained()):
             raise UserError(
                 "data.valid is missing: settings are chosen on the validation set, never on a test set; give one, or "
                 "--learning_rates with a single value and methods that have no grid of their own"
@@ -116,9 +139,15 @@ class Study:
         if self.sizes and self.recipe.student.model is not None:
             raise UserError("--sizes cuts the teacher to several sizes, but student.model gives one: leave one out")
         for variant in self.trained():
-            make_plan(make_trial(self.root, self.recipe, variant, {}, self.seeds[0]).config)
+            changes = {**variant.settings, "seed": self.seeds[0]}
+            make_plan(make_trial(self.root, self.recipe, variant.name, changes).config)
         for size in self.sizes:
             make_plan(self.size_base(size).config)
+
+
+def learns_answers(variant: Variant) -> bool:
+    """Whether a variant learns from answers that the teacher writes."""
+    return bool(variant.settings["method"] == "seqkd")
 
 
 @dataclass
@@ -141,34 +170,7 @@ class Findings:
         return [result for group in groups for result in group if result.error is not None]
 
 
-class Progress:
-    """Says what is running, and how far the comparison is."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-
-    def run(self, trial: Trial, launcher: Launcher) -> Result:
-        """Run a trial and say how it went."""
-        self._done += 1
-        head = f"[{self._done}/{self._total}] {trial.title}"
-        finished = trial.metrics() is not None
-        if not finished:
-            print(f"{head} ...", flush=True)
-        result = run_trial(trial, launcher)
-        kept = " (kept)" if finished else ""
-        print(f"{head}: {_said(result)}{kept}", flush=True)
-        return result
-
-
-def _said(result: Result) -> str:
-    if result.metrics is None:
-        return f"FAILED: {result.error}"
-    parts = []
-    for name, scores in result.metrics.items():
-        if isinstance(scores, dict) and "rougeL" in scores:
-            values = {**scores["rougeL"], **({"validation": scores["valid"]["rougeL"]} if "valid" in scores else {})}
-            parts.append(f"{name} " + " ".join(f"{key} {value:.1f}" for key, value in values.items()))
-    return "; ".join(parts)
+Planned = list[tuple[Variant, Trial]]
 
 
 def conduct(study: Study) -> Findings:
@@ -178,55 +180,87 @@ def conduct(study: Study) -> Findings:
         UserError: the base failed, without which nothing can be compared.
     """
     trained = study.trained()
-    tried = sum(len(variant.points(study.grid)) for variant in trained)
-    progress = Progress(1 + tried + study.final_runs() + len(study.sizes) * (1 + len(trained)))
-    base = progress.run(study.base(), study.launcher)
+    tried = sum(len(study.points(variant)) for variant in trained)
+    total = 1 + tried + study.final_runs() + len(study.sizes) * (1 + len(trained))
+    progress = Progress(total, describe_scores)
+    (base,) = study.launcher.run([study.base()], progress)
     if base.metrics is None:
         raise UserError(f"the teacher and the untrained student could not be scored: {base.error}")
+    no_answers = generate_responses(study) if any(map(learns_answers, trained)) else None
+
+    def run(planned: Planned) -> list[tuple[Variant, Result]]:
+        able = [trial for variant, trial in planned if no_answers is None or not learns_answers(variant)]
+        results = {result.trial.folder: result for result in study.launcher.run(able, progress)}
+        return [(variant, results.get(trial.folder, Result(trial, None, no_answers))) for variant, trial in planned]
+
     findings = Findings(base.metrics)
-    student = study.untrained()
-    no_responses = generate_responses(study) if any(v.settings["method"] == "seqkd" for v in trained) else None
-
-    def run(variant: Variant, point: Mapping[str, Any], seed: int, start: str, **scores: bool) -> Result:
-        if variant.settings["method"] == "seqkd" and no_responses is not None:
-            return Result(make_trial(study.root, study.recipe, variant, point, seed), None, no_responses)
-        return progress.run(study.trial(variant, point, seed, start, **scores), study.launcher)
-
-    for variant in trained:
-        points = variant.points(study.grid)
-        # With one point there is nothing to choose, and its first seed is a final run at once.
-        tests = len(points) == 1
-        findings.trials[variant.name] = [run(variant, point, study.seeds[0], student, tests=tests) for point in points]
-    chosen = {name: result.trial.point for name, trials in findings.trials.items() if (result := choose(trials))}
-    for variant in trained:
-        trials = findings.trials[variant.name]
-        if variant.name not in chosen:
-            findings.runs[variant.name] = trials
-            continue
-        kept = trials if len(trials) == 1 else []
-        seeds = study.seeds[len(kept) :]
-        findings.runs[variant.name] = [
-            *kept,
-            *(run(variant, chosen[variant.name], seed, student, tests=True) for seed in seeds),
-        ]
-    for size in study.sizes:
-        trial = study.size_base(size)
-        findings.sizes[size] = {"none": progress.run(trial, study.launcher)}
-        if findings.sizes[size]["none"].metrics is None:
-            continue
-        for variant in (each for each in trained if each.name in chosen):
-            findings.sizes[size][variant.name] = run(
-                variant, chosen[variant.name], study.seeds[0], str(trial.folder / "untrained"), tests=True, valid=False
-            )
+    for variant, result in run(_grid_trials(study)):
+        findings.trials.setdefault(variant.name, []).append(result)
+    chosen = {
+        variant.name: choice.settings
+        for variant in trained
+        if (choice := choose(findings.trials[variant.name], validation_score)) is not None
+    }
+    for name, trials in findings.trials.items():
+        findings.runs[name] = list(trials) if len(trials) == 1 or name not in chosen else []
+    for variant, result in run(_final_trials(study, chosen)):
+        findings.runs[variant.name].append(result)
+    bases = study.launcher.run([study.size_base(size) for size in study.sizes], progress)
+    findings.sizes = {size: {"none": result} for size, result in zip(study.sizes, bases, strict=True)}
+    planned = {size: _size_trials(study, chosen, each["none"]) for size, each in findings.sizes.items()}
+    sized = iter(run([pair for pairs in planned.values() for pair in pairs]))
+    for size, pairs in planned.items():
+        findings.sizes[size] |= {variant.name: next(sized)[1] for variant, _ in pairs}
     return findings
 
 
-def choose(trials: Sequence[Result]) -> Result | None:
-    """The trial with the best ROUGE-L on the validation set; of equal ones the first. None where all failed."""
-    ended = [trial for trial in trials if trial.metrics is not None]
-    if len(ended) < 2:
-        return ended[0] if ended else None
-    return max(ended, key=lambda trial: trial.valid["rougeL"] if trial.valid is not None else 0.0)
+def _grid_trials(study: Study) -> Planned:
+    """Every point of every variant's grid with the first seed."""
+    start, seed = study.untrained(), study.seeds[0]
+    return [
+        # With one point there is nothing to choose, and its first seed is a final run at once.
+        (variant, study.trial(variant, point, seed, start, tests=len(study.points(variant)) == 1))
+        for variant in study.trained()
+        for point in study.points(variant)
+    ]
+
+
+def _final_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]]) -> Planned:
+    """The chosen points with every seed that is not run yet."""
+    return [
+        (variant, study.trial(variant, chosen[variant.name], seed, study.untrained(), tests=True))
+        for variant in study.trained()
+        if variant.name in chosen
+        for seed in study.seeds[len(study.points(variant)) == 1 :]
+    ]
+
+
+def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], base: Result) -> Planned:
+    """The chosen points once more, from an untrained student of another size."""
+    if base.metrics is None:
+        return []
+    start = str(base.trial.folder / "untrained")
+    return [
+        (variant, study.trial(variant, chosen[variant.name], study.seeds[0], start, tests=True, valid=False))
+        for variant in study.trained()
+        if variant.name in chosen
+    ]
+
+
+def validation_score(result: Result) -> float:
+    """ROUGE-L of a run's student on the validation set."""
+    assert result.metrics is not None
+    return float(result.metrics["student"]["valid"]["rougeL"])
+
+
+def describe_scores(metrics: Mapping[str, Any]) -> str:
+    """The scores of a run in one line."""
+    parts = []
+    for name, scores in metrics.items():
+        if isinstance(scores, dict) and "rougeL" in scores:
+            values = {**scores["rougeL"], **({"validation": scores["valid"]["rougeL"]} if "valid" in scores else {})}
+            parts.append(f"{name} " + " ".join(f"{key} {value:.1f}" for key, value in values.items()))
+    return "; ".join(parts)
 
 
 def generate_responses(study: Study) -> str | None:
@@ -239,4 +273,4 @@ def generate_responses(study: Study) -> str | None:
     command = study.launcher.command("llmdistill.cli", "generate", *words)
     log = study.responses.with_suffix(".log")
     write_text(study.responses.with_suffix(".command"), shown_command(command) + "\n")
-    return study.launcher.run(command, log)
+    return study.launcher.call(command, log)

@@ -1,59 +1,238 @@
-"""Starting the main job and other commands as processes of their own, so that one that fails takes no other along."""
+"""Running the trials of a study: each in a process of its own, or one after the other in this one.
+
+A failed trial stops no other, and an interrupted study leaves no process behind.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
+
+from llmdistill.config import RunConfig
+from llmdistill.errors import UserError
+from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result
+from llmdistill.files import write_text
+from llmdistill.runtime.distributed import World, on_main
+
+_POLL_SECONDS = 0.05
+_PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port")
+"""Flags of the deepspeed launcher that say where a run goes, as sharing out the GPUs does."""
+
+
+class Runner(Protocol):
+    """What runs trials."""
+
+    def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
+        """Run the trials that are not finished; returns the results of all, in their order."""
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """Runs trials one after the other in this process or group of processes, which saves short trials their start."""
+
+    world: World
+    train: Callable[[RunConfig], None]
+    """The whole run of a configuration; every rank calls it."""
+
+    def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
+        """Run the trials that are not finished; returns the results of all, in their order. Every rank must call it.
+
+        A UserError makes a trial fail; alone on one rank any other exception does too, with its traceback in the log.
+        """
+        return [self._run(trial, progress if self.world.is_main else None) for trial in trials]
+
+    def _run(self, trial: Trial, progress: Progress | None) -> Result:
+        kept = on_main(lambda: kept_result(trial), self.world)
+        if kept is not None:
+            if progress is not None:
+                progress.end(kept, kept=kept.metrics is not None)
+            return kept
+        if progress is not None:
+            progress.start(trial)
+        began = time.perf_counter()
+        error = self._train(trial)
+        gc.collect()  # an engine is a knot of references; dozens of them would not fit
+        result = on_main(lambda: ended_result(trial, error, time.perf_counter() - began), self.world)
+        if progress is not None:
+            progress.end(result)
+        return result
+
+    def _train(self, trial: Trial) -> str | None:
+        """Run a trial; returns why it failed."""
+        try:
+            self.train(trial.config)
+        except UserError as error:
+            return str(error)
+        except Exception as error:
+            if self.world.size > 1:  # the other ranks may be anywhere
+                raise
+            write_text(trial.log, traceback.format_exc())
+            return f"{type(error).__name__}: {error} (log {trial.log})"
+        return None
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[bytes]
+    trial: Trial
+    slot: Sequence[str]
+    began: float
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """How the processes of a comparison are started."""
+    """Runs each trial as the main job in a process of its own, several side by side where that is wanted."""
 
     flags: Sequence[str] = field(default_factory=tuple)
     """For the deepspeed launcher, such as --num_gpus 8."""
+    trials_at_once: int = 1
+    """Trials that run side by side; they share out the machine's GPUs, or its cores where it has none."""
 
-    def train_command(self, recipe: Path) -> list[str]:
+    def train_command(self, recipe: Path, flags: Sequence[str] | None = None) -> list[str]:
         """The main job with a recipe."""
-        return self.command("llmdistill.train", "--recipe", str(recipe))
+        return self.command("llmdistill.train", "--recipe", str(recipe), flags=flags)
 
-    def command(self, module: str, *arguments: str) -> list[str]:
+    def command(self, module: str, *arguments: str, flags: Sequence[str] | None = None) -> list[str]:
         """A module under the launcher; alone on a CPU without it, which saves a process and seconds a run."""
-        if not self.flags and not torch.cuda.is_available():
+        flags = self.flags if flags is None else flags
+        if not flags and not torch.cuda.is_available():
             return [sys.executable, "-m", module, *arguments]
         beside = Path(sys.executable).with_name("deepspeed")
         launcher = str(beside) if beside.is_file() else "deepspeed"
-        return [launcher, *self.flags, "--no_local_rank", "--module", module, *arguments]
+        return [launcher, *flags, "--no_local_rank", "--module", module, *arguments]
 
-    def run(self, command: Sequence[str], log: Path) -> str | None:
+    def check(self) -> None:
+        """Raises UserError where the machine cannot run so many trials at once."""
+        self._slots()
+
+    def call(self, command: Sequence[str], log: Path) -> str | None:
         """Run a command with its output in a file; returns None, or in one sentence why it failed."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-            try:
-                code = process.wait()
-            except BaseException:
-                # An interrupted comparison leaves no run behind that a resumed one would meet.
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-                raise
+        with _ended([process := _start(command, log, {})]):
+            code = process.wait()
         return None if code == 0 else _reason(log, code)
+
+    def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
+        """Run the trials that are not finished; returns the results of all, in their order."""
+        slots, waiting = self._slots(), list(trials)[::-1]
+        running: list[_Running] = []
+        results: dict[Path, Result] = {}
+
+        def finish(result: Result, *, kept: bool = False) -> None:
+            results[result.trial.folder] = result
+            if progress is not None:
+                progress.end(result, kept=kept)
+
+        processes: list[subprocess.Popen[bytes]] = []
+        with _ended(processes):
+            while waiting or running:
+                while waiting and slots:
+                    trial = waiting.pop()
+                    kept = kept_result(trial)
+                    if kept is not None:
+                        finish(kept, kept=kept.metrics is not None)
+                        continue
+                    if progress is not None:
+                        progress.start(trial)
+                    slot = slots.pop(0)
+                    # Launchers side by side must not meet at the same port.
+                    port = ("--master_port", str(_free_port())) if self.trials_at_once > 1 and slot else ()
+                    command = self.train_command(trial.write_recipe(), [*slot, *port])
+                    began = time.perf_counter()
+                    running.append(_Running(_start(command, trial.log, self._environment()), trial, slot, began))
+                    processes.append(running[-1].process)
+                time.sleep(_POLL_SECONDS)
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    slots.append(each.slot)
+                    code = each.process.returncode
+                    error = None if code == 0 else _reason(each.trial.log, code)
+                    finish(ended_result(each.trial, error, time.perf_counter() - each.began))
+        return [results[trial.folder] for trial in trials]
+
+    def _slots(self) -> list[Sequence[str]]:
+        """The launcher's flags of each place where a trial can run."""
+        count = self.trials_at_once
+        if count == 1:
+            return [self.flags]
+        placed = next((flag for flag in self.flags if flag.split("=")[0] in _PLACES), None)
+        if placed is not None:
+            raise UserError(f"--trials_at_once {count}: {placed} puts all trials into one place; leave one of them out")
+        if not torch.cuda.is_available():
+            return [self.flags] * count
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        gpus = visible.split(",")[: self._num_gpus()]
+        share = len(gpus) // count
+        if share == 0:
+            raise UserError(f"--trials_at_once {count}: there are {len(gpus)} GPU(s) to share out; give at most that")
+        groups = [gpus[number * share : (number + 1) * share] for number in range(count)]
+        return [("--include", f"localhost:{','.join(group)}") for group in groups]
+
+    def _num_gpus(self) -> int | None:
+        """The value of --num_gpus among the flags."""
+        words = " ".join(self.flags).replace("=", " ").split()
+        return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
+
+    def _environment(self) -> dict[str, str]:
+        """Variables for trials that share the cores of a machine without GPUs."""
+        if self.trials_at_once == 1 or torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ:
+            return {}
+        processes = self.trials_at_once * (self._num_gpus() or 1)
+        return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
+def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own, with its output in a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **more},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+@contextmanager
+def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """End the processes that run still when the block is interrupted, so that a resumed study does not meet them."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # only the main thread hears signals
+        before = None
+    try:
+        yield
+    except BaseException:
+        alive = [process for process in processes if process.poll() is None]
+        for process in alive:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in alive:
+            process.wait()
+        raise
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def shown_command(command: Sequence[str]) -> str:
@@ -70,7 +249,13 @@ def _reason(log: Path, code: int) -> str:
     return f"{said} (exit code {code}, log {log})"
 
 
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def _die_with_parent() -> None:
-    """On Linux, let the child end with a comparison that is killed outright."""
+    """On Linux, let the child end with a study that is killed outright."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG

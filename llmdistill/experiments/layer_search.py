@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from llmdistill.config import RunConfig, TrainConfig
+from llmdistill.errors import UserError
+from llmdistill.experiments.grid import choose
+from llmdistill.experiments.launcher import InProcess
+from llmdistill.experiments.trials import Result, Trial
 from llmdistill.files import write_json
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import shape_of
 from llmdistill.report.layers import LayerScore, plot_layers, print_layers
+from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 
@@ -33,24 +36,36 @@ def search_layer(plan: Plan, run: Callable[[Plan], None], world: World) -> Plan:
     config, folder = plan.config, plan.folder
     search = config.minilmv2.search
     candidates = parse_layers(search.layers, shape_of(plan.teacher_config).num_layers, key="minilmv2.search.layers")
-    scores: list[LayerScore] = []
-    for layer in candidates:
-        part = folder / "layer-search" / f"layer-{layer + 1}"
-        distil = make_plan(_short(config, layer + 1, part / "distil"), plan.before)
-        run(distil)
-        probe = make_plan(_probe(config, part), plan.before)  # only now is its student there
-        run(probe)
-        gc.collect()  # an engine is a knot of references; dozens of them would not fit
-        loss = on_main(lambda folder=probe.folder: _last_valid_loss(folder), world)  # type: ignore[misc]
-        scores.append(LayerScore(layer=layer + 1, loss=loss))
-    best = min(scores, key=lambda score: score.loss)
-    if world.is_main:
-        values = [{"layer": score.layer, "valid_loss": score.loss} for score in scores]
-        write_json(folder / "layer_search.json", {"chosen": best.layer, "layers": values})
-        plot_layers(scores, folder)
-        print_layers(scores, folder)
-    chosen = replace(config, minilmv2=replace(config.minilmv2, teacher_layer=best.layer))
-    return make_plan(chosen, plan.before)
+    pairs = [_trials(config, folder / "layer-search", layer + 1) for layer in candidates]
+    # Each probe's student is there once the trial before it has ended; only then can it be planned.
+    runner = InProcess(world, lambda each: run(make_plan(each, plan.before)))
+    results = runner.run([trial for pair in pairs for trial in pair])
+    failed = next((result for result in results if result.error is not None), None)
+    if failed is not None:
+        raise UserError(f"the search for the teacher's layer failed at the {failed.trial.title}: {failed.error}")
+    chosen = on_main(lambda: _report(results[1::2], folder), world)
+    return make_plan(replace(config, minilmv2=replace(config.minilmv2, teacher_layer=chosen)), plan.before)
+
+
+def _trials(config: RunConfig, folder: Path, layer: int) -> tuple[Trial, Trial]:
+    """The trial that learns a layer's relations, and the one that scores its student; layers count from 1."""
+    part, settings = folder / f"layer-{layer}", {"minilmv2.teacher_layer": layer}
+    distil = Trial(f"relations of layer {layer}", settings, config.seed, _short(config, layer, part / "distil"))
+    return distil, Trial(f"probe of layer {layer}", settings, config.seed, _probe(config, part))
+
+
+def _report(probes: Sequence[Result], folder: Path) -> int:
+    """Write and print the scores of all layers; returns the layer with the lowest validation loss."""
+    losses = {each.trial.settings["minilmv2.teacher_layer"]: _last_valid_loss(each) for each in probes}
+    choice = choose(probes, lambda result: -_last_valid_loss(result))
+    assert choice is not None
+    best = int(choice.settings["minilmv2.teacher_layer"])
+    values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
+    write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
+    scores = [LayerScore(layer=layer, loss=loss) for layer, loss in losses.items()]
+    plot_layers(scores, folder)
+    print_layers(scores, folder)
+    return best
 
 
 def _short(config: RunConfig, layer: int, folder: Path) -> RunConfig:
@@ -91,6 +106,5 @@ def _steps(config: RunConfig, steps: int) -> TrainConfig:
     )
 
 
-def _last_valid_loss(folder: Path) -> float:
-    rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return float(json.loads(rows[-1])["valid_loss"])
+def _last_valid_loss(result: Result) -> float:
+    return read_metrics_log(result.trial.folder)[-1]["valid_loss"]

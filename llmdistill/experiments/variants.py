@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -30,11 +29,6 @@ class Variant:
     def trains(self) -> bool:
         """Whether there is anything to train."""
         return self.settings["method"] != "none"
-
-    def points(self, shared: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-        """Every combination of the grid that all methods share and of this one's own."""
-        axes = {**shared, **self.grid}
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 @dataclass(frozen=True)

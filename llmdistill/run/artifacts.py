@@ -14,6 +14,7 @@ from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
+from llmdistill.run.checkpoints import last_step
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 
@@ -30,12 +31,11 @@ _FREE_KEYS = (
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
 )
 """Settings that cannot change the student. Of ds_config, which is a path, the content counts."""
-_UNTIL_FINISHED = ("train.micro_batch_size", "number of ranks")
-"""Settings that matter only while a run is not finished: ZeRO checkpoints are cut for a number of ranks, and with
-another micro batch a resumed run would not be bit-equal."""
+_CHECKPOINT_KEYS = ("train.micro_batch_size", "number of ranks")
+"""Settings that matter only to a run that goes on from a checkpoint: it is cut for a number of ranks, and with another
+micro batch the resumed run would not be bit-equal."""
 _INPUTS = ("teacher.model", "student.model", "data.train")
 """Settings that name what a run reads, of which the content counts beside the name."""
-_REMEDY = "choose another output_dir, or give the same settings to go on with it"
 
 
 def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -98,13 +98,14 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> State:
     """How far the run in a folder is. UserError where it is another run."""
+    finished = (folder / METRICS_FILE).is_file()
     return compare_records(
         None if old is None else _identity(old),
         _identity(new),
-        finished=(folder / METRICS_FILE).is_file(),
+        finished=finished,
         subject=f"output_dir {folder}: it holds a run of another configuration",
-        remedy=_REMEDY,
-        until_finished=_UNTIL_FINISHED,
+        remedy="choose another output_dir, or give the same settings to go on with it",
+        free=() if last_step(folder) > 0 and not finished else _CHECKPOINT_KEYS,
     )
 
 

@@ -49,15 +49,15 @@ def test_killed_comparison_goes_on_and_ends_with_the_same_results(settings, tmp_
     quiet = {**options, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command(settings, folder), start_new_session=True, **quiet)
     patience = time.monotonic() + 300
-    while not list(folder.glob("cells/sft-*/metrics.json")) and time.monotonic() < patience:
+    while not list(folder.glob("trials/sft-*/metrics.json")) and time.monotonic() < patience:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (folder / "results.json").exists(), "it was over before it could be killed"
     time.sleep(1)  # the run under way ends with its parent
-    kept = next(folder.glob("cells/sft-*/student/model.safetensors")).stat().st_mtime_ns
+    kept = next(folder.glob("trials/sft-*/student/model.safetensors")).stat().st_mtime_ns
     resumed = subprocess.run(command(settings, folder), capture_output=True, timeout=400, **options)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "(kept)" in resumed.stdout
-    assert next(folder.glob("cells/sft-*/student/model.safetensors")).stat().st_mtime_ns == kept
+    assert next(folder.glob("trials/sft-*/student/model.safetensors")).stat().st_mtime_ns == kept
     assert results(folder) == expected

@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import config_from_dict, parse_run, scores_asked
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
-from llmdistill.experiments.comparison import Study, choose, conduct
+from llmdistill.experiments.comparison import Study, conduct
+from llmdistill.experiments.launcher import InProcess
 from llmdistill.experiments.variants import load_methods
 from llmdistill.report.comparison import write_comparison
+from llmdistill.run.artifacts import claim_folder
+from llmdistill.runtime.distributed import World
 
 METHODS = ["none", "sft", "kd", "seqkd", "makd"]
+
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
 class StandIn:
     """Writes what a run would leave; its scores follow from the settings alone."""
 
-    flags = ()
-
     def __init__(self, fails=(), stops_after=None):
         self.ran, self.fails, self.stops_after = [], fails, stops_after
 
     def train_command(self, recipe):
-        return ["python", "llmdistill/train.py", "--recipe", str(recipe)]
+        return ["deepspeed", "--module", "llmdistill.train", "--recipe", str(recipe)]
 
-    def command(self, script, *arguments):
-        return ["python", str(script), *arguments]
+    def command(self, module, *arguments):
+        return ["deepspeed", "--module", module, *arguments]
 
-    def run(self, command, log):
+    def call(self, command, log):
+        self.interrupt()
+        self.generate(Path(command[command.index("--output") + 1]))
+
+    def run(self, trials, progress=None):
+        return InProcess(WORLD, self.do).run(trials, progress)
+
+    def interrupt(self):
         if self.stops_after is not None and len(self.ran) == self.stops_after:
             raise KeyboardInterrupt
-        if "--output" in command:
-            return self.generate(Path(command[command.index("--output") + 1]))
-        config = config_from_dict(yaml.safe_load(Path(command[-1]).read_text(encoding="utf-8")))
+
+    def do(self, config):
+        self.interrupt()
         self.ran.append(config)
         if config.method in self.fails:
-            return "out of luck (exit code 1)"
-        self.train(config)
-        return None
+            raise UserError("out of luck")
+        with claim_folder(config, WORLD):
+            self.train(config)
 
     def generate(self, output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +90,14 @@ class StandIn:
         metrics["run"] = {"training": training, "hardware": "none", "versions": {}, "decoding": "greedy"}
         (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "label": 2.0}) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def quick_collection():
+    """Without it the collection after each trial looks through all of torch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -134,9 +155,9 @@ def test_settings_are_chosen_on_validation_and_tests_are_not_looked_at(make_stud
     assert all(config.data.tests == {} and config.data.valid == "embedded:valid" for config in trials)
     for runs in findings.runs.values():
         assert [run.trial.seed for run in runs] == [0, 1, 2]
-        assert {run.trial.point["train.learning_rate"] for run in runs} == {3e-3}
-    assert {run.trial.point["makd.logits"] for run in findings.runs["makd"]} == {10.0}
-    assert {run.trial.point["kd.ratio"] for run in findings.runs["kd"]} == {0.5}
+        assert {run.trial.settings["train.learning_rate"] for run in runs} == {3e-3}
+    assert {run.trial.settings["makd.logits"] for run in findings.runs["makd"]} == {10.0}
+    assert {run.trial.settings["kd.ratio"] for run in findings.runs["kd"]} == {0.5}
     assert all(set(run.metrics["student"]["rougeL"]) == {"seen", "unseen", "skills"} for run in findings.runs["kd"])
 
 
@@ -161,8 +182,8 @@ def test_a_changed_recipe_makes_new_runs(make_study):
 def test_one_failed_method_does_not_lose_the_others_and_is_tried_again(make_study, tmp_path):
     study = make_study(StandIn(fails=["kd"]))
     findings = conduct(study)
-    assert {result.trial.variant.name for result in findings.failed} == {"kd"}
-    assert all(result.error == "out of luck (exit code 1)" for result in findings.failed)
+    assert {result.trial.config.method for result in findings.failed} == {"kd"}
+    assert all(result.error == "out of luck" for result in findings.failed)
     write_comparison(study.root, collect(study, findings, title="t", paper={}, command="c"))
     results = json.loads((study.root / "results.json").read_text(encoding="utf-8"))["methods"]
     assert results["kd"]["rougeL"] is None
@@ -214,7 +235,7 @@ def test_sizes_train_the_chosen_settings_once_more(make_study):
     assert own.average == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 3)
     for results in findings.sizes.values():
         assert set(results) == set(METHODS)
-        assert results["makd"].trial.point["train.learning_rate"] == 3e-3
+        assert results["makd"].trial.settings["train.learning_rate"] == 3e-3
 
 
 def test_choice_needs_validation(make_study):
@@ -224,14 +245,6 @@ def test_choice_needs_validation(make_study):
     )
     with pytest.raises(UserError, match=r"data\.valid is missing"):
         Study(**{**vars(study), "recipe": recipe}).check()
-
-
-def test_ties_go_to_the_first(make_study):
-    findings = conduct(make_study(StandIn(), methods=["none", "sft"]))
-    trials = findings.trials["sft"]
-    for trial in trials:
-        trial.metrics["student"]["valid"]["rougeL"] = 1.0
-    assert choose(trials) is trials[0]
 
 
 def _plain(config):

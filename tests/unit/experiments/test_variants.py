@@ -8,17 +8,6 @@ from llmdistill.experiments.variants import load_methods, load_suite, suite_name
 from llmdistill.methods.makd import TERMS, make_makd
 
 
-def test_points_are_every_combination_of_the_shared_grid_and_the_own_one() -> None:
-    (kd,) = load_methods(["kd"])
-    points = kd.points({"train.learning_rate": [1e-3, 2e-3]})
-    assert [(point["train.learning_rate"], point["kd.ratio"]) for point in points] == [
-        (1e-3, 0.5),
-        (1e-3, 1.0),
-        (2e-3, 0.5),
-        (2e-3, 1.0),
-    ]
-
-
 def test_methods_come_in_the_order_asked_for() -> None:
     assert [method.name for method in load_methods(["makd", "none", "sft"])] == ["makd", "none", "sft"]
     assert [method.trains for method in load_methods(["makd", "none", "sft"])] == [True, False, True]

@@ -57,7 +57,6 @@ def test_the_same_run_goes_on_until_it_is_finished(parse, tmp_path):
     [
         (("--train.learning_rate", "1.0"), r"train\.learning_rate was 0\.0015 and is now 1\.0; choose another"),
         (("--seed", "1", "--train.steps", "2"), r"seed was 0 and is now 1 \(and 1 more\)"),
-        (("--train.micro_batch_size", "1"), r"train\.micro_batch_size was \S+ and is now 1"),
     ],
 )
 def test_another_configuration_is_refused_and_nothing_lost(parse, tmp_path, arguments, said):
@@ -87,10 +86,15 @@ def test_what_a_run_makes_itself_is_no_input(parse, tmp_path):
     assert set(input_fingerprints(values, made_below=tmp_path / "run")) == {"data.train"}
 
 
-def test_ranks_and_micro_batch_matter_until_a_run_is_finished(parse):
+def test_ranks_and_micro_batch_matter_only_between_a_checkpoint_and_the_end(parse, tmp_path):
+    claim(parse(), size=2)
     claim(parse())
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step-5")
     with pytest.raises(UserError, match="number of ranks was 1 and is now 2"):
         claim(parse(), size=2)
+    with pytest.raises(UserError, match=r"train\.micro_batch_size was \S+ and is now 1"):
+        claim(parse("--train.micro_batch_size", "1"))
     finish(parse())
     assert claim(parse("--train.micro_batch_size", "1"), size=2) is State.FINISHED
     with pytest.raises(UserError, match="seed was 0 and is now 1"):

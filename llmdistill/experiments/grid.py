@@ -1,0 +1,53 @@
+"""The settings that a study tries, and which of them it chooses."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmdistill.experiments.trials import Result
+
+Score = Callable[[Result], float]
+"""Of a finished trial, what is to be high."""
+
+
+def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of a grid's values, by dotted key; the values of the last key change first."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings that a study chose."""
+
+    settings: Mapping[str, Any]
+    results: list[Result]
+    """Their finished trials, one a seed."""
+    best: Result
+    """The trial whose seed scored best; of equals the first."""
+
+
+def choose(results: Sequence[Result], score: Score) -> Choice | None:
+    """The settings with the best mean score over seeds, the first of equals; None where every trial failed.
+
+    Where trials failed, only the settings with the most finished seeds are compared. A single setting needs no score.
+    """
+    finished = [result for result in results if result.metrics is not None]
+    groups: list[list[Result]] = []
+    for result in finished:
+        for group in groups:
+            if group[0].trial.settings == result.trial.settings:
+                group.append(result)
+                break
+        else:
+            groups.append([result])
+    if not groups:
+        return None
+    most = max(map(len, groups))
+    groups = [group for group in groups if len(group) == most]
+    chosen = groups[0] if len(groups) == 1 else max(groups, key=lambda group: statistics.fmean(map(score, group)))
+    best = chosen[0] if len(chosen) == 1 else max(chosen, key=score)
+    return Choice(chosen[0].trial.settings, chosen, best)

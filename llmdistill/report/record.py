@@ -1,0 +1,72 @@
+"""What must stand beside a result: the command, the hardware, the versions and the time."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import llmdistill
+
+
+def make_record(command: str, world_size: int) -> dict[str, Any]:
+    """The record of a run or a study that ends now, as plain JSON values.
+
+    Args:
+        command: as it was typed.
+        world_size: ranks that it ran on.
+    """
+    return {
+        "command": command,
+        "hardware": describe_hardware(world_size),
+        "versions": {
+            "llmdistill": llmdistill.__version__,
+            **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        },
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def record_lines(record: Mapping[str, Any]) -> list[str]:
+    """The record as a Markdown list."""
+    return [
+        f"- Command: `{record['command']}`",
+        f"- Hardware: {record['hardware']}",
+        f"- Versions: {describe_versions(record)}",
+        f"- Finished: {record['finished']}",
+    ]
+
+
+def describe_versions(record: Mapping[str, Any]) -> str:
+    """The versions of a record in one line."""
+    return ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+
+
+def describe_hardware(world_size: int) -> str:
+    """This machine in a few words, as it stands beside results."""
+    if torch.cuda.is_available():
+        return f"{world_size} x {torch.cuda.get_device_name()}"
+    threads = torch.get_num_threads() * world_size
+    return f"{world_size} rank{'s' if world_size > 1 else ''} on {threads} CPU threads ({_cpu()})"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def typed_command(world_size: int) -> str:
+    """What the user typed to start the main job, as far as the launcher tells, ready for a shell."""
+    arguments = [word for word in sys.argv if not word.startswith("--local_rank")]
+    return shlex.join(["deepspeed", *(["--num_gpus", str(world_size)] if world_size > 1 else []), *arguments])

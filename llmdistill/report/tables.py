@@ -1,0 +1,61 @@
+"""A table of texts, as Markdown and on the terminal; the first columns stand on the left, those of figures right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """The lines of a Markdown table.
+
+    Args:
+        header: names of the columns.
+        rows: one text a column.
+        left: how many columns, from the first on, are aligned to the left.
+    """
+    rule = "|".join("---" if number < left else "---:" for number in range(len(header)))
+    return [_line(header), f"|{rule}|", *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def print_table(
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    turned: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print a table on the terminal.
+
+    Args:
+        title: above it.
+        header: names of the columns.
+        rows: one text a column.
+        left: how many columns, from the first on, are aligned to the left.
+        turned: whether rows become columns where the terminal is too narrow.
+        console: where to; by default the terminal.
+    """
+    terminal = console or Console()
+    if turned and _width(header, rows) > terminal.width:
+        header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
+    table = Table(title=title, title_justify="left", box=box.HORIZONTALS, pad_edge=False)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number < left else "right", no_wrap=left > 1 and number == 0)
+    for row in rows:
+        table.add_row(*row)
+    terminal.print(table)
+
+
+def _width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Characters that a table needs so that nothing but its header is broken over lines, and that only at spaces."""
+    columns = [[*name.split(), *column] for name, *column in zip(header, *rows, strict=True)]
+    return sum(2 + max(map(len, column)) for column in columns)

@@ -1,0 +1,66 @@
+"""The points of a grid and the choice among them, against a naive count."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from llmdistill.config import RunConfig
+from llmdistill.experiments.grid import choose, points
+from llmdistill.experiments.trials import Result, Trial
+
+CONFIG = RunConfig(ds_config="zero2.json", output_dir="runs/x")
+
+
+def result(name, seed, score):
+    trial = Trial(name, {"name": name}, seed, CONFIG)
+    return Result(trial, None, "failed") if score is None else Result(trial, {"score": score})
+
+
+def score(each):
+    return each.metrics["score"]
+
+
+def test_points_are_every_combination():
+    assert points({"a": [1, 2], "b": ["x", "y"]}) == [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
+    assert points({}) == [{}]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_mean_over_seeds_is_chosen(seed):
+    draw = random.Random(seed)
+    names, seeds = ["p", "q", "r", "s"][: draw.randint(1, 4)], range(draw.randint(1, 3))
+    # Few different scores, so that there are ties; some trials fail.
+    table = {(name, number): draw.choice([None, 1.0, 2.0, 3.0]) for name in names for number in seeds}
+    order = sorted(table, key=lambda _: draw.random())
+    found = choose([result(*key, table[key]) for key in order], score)
+    ended = {name: [table[key] for key in order if key[0] == name and table[key] is not None] for name in names}
+    most = max(map(len, ended.values()))
+    if most == 0:
+        assert found is None
+        return
+    first = list(dict.fromkeys(name for name, number in order if table[name, number] is not None))
+    best = None
+    for name in first:
+        if len(ended[name]) < most:
+            continue
+        if best is None or statistics.fmean(ended[name]) > statistics.fmean(ended[best]):
+            best = name
+    assert found is not None
+    assert found.settings == {"name": best}
+    assert [score(each) for each in found.results] == ended[best]
+    assert score(found.best) == max(ended[best])
+    assert found.best is next(each for each in found.results if score(each) == max(ended[best]))
+
+
+def test_a_single_setting_needs_no_score():
+    found = choose([result("p", 0, 1.0)], lambda each: each.metrics["missing"])
+    assert found is not None
+    assert found.best.metrics == {"score": 1.0}

@@ -1,0 +1,205 @@
+"""How trials are run: side by side, in this process, failed, interrupted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmdistill.config.command_line import parse_run, scores_asked
+from llmdistill.errors import UserError
+from llmdistill.experiments import launcher as module
+from llmdistill.experiments.launcher import InProcess, Launcher
+from llmdistill.experiments.trials import Progress, make_trial
+from llmdistill.run.artifacts import claim_folder
+from llmdistill.runtime.distributed import World
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+# A run without torch: it claims its folder as the main job does, waits, and leaves its metrics or fails.
+SCRIPT = """
+import json, sys, time, yaml
+from pathlib import Path
+config = yaml.safe_load(Path(sys.argv[-1]).read_text())
+folder = Path(config["output_dir"])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "began").write_text(str(time.time()))
+if config["seed"] == 1:
+    print("error: out of luck")
+    sys.exit(2)
+time.sleep({seconds})
+for file, value in json.loads((folder.parent / "left.json").read_text())[folder.name].items():
+    (folder / file).write_text(json.dumps(value))
+(folder / "ended").write_text(str(time.time()))
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick_collection():
+    """Without it the collection after each trial looks through all of torch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def trials(tmp_path):
+    recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", "--data.tests", "{}"])
+    return [make_trial(tmp_path, recipe, "sft", {"method": "sft", "seed": seed}) for seed in range(3)]
+
+
+def finish(config):
+    with claim_folder(config, WORLD):
+        pass
+    metrics = {"asked": scores_asked(config), "seed": config.seed}
+    (Path(config.output_dir) / "metrics.json").write_text(json.dumps(metrics))
+
+
+@pytest.fixture
+def scripted(monkeypatch, tmp_path, trials):
+    """A launcher whose main job is the script above."""
+
+    def make(seconds, **settings):
+        left = {}
+        for trial in trials:
+            finish(trial.config)
+            left[trial.folder.name] = {file.name: json.loads(file.read_text()) for file in trial.folder.glob("*.json")}
+            for file in [*trial.folder.glob("*"), trial.folder / ".lock"]:
+                file.unlink(missing_ok=True)
+            trial.folder.rmdir()
+        (tmp_path / "trials" / "left.json").write_text(json.dumps(left))
+        script = tmp_path / "job.py"
+        script.write_text(SCRIPT.replace("{seconds}", str(seconds)))
+        monkeypatch.setattr(
+            Launcher, "train_command", lambda self, recipe, flags=(): [sys.executable, str(script), str(recipe)]
+        )
+        return Launcher(**settings)
+
+    return make
+
+
+def test_a_failed_trial_stops_no_other(scripted, trials, capsys):
+    progress = Progress(3, lambda metrics: f"seed {metrics['seed']}")
+    results = scripted(0).run(trials, progress)
+    assert [result.error is None for result in results] == [True, False, True]
+    assert results[1].error == f"out of luck (exit code 2, log {trials[1].log})"
+    assert [result.metrics["seed"] for result in (results[0], results[2])] == [0, 2]
+    assert all(result.seconds is not None for result in (results[0], results[2]))
+    assert capsys.readouterr().out.splitlines() == [
+        "[1/3] sft seed=0 ...",
+        "[1/3] sft seed=0: seed 0",
+        "[2/3] sft seed=1 ...",
+        f"[2/3] sft seed=1: FAILED: {results[1].error}",
+        "[3/3] sft seed=2 ...",
+        "[3/3] sft seed=2: seed 2",
+    ]
+    began = trials[0].folder / "began"
+    before = began.read_text()
+    again = scripted_again(trials, progress)
+    assert [result.metrics is not None for result in again] == [True, False, True]
+    assert "(kept)" in capsys.readouterr().out
+    assert began.read_text() == before
+
+
+def scripted_again(trials, progress):
+    return Launcher().run(trials, progress)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_trials_run_side_by_side_where_that_is_wanted(scripted, trials, at_once):
+    results = scripted(1, trials_at_once=at_once).run(trials)
+    assert [result.trial for result in results] == trials
+    first, last = trials[0].folder, trials[2].folder
+    overlap = float((last / "began").read_text()) < float((first / "ended").read_text())
+    assert overlap == (at_once > 1)
+
+
+def test_an_interrupted_study_leaves_no_process_behind(scripted, trials):
+    launcher = scripted(30, trials_at_once=3)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminate():
+        while not ((trials[0].folder / "began").exists() and (trials[2].folder / "began").exists()):
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    started = []
+    real = module._start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_start", lambda *given: started.append(real(*given)) or started[-1])
+        threading.Thread(target=terminate, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            launcher.run(trials)
+    assert len(started) == 3
+    assert all(process.returncode is not None for process in started)
+    assert not any((trial.folder / "ended").exists() for trial in trials)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_process_a_failed_trial_stops_no_other_and_finished_ones_are_kept(trials):
+    ran = []
+
+    def train(config):
+        ran.append(config.seed)
+        if config.seed == 0:
+            raise UserError("out of luck")
+        if config.seed == 1:
+            raise RuntimeError("a mistake")
+        finish(config)
+
+    runner = InProcess(WORLD, train)
+    results = runner.run(trials)
+    assert ran == [0, 1, 2]
+    assert results[0].error == "out of luck"
+    assert results[1].error == f"RuntimeError: a mistake (log {trials[1].log})"
+    assert "in train" in trials[1].log.read_text()
+    assert results[2].metrics["seed"] == 2
+    assert runner.run(trials[2:])[0].metrics == results[2].metrics
+    assert ran == [0, 1, 2]
+
+
+def test_on_several_ranks_an_unexpected_exception_is_no_result(trials):
+    def train(config):
+        raise RuntimeError("one rank alone")
+
+    with pytest.raises(RuntimeError, match="one rank alone"):
+        InProcess(World(rank=0, size=2, device=torch.device("cpu")), train)._train(trials[0])
+
+
+def test_a_trial_that_ends_without_scores_has_failed(trials):
+    (found,) = InProcess(WORLD, lambda config: None).run(trials[:1])
+    assert found.error == f"it ended without its scores; see {trials[0].log}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "slots"),
+    [
+        ((), 8, [f"localhost:{gpu}" for gpu in range(8)]),
+        ((), 3, ["localhost:0,1", "localhost:2,3", "localhost:4,5"]),
+        (("--num_gpus", "4"), 2, ["localhost:0,1", "localhost:2,3"]),
+        (("--num_gpus=2",), 2, ["localhost:0", "localhost:1"]),
+    ],
+)
+def test_gpus_are_shared_out_evenly(monkeypatch, flags, count, slots):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert Launcher(flags, count)._slots() == [("--include", slot) for slot in slots]
+    assert Launcher(flags, 1)._slots() == [flags]
+
+
+def test_visible_gpus_alone_are_shared_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
+    assert Launcher((), 2)._slots() == [("--include", "localhost:3"), ("--include", "localhost:5")]
+    with pytest.raises(UserError, match=r"--trials_at_once 4: there are 3 GPU\(s\)"):
+        Launcher((), 4).check()
+    with pytest.raises(UserError, match="--include puts all trials into one place"):
+        Launcher(("--include", "localhost:3"), 2).check()
