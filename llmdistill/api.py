@@ -158,7 +158,7 @@ def distill(
     given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
     config = given.first_config({**(settings or {}), "method": method}, keywords, output_dir)
     with guest():
-        world = init_distributed()
+        world = init_distributed(given.command(method))
         config = on_main(lambda: given.saved(config), world)
         _run(config, world)
         folder = Path(str(config.output_dir))

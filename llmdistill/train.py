@@ -36,11 +36,17 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return exit_code(lambda: run(sys.argv[1:] if arguments is None else arguments))
+    script, *typed = sys.argv
+    return exit_code(lambda: run(typed, script=script) if arguments is None else run(arguments))
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Resolve and check, then distil, unless a dry run is all that is wanted."""
+def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> None:
+    """Resolve and check, then distil, unless a dry run is all that is wanted.
+
+    Args:
+        arguments: the command line.
+        script: what they were given to, for the reports.
+    """
     config, flags = command_line.parse_run(arguments)
     plans = make_plans(config)
     tasks = second_stage(plans)
@@ -54,7 +60,7 @@ def run(arguments: Sequence[str]) -> None:
     data = assemble.read_data(plans[0])
     if tasks is not None:
         tasks.check_data()
-    world = init_distributed()
+    world = init_distributed(command_line.typed_command(script, arguments))
     try:
         quiet_libraries()
         for plan in plans:
@@ -152,7 +158,7 @@ def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
             metrics["student"] = book.score("student", load, data.tokenizer, params=params)
     if world.is_main:
         record = run_record(
-            plan.config.scoring.decoding, world.size, plan.folder / "metrics.jsonl", plan.sizes["teacher_params"]
+            plan.config.scoring.decoding, world, plan.folder / "metrics.jsonl", plan.sizes["teacher_params"]
         )
         asked = command_line.scores_asked(plan.config)
         if plan.config.data.kind == "text":

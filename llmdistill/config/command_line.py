@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from functools import cache
@@ -102,6 +104,13 @@ def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
         parsed.output_dir = f"runs/{name}-{Path(parsed.ds_config).stem}"
     recipe = argparse.Namespace(recipe=flags.recipe, dry_run=parsed.dry_run, json=parsed.json)
     return build(parsed, RunConfig), recipe
+
+
+def typed_command(script: str, arguments: Sequence[str]) -> str:
+    """What a user types to start a script with these arguments on as many ranks as there are, ready for a shell."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    words = [word for word in arguments if not word.startswith("--local_rank")]
+    return shlex.join(["deepspeed", *(["--num_gpus", ranks] if int(ranks) > 1 else []), script, *words])
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:

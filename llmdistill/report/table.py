@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
 import statistics
-import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +19,7 @@ import llmdistill
 from llmdistill.files import write_json, write_text
 from llmdistill.report.metrics_log import FIGURES
 from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
+from llmdistill.runtime.distributed import World
 
 _TEXT_TITLE = "The method's loss on the validation text"
 
@@ -45,11 +44,11 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def run_record(decoding: str, world_size: int, metrics_file: Path, teacher_params: int) -> dict[str, Any]:
+def run_record(decoding: str, world: World, metrics_file: Path, teacher_params: int) -> dict[str, Any]:
     """What must stand beside a result: command, hardware, versions, time, sizes, and what the training cost."""
     return {
-        "command": typed_command(world_size),
-        "hardware": describe_hardware(world_size),
+        "command": world.command,
+        "hardware": describe_hardware(world.size),
         "versions": {
             "llmdistill": llmdistill.__version__,
             **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
@@ -59,12 +58,6 @@ def run_record(decoding: str, world_size: int, metrics_file: Path, teacher_param
         "teacher_params": teacher_params,
         "training": training_cost(metrics_file),
     }
-
-
-def typed_command(world_size: int) -> str:
-    """What the user typed to start the main job, as far as the launcher tells, ready for a shell."""
-    arguments = [word for word in sys.argv if not word.startswith("--local_rank")]
-    return shlex.join(["deepspeed", *(["--num_gpus", str(world_size)] if world_size > 1 else []), *arguments])
 
 
 def training_cost(metrics_file: Path) -> dict[str, float] | None:

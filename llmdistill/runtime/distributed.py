@@ -27,6 +27,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    command: str = ""
+    """What was typed or called to start the run, for its report."""
 
     @property
     def is_main(self) -> bool:
@@ -34,8 +36,11 @@ class World:
         return self.rank == 0
 
 
-def init_distributed() -> World:
+def init_distributed(command: str = "") -> World:
     """Join the process group that the launcher describes in the environment; alone, without one, as rank 0 of 1.
+
+    Args:
+        command: what was typed or called, for the reports of what is run.
 
     Raises:
         UserError: DeepSpeed would have to compile its extension and there is no C++ compiler.
@@ -67,7 +72,7 @@ def init_distributed() -> World:
     device = torch.device("cpu" if on_cpu else f"cuda:{local_rank}")
     if not on_cpu:
         torch.cuda.set_device(device)
-    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)
 
 
 def _forget_shared_memory() -> None:

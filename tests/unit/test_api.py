@@ -198,6 +198,8 @@ class TestDistill:
         assert unchanged(model, before[0])
         assert unchanged(student, before[1])
         assert dict(os.environ) == environment
+        command = "llmdistill.distill(LlamaForCausalLM, LlamaForCausalLM, list, method='makd', ...)"
+        assert result.metrics["run"]["command"] == command
 
         for name, each in (("teacher", model), ("student", student)):
             each.save_pretrained(tmp_path / name)

@@ -70,6 +70,11 @@ def test_rooms_have_no_circles():
         done |= ready
 
 
+def test_only_command_lines_read_what_was_typed():
+    readers = {room_of(path) for path in PACKAGE.rglob("*.py") if "sys.argv" in path.read_text(encoding="utf-8")}
+    assert readers <= {"train", "commands", "cli"}
+
+
 def test_library_does_not_import_programs():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

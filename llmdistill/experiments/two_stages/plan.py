@@ -23,7 +23,6 @@ from llmdistill.experiments.two_stages.table import ROWS, collect, print_rows, w
 from llmdistill.methods import Method
 from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.load import load_config, load_tokenizer
-from llmdistill.report.table import typed_command
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
@@ -96,11 +95,10 @@ class TasksPlan:
         """
         gc.collect()  # the engine of the first stage is a knot of references
         results = {}
-        command = typed_command(world.size)
         with named_as_settings():
             for row, config in self.configs.items():
                 print_main(f"\nTasks       {ROWS[row].title}", world)
-                results[row] = evaluate(config, world, command=command)
+                results[row] = evaluate(config, world, command=world.command)
         figures = self._draw(world) if self.last.config.tasks.tsne else {}
         if world.is_main:
             table = collect(results, figures, run=str(self.last.folder))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 
 import pytest
 
@@ -229,3 +231,13 @@ def test_a_part_changes_as_a_recipe_would_change_it():
     ):
         with pytest.raises(UserError, match=said):
             command_line.changed(part, values, key="k")
+
+
+def test_the_command_can_be_pasted_into_a_shell(monkeypatch):
+    words = ["--student.factorize.shapes", '{"*.attention.*": 8x2, "*": 2x2}', "--seed=1"]
+    monkeypatch.setattr(sys, "argv", ["another", "program"])
+    typed = command_line.typed_command("llmdistill/train.py", ["--local_rank=0", *words])
+    assert shlex.split(typed) == ["deepspeed", "llmdistill/train.py", *words]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    typed = command_line.typed_command("llmdistill/train.py", words)
+    assert shlex.split(typed) == ["deepspeed", "--num_gpus", "2", "llmdistill/train.py", *words]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
-import sys
 
 import pytest
 from rich.console import Console
@@ -18,7 +16,6 @@ from llmdistill.report.table import (
     print_table,
     text_scores,
     training_cost,
-    typed_command,
 )
 
 
@@ -160,10 +157,3 @@ def test_the_layers_curve_marks_the_best(tmp_path):
     assert len(lines) == 1
     assert lines[0].split()[:2] == ["3", "3.0000"]
     assert (tmp_path / "layer_search.svg").is_file()
-
-
-def test_the_command_can_be_pasted_into_a_shell(monkeypatch):
-    words = ["llmdistill/train.py", "--student.factorize.shapes", '{"*.attention.*": 8x2, "*": 2x2}', "--seed=1"]
-    monkeypatch.setattr(sys, "argv", [words[0], "--local_rank=0", *words[1:]])
-    assert shlex.split(typed_command(1)) == ["deepspeed", *words]
-    assert shlex.split(typed_command(2)) == ["deepspeed", "--num_gpus", "2", *words]
