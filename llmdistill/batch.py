@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+if TYPE_CHECKING:  # the names below are needed where torch is not yet
+    import torch
+    from torch import Tensor
 
 IGNORE_INDEX = -100
 """Label of a position that no loss looks at (the convention of torch and transformers)."""
@@ -45,6 +45,8 @@ class LossSum(NamedTuple):
 
 def predicted_labels(labels: Tensor, *, shift: bool) -> Tensor:
     """The label that each position predicts: (B, T)."""
+    from torch.nn import functional
+
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
 
 
@@ -89,7 +91,7 @@ class Batch:
     def has_target(self) -> Tensor:
         """Which sequences have a target, or some of several: (B,), bool."""
         if self.targets is None:
-            return torch.zeros(len(self.input_ids), dtype=torch.bool, device=self.input_ids.device)
+            return self.input_ids.new_zeros(len(self.input_ids)).bool()
         known = ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
         return known.flatten(1).any(1) if known.dim() > 1 else known
 
@@ -113,7 +115,7 @@ class Batch:
         """The same batch on another device."""
 
         def moved(value: Any) -> Any:
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            return value.to(device, non_blocking=True) if hasattr(value, "to") else value
 
         return Batch(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmdistill.artifacts import State
 from llmdistill.config import command_line
+from llmdistill.methods import METHODS
 from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.terminal import print_main, quiet_libraries, warn_main
 
@@ -47,7 +48,7 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
         arguments: the command line.
         script: what they were given to, for the reports.
     """
-    config, flags = command_line.parse_run(arguments)
+    config, flags = command_line.parse_run(arguments, METHODS)
     plans = make_plans(config)
     tasks = second_stage(plans)
     if flags.dry_run:
@@ -124,7 +125,7 @@ def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
     from llmdistill.run import assemble
     from llmdistill.runtime.distributed import on_main
 
-    if "minilmv2" in plan.config.methods() and plan.config.minilmv2.teacher_layer == "auto":
+    if plan.searched is not None:
         plan = search_layer(plan, lambda part: part_of_run(part, data, world), world)
     print_main(plan.headline(data.report), world)
     warnings = on_main(lambda: assemble.check_responses(plan), world)
@@ -150,7 +151,7 @@ def distil(plan: Plan, data: assemble.RunData, world: World) -> None:
     if "untrained" in scored:
         load = partial(assemble.load_scored, untrained, plan, world)
         metrics["untrained"] = book.score("untrained", load, data.tokenizer, params=params)
-    if plan.config.method != "none":
+    if plan.trains:
         if not (trained / "config.json").is_file():
             train(plan, untrained, trained, teacher, data, world)
         if "student" in scored:

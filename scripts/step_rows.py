@@ -185,8 +185,11 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
 
 def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:
     """kd and makd with their defaults; for the encoder attention KL and hidden MSE of every layer, and the labels."""
-    from llmdistill.config import KdConfig, MakdConfig, MinilmConfig, TinybertConfig
     from llmdistill.methods import build_method
+    from llmdistill.methods.kd import KdConfig
+    from llmdistill.methods.makd import MakdConfig
+    from llmdistill.methods.minilm import MinilmConfig
+    from llmdistill.methods.tinybert import TinybertConfig
 
     settings: dict[str, Any] = {"kd": KdConfig(), "makd": MakdConfig()}
     names = [task]

@@ -15,6 +15,7 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names
 from llmdistill.errors import UserError
 from llmdistill.experiments.variants import Suite, load_methods, load_suite, method_names, suite_names
+from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
@@ -86,7 +87,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     settings = build(parsed, CompareConfig)
     if not any(word.split("=")[0] == "--ds_config" for word in rest):
         rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
-    recipe, flags = parse_run(rest)
+    recipe, flags = parse_run(rest, METHODS)
     if recipe.data.kind == "text":
         raise UserError(
             f"--recipe {flags.recipe} learns from text, and a comparison scores answers to instructions: train its "

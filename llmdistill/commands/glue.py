@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.command_line import build, parse
+from llmdistill.config.command_line import add_config, build, parse
 from llmdistill.config.glue import GlueConfig
+from llmdistill.methods import METHODS
 from llmdistill.runtime.exit import exit_code
 
 
@@ -25,7 +26,7 @@ def build_parser(prog: str) -> ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="Print results.json in place of the table.")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
-    parser.add_class_arguments(GlueConfig, None)
+    add_config(parser, GlueConfig, METHODS)
     return parser
 
 
@@ -41,7 +42,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
         UserError: bad arguments or input.
     """
     parsed = parse(build_parser(prog), arguments)
-    config = build(parsed, GlueConfig)
+    config = build(parsed, GlueConfig, METHODS)
     # Imported here: --help and mistyped arguments must wait for neither transformers nor DeepSpeed.
     from llmdistill.experiments.glue.run import run
 

@@ -10,15 +10,16 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from llmdistill.config import RunConfig
+from llmdistill.config.methods import MethodInfo, MethodTable
+from llmdistill.config.recipes import recipe_names, recipe_path
 from llmdistill.errors import UserError
 
 DEFAULT_RECIPE = "quickstart"
@@ -31,35 +32,14 @@ _EXTENDS = (
     "Only in a recipe: the one it builds on, a shipped one's name or a path seen from its file; its own settings win."
 )
 
-RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
-"""Folder of the shipped recipes. Files there whose name begins with _ are no recipes, only something to extend."""
 
-
-def recipe_names() -> list[str]:
-    """The recipes that ship with the package, those in a subfolder as FOLDER/NAME."""
-    files = [path.relative_to(RECIPES) for path in RECIPES.rglob("*.yaml") if not path.name.startswith("_")]
-    return sorted(file.as_posix().removesuffix(".yaml") for file in files)
-
-
-def recipe_path(name_or_path: str) -> Path:
-    """A shipped recipe by its name, any other by its path.
-
-    Raises:
-        UserError: there is no such recipe.
-    """
-    if name_or_path in recipe_names():
-        return RECIPES / f"{name_or_path}.yaml"
-    path = Path(name_or_path)
-    if not path.is_file():
-        raise UserError(
-            f"--recipe {name_or_path}: neither a file nor a shipped recipe; shipped are {', '.join(recipe_names())}"
-        )
-    return path
+def run_parser(methods: MethodTable) -> ArgumentParser:
+    """The parser of the main job: every setting of a run and its methods, and the flags that are not settings."""
+    return _run_parser(tuple(methods.items()))
 
 
 @cache
-def run_parser() -> ArgumentParser:
-    """The parser of the main job: every field of RunConfig, and the flags that are not settings of a run."""
+def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="llmdistill/train.py",
         usage="deepspeed [--num_gpus N] llmdistill/train.py --ds_config FILE [--recipe NAME] [--KEY VALUE ...]",
@@ -75,12 +55,26 @@ def run_parser() -> ArgumentParser:
     parser.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS
     )  # given by the launcher; the environment says it too
-    parser.add_class_arguments(RunConfig, None)
+    add_config(parser, RunConfig, dict(methods))
     return parser
 
 
-def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
+def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) -> None:
+    """Add all settings of a configuration that has methods: its fields, and a section for each method's own."""
+    parser.add_class_arguments(kind, None, skip={"method_settings"})
+    (action,) = (action for action in parser._actions if action.dest == "method")
+    listed = "; ".join(f"{name}: {method.help}" for name, method in methods.items())
+    action.help = f"{action.help} {listed}."
+    for name, settings in _sections(methods):
+        parser.add_class_arguments(settings, name)
+
+
+def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig, argparse.Namespace]:
     """Read the main job's command line.
+
+    Args:
+        arguments: the command line.
+        methods: all that there are, by name.
 
     Returns the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
 
@@ -96,14 +90,14 @@ def parse_run(arguments: Sequence[str]) -> tuple[RunConfig, argparse.Namespace]:
     if flags.extends is not None:
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
     path = recipe_path(flags.recipe)
-    parser = run_parser()
+    parser = run_parser(methods)
     recipes = [argument for file in extended(parser, path) for argument in ("--recipe", str(file))]
     parsed = parse(parser, [*recipes, *rest])
     if parsed.output_dir is None:
         name = flags.recipe if flags.recipe in recipe_names() else path.stem
         parsed.output_dir = f"runs/{name}-{Path(parsed.ds_config).stem}"
     recipe = argparse.Namespace(recipe=flags.recipe, dry_run=parsed.dry_run, json=parsed.json)
-    return build(parsed, RunConfig), recipe
+    return build(parsed, RunConfig, methods), recipe
 
 
 def typed_command(script: str, arguments: Sequence[str]) -> str:
@@ -159,16 +153,42 @@ def _as_list(value: str) -> str:
     return value if value.startswith(("[", "--")) or value == "null" else f"[{value}]"
 
 
-def build(parsed: Any, kind: type[_Config]) -> _Config:
+def build(parsed: Any, kind: type[_Config], methods: MethodTable | None = None) -> _Config:
     """The frozen configuration of a parsed command line, nested parts included.
+
+    Args:
+        parsed: what the parser gave.
+        kind: the configuration.
+        methods: of one that `add_config` added, the same methods.
+
+    Raises:
+        UserError: settings that contradict each other.
+    """
+    own = [field for field in fields(kind) if methods is None or field.name != "method_settings"]  # type: ignore[arg-type]
+    values = {field.name: _part(field, getattr(parsed, field.name)) for field in own}
+    if methods is not None:
+        values["method_settings"] = {name: build(getattr(parsed, name), kind) for name, kind in _sections(methods)}
+    return checked(kind, values, methods)
+
+
+def checked(kind: type[_Config], values: Mapping[str, Any], methods: MethodTable | None = None) -> _Config:
+    """A configuration with the values of its fields.
 
     Raises:
         UserError: settings that contradict each other.
     """
     try:
-        return kind(**{field.name: _part(field, getattr(parsed, field.name)) for field in fields(kind)})  # type: ignore[arg-type]
+        config: Any = kind(**values)
+        if methods is not None:
+            config.check_methods(methods)
     except ValueError as error:
         raise UserError(str(error)) from error
+    return cast(_Config, config)
+
+
+def _sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
+    """The methods that have settings, and the settings' types."""
+    return [(name, method.settings) for name, method in methods.items() if method.settings is not None]
 
 
 def _part(field: Field[Any], value: Any) -> Any:
@@ -252,30 +272,35 @@ def check_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain JSON values."""
+    """The configuration as plain JSON values, the settings of each method under its name."""
     values = asdict(config)
+    values |= values.pop("method_settings")
     values["train"]["betas"] = list(values["train"]["betas"])
     return values
 
 
-def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+def config_from_dict(values: Mapping[str, Any], methods: MethodTable) -> RunConfig:
     """The configuration that `to_dict` gave, with the checks of its parts.
 
     Raises:
         UserError: settings that contradict each other.
     """
-    try:
-        return _from_dict(RunConfig, values)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    built = _parts(RunConfig, {name: value for name, value in values.items() if name not in methods})
+    built["method_settings"] = {name: _from_dict(kind, values.get(name, {})) for name, kind in _sections(methods)}
+    return checked(RunConfig, built, methods)
 
 
 def _from_dict(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
-    parts = {field.name: field.default_factory for field in fields(kind) if is_dataclass(field.default_factory)}  # type: ignore[arg-type]
+    return checked(kind, _parts(kind, values))
+
+
+def _parts(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration's fields, nested parts built."""
+    parts = {field.name: field.default_factory for field in fields(kind) if is_dataclass(field.default_factory)}
     built = {name: _from_dict(parts[name], value) if name in parts else value for name, value in values.items()}  # type: ignore[arg-type]
     if "betas" in built:
         built["betas"] = tuple(built["betas"])
-    return kind(**built)
+    return built
 
 
 def scores_asked(config: RunConfig) -> dict[str, Any]:

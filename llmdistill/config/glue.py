@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from llmdistill.config.methods import (
-    DistilbertConfig,
-    KdConfig,
-    KroneckerbertConfig,
-    MakdConfig,
-    MinilmConfig,
-    Minilmv2Config,
-    TeacherMethod,
-    TinybertConfig,
-)
+from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.tasks import GridConfig
 
 
@@ -36,10 +27,10 @@ class GlueConfig(GridConfig):
     """Folder of all that is written; default: runs/glue/MODEL, with the method's name where there is a teacher."""
     ds_config: str | None = None
     """DeepSpeed configuration: a JSON file, or one that ships by its name; default: zero1."""
-    method: Literal["sft", TeacherMethod] | None = None
+    method: str | None = None
     """sft: the labels alone; the others learn from the teacher, as set under their names. Default: kd with a teacher,
     sft without. Where a method does not look at the output, as minilm and minilmv2, the labels are learnt beside it."""
-    also: list[TeacherMethod] = field(default_factory=list)
+    also: list[str] = field(default_factory=list)
     """Methods whose terms are added to those of `method`, each as set under its name."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
@@ -50,20 +41,8 @@ class GlueConfig(GridConfig):
     tsne: list[str] | None = None
     """Draw what a layer makes of each task's dev set (t-SNE, KroneckerBERT Figure 4): by this run's best model and by
     those of earlier runs, such as the teacher's, whose folders are given here, separated by commas."""
-    makd: MakdConfig = field(default_factory=MakdConfig)
-    """MaKD, where method is makd."""
-    kd: KdConfig = field(default_factory=KdConfig)
-    """The output's divergence, where method is kd."""
-    minilm: MinilmConfig = field(default_factory=MinilmConfig)
-    """MiniLM, where method is minilm."""
-    minilmv2: Minilmv2Config = field(default_factory=Minilmv2Config)
-    """MiniLMv2, where method is minilmv2."""
-    distilbert: DistilbertConfig = field(default_factory=DistilbertConfig)
-    """DistilBERT, where method is distilbert."""
-    tinybert: TinybertConfig = field(default_factory=TinybertConfig)
-    """TinyBERT, where method is tinybert."""
-    kroneckerbert: KroneckerbertConfig = field(default_factory=KroneckerbertConfig)
-    """KroneckerBERT, where method is kroneckerbert."""
+    method_settings: Mapping[str, Any] = field(default_factory=dict)
+    """By the name of each method that has settings, these. Users write them under that name."""
 
     def methods(self) -> list[str]:
         """All methods of the run, the first one first."""
@@ -103,8 +82,21 @@ class GlueConfig(GridConfig):
             raise ValueError("--copy_classifier true: there is no teacher to copy it from; name one with --teacher")
         if len(set(methods)) < len(methods):
             raise ValueError(f"--also {self.also}, with method {methods[0]}: name each method once")
-        if "minilmv2" in methods and self.minilmv2.teacher_layer == "auto":
-            raise ValueError("--minilmv2.teacher_layer auto searches on a text, and there is none here: name a layer")
+
+    def check_methods(self, known: MethodTable) -> None:
+        """Check the methods against the table of all that there are.
+
+        Raises:
+            ValueError: a method that is not there, or whose settings no fine-tuning can follow.
+        """
+        teachers = with_teacher(known)
+        check_names("method", self.methods()[:1], ["sft", *teachers])
+        check_names("also", self.also, teachers)
+        for name in self.methods():
+            if known[name].searches_layer and self.method_settings[name].teacher_layer == "auto":
+                raise ValueError(
+                    f"--{name}.teacher_layer auto searches on a text, and there is none here: name a layer"
+                )
 
 
 def _least(values: Collection[float] | None) -> float:

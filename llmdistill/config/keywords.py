@@ -10,22 +10,26 @@ from jsonargparse import ArgumentError
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig
 from llmdistill.config.command_line import build, check_keys, one_sentence, run_parser
+from llmdistill.config.methods import MethodTable
 from llmdistill.errors import UserError
 
 
-def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any]) -> RunConfig:
+def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable) -> RunConfig:
     """The configuration of a run; what neither names has its default.
 
     Args:
         settings: by dotted key, as on the command line: `{"train.micro_batch_size": 8, "kd.temperature": 2.0}`.
         keywords: by the setting's own name, which is looked for in the run, in `train`, in `data`, and in the settings
             of the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`.
+        methods: all that there are, by name.
 
     Raises:
         UserError: an unknown key, a value that does not fit, or settings that contradict each other.
     """
-    parser = run_parser()
-    values = {**settings, **{dotted(name, str(settings.get("method", ""))): each for name, each in keywords.items()}}
+    parser = run_parser(methods)
+    method = str(settings.get("method", ""))
+    of_method = methods[method].settings if method in methods else None
+    values = {**settings, **{dotted(name, method, of_method): each for name, each in keywords.items()}}
     check_keys(parser, values)
     nested: dict[str, Any] = {}
     for key, value in values.items():
@@ -38,14 +42,19 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any]) -> RunCo
         parsed = parser.parse_object(nested)
     except (ArgumentError, ValueError, TypeError) as error:
         raise UserError(one_sentence(str(error))) from error
-    return build(parsed, RunConfig)
+    return build(parsed, RunConfig, methods)
 
 
-def dotted(name: str, method: str) -> str:
-    """The dotted key of a setting that is given by its own name; a name that none has stays as it is."""
+def dotted(name: str, method: str, of_method: type[Any] | None) -> str:
+    """The dotted key of a setting that is given by its own name; a name that none has stays as it is.
+
+    Args:
+        name: of the setting.
+        method: of the run.
+        of_method: the dataclass of the method's settings, if it has any.
+    """
     if name in {field.name for field in fields(RunConfig) if not is_dataclass(field.default_factory)}:
         return name
-    of_method = next((field.default_factory for field in fields(RunConfig) if field.name == method), None)
     for section, kind in (("train", TrainConfig), ("data", DataConfig), (method, of_method)):
         if is_dataclass(kind) and name in {field.name for field in fields(kind)}:
             return f"{section}.{name}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmdistill.config.methods import TeacherMethod
-
 ProtocolName = Literal["makd", "minilmv2", "kroneckerbert", "custom"]
 
 RowName = Literal["two_stages", "no_pretraining", "no_kd"]
@@ -63,9 +61,9 @@ class TasksConfig(GridConfig):
     teacher: str | None = None
     """Fine-tuned teachers: the folder of an earlier run of eval/glue.py, a path with {task} in it, or, for one task, a
     model's folder. Without it the run's own teacher is fine-tuned on each task first, by the same settings."""
-    method: TeacherMethod | None = None
+    method: str | None = None
     """What the student learns by from the fine-tuned teacher; default: the run's method, and its `also`."""
-    also: list[TeacherMethod] | None = None
+    also: list[str] | None = None
     """Methods whose terms are added."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Settings of a method that differ from the run's own, such as {kroneckerbert: {label: 1.0}}: a teacher without

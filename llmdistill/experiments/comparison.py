@@ -17,6 +17,7 @@ from llmdistill.experiments.variants import Variant
 from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
 from llmdistill.generation.provenance import read_provenance
+from llmdistill.methods import METHODS
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan
 
@@ -147,7 +148,7 @@ class Study:
 
 def learns_answers(variant: Variant) -> bool:
     """Whether a variant learns from answers that the teacher writes."""
-    return bool(variant.settings["method"] == "seqkd")
+    return METHODS[variant.settings["method"]].teacher_writes
 
 
 @dataclass

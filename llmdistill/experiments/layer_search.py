@@ -29,37 +29,40 @@ def search_layer(plan: Plan, run: Callable[[Plan], None], world: World) -> Plan:
     not run again. The folder gets `layer_search.json` and a plot.
 
     Args:
-        plan: a run whose minilmv2.teacher_layer is auto.
+        plan: a run with a method whose teacher_layer is auto (`plan.searched`).
         run: does a run from its plan, unless it is finished already.
         world: this process.
     """
     config, folder = plan.config, plan.folder
-    search = config.minilmv2.search
-    candidates = parse_layers(search.layers, shape_of(plan.teacher_config).num_layers, key="minilmv2.search.layers")
-    pairs = [_trials(config, folder / "layer-search", layer + 1) for layer in candidates]
+    name = plan.searched
+    assert name is not None, "there is no layer to search for"
+    layers, num_layers = config.method_settings[name].search.layers, shape_of(plan.teacher_config).num_layers
+    candidates = parse_layers(layers, num_layers, key=f"{name}.search.layers")
+    pairs = [_trials(config, name, folder / "layer-search", layer + 1) for layer in candidates]
     # Each probe's student is there once the trial before it has ended; only then can it be planned.
     runner = InProcess(world, lambda each: run(make_plan(each, plan.before)))
     results = runner.run([trial for pair in pairs for trial in pair])
     failed = next((result for result in results if result.error is not None), None)
     if failed is not None:
         raise UserError(f"the search for the teacher's layer failed at the {failed.trial.title}: {failed.error}")
-    chosen = on_main(lambda: _report(results[1::2], folder), world)
-    return make_plan(replace(config, minilmv2=replace(config.minilmv2, teacher_layer=chosen)), plan.before)
+    chosen = on_main(lambda: _report(results[1::2], name, folder), world)
+    return make_plan(config.with_settings(name, teacher_layer=chosen), plan.before)
 
 
-def _trials(config: RunConfig, folder: Path, layer: int) -> tuple[Trial, Trial]:
+def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Trial, Trial]:
     """The trial that learns a layer's relations, and the one that scores its student; layers count from 1."""
-    part, settings = folder / f"layer-{layer}", {"minilmv2.teacher_layer": layer}
-    distil = Trial(f"relations of layer {layer}", settings, config.seed, _short(config, layer, part / "distil"))
-    return distil, Trial(f"probe of layer {layer}", settings, config.seed, _probe(config, part))
+    part, settings = folder / f"layer-{layer}", {f"{name}.teacher_layer": layer}
+    probe = _probe(config, config.method_settings[name].search.probe_steps, part)
+    distil = Trial(f"relations of layer {layer}", settings, config.seed, _short(config, name, layer, part / "distil"))
+    return distil, Trial(f"probe of layer {layer}", settings, config.seed, probe)
 
 
-def _report(probes: Sequence[Result], folder: Path) -> int:
+def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
     """Write and print the scores of all layers; returns the layer with the lowest validation loss."""
-    losses = {each.trial.settings["minilmv2.teacher_layer"]: _last_valid_loss(each) for each in probes}
+    losses = {each.trial.settings[f"{name}.teacher_layer"]: _last_valid_loss(each) for each in probes}
     choice = choose(probes, lambda result: -_last_valid_loss(result))
     assert choice is not None
-    best = int(choice.settings["minilmv2.teacher_layer"])
+    best = int(choice.settings[f"{name}.teacher_layer"])
     values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
     write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
     scores = [LayerScore(layer=layer, loss=loss) for layer, loss in losses.items()]
@@ -68,21 +71,19 @@ def _report(probes: Sequence[Result], folder: Path) -> int:
     return best
 
 
-def _short(config: RunConfig, layer: int, folder: Path) -> RunConfig:
+def _short(config: RunConfig, name: str, layer: int, folder: Path) -> RunConfig:
     """The run itself, but with the relations of one layer alone and for fewer steps."""
-    steps = config.minilmv2.search.steps
     return replace(
-        config,
-        method="minilmv2",
+        config.with_settings(name, teacher_layer=layer),
+        method=name,
         also=[],
-        minilmv2=replace(config.minilmv2, teacher_layer=layer),
-        train=_steps(config, steps),
+        train=_steps(config, config.method_settings[name].search.steps),
         output_dir=str(folder),
         resume="auto",
     )
 
 
-def _probe(config: RunConfig, part: Path) -> RunConfig:
+def _probe(config: RunConfig, steps: int, part: Path) -> RunConfig:
     """The steps on the words alone, from where the candidate's student stands."""
     student = replace(config.student, model=str(part / "distil" / "student"), shape=None, assistants=[])
     return replace(
@@ -90,7 +91,7 @@ def _probe(config: RunConfig, part: Path) -> RunConfig:
         method="sft",
         also=[],
         student=student,
-        train=_steps(config, config.minilmv2.search.probe_steps),
+        train=_steps(config, steps),
         output_dir=str(part / "probe"),
         resume="auto",
     )

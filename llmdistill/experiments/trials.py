@@ -15,6 +15,7 @@ from llmdistill.config.command_line import config_from_dict, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import digest
+from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import finished_metrics, input_fingerprints, shaping_settings
 from llmdistill.runtime.ds_config import read_ds_config
 
@@ -171,7 +172,7 @@ def make_trial(
     folder = "-".join([name, *_pairs(settings, ""), f"seed{values['seed']}", digest(identity)[:8]])
     values["output_dir"] = str(root / "trials" / folder)
     shown = " ".join([name if title is None else title, *_pairs(settings, "="), f"seed={values['seed']}"])
-    return Trial(shown, settings, values["seed"], config_from_dict(values))
+    return Trial(shown, settings, values["seed"], config_from_dict(values, METHODS))
 
 
 def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:

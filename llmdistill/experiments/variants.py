@@ -1,4 +1,4 @@
-"""What is compared: methods by name, and the suites of the papers' tables, both kept as data (suites/*.yaml)."""
+"""What is compared: methods by name, and the suites of the papers' tables, kept as data (suites/*.yaml)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from llmdistill.errors import UserError
-
-METHODS_FILE = "methods"
+from llmdistill.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Variant:
     @property
     def trains(self) -> bool:
         """Whether there is anything to train."""
-        return self.settings["method"] != "none"
+        return METHODS[self.settings["method"]].trains
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,12 @@ def suite_names() -> list[str]:
     """The suites that ship with the package."""
     folder = resources.files("llmdistill") / "suites"
     names = {item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")}
-    return sorted(names - {METHODS_FILE})
+    return sorted(names)
 
 
 def method_names() -> list[str]:
     """The methods that a comparison knows by name."""
-    return list(_read(METHODS_FILE))
+    return list(_known())
 
 
 def load_suite(name: str) -> Suite:
@@ -73,7 +72,7 @@ def load_methods(names: Sequence[str]) -> list[Variant]:
     Raises:
         UserError: a name that is unknown, or twice there, or none at all.
     """
-    known = _read(METHODS_FILE)
+    known = _known()
     for index, name in enumerate(names):
         if name not in known:
             raise UserError(f"--methods: there is no method {name!r}; there are {', '.join(known)}")
@@ -81,7 +80,18 @@ def load_methods(names: Sequence[str]) -> list[Variant]:
             raise UserError(f"--methods: {name} is there twice")
     if not names:
         raise UserError(f"--methods names none; there are {', '.join(known)}")
-    return [_variant(name, known[name]) for name in names]
+    return [known[name] for name in names]
+
+
+def _known() -> dict[str, Variant]:
+    """The methods, and their presets, by name."""
+    variants = []
+    for name, method in METHODS.items():
+        variants.append(Variant(name, method.label, {"method": name}, method.grid))
+        for preset_name, preset in method.presets.items():
+            grid = method.grid if preset.grid is None else preset.grid
+            variants.append(Variant(preset_name, preset.label, {"method": name, **preset.settings}, grid))
+    return {variant.name: variant for variant in variants}
 
 
 def _variant(name: str, content: Mapping[str, Any]) -> Variant:

@@ -1,1 +1,68 @@
-"""Losses: pure functions of tensors and masks that give a sum and a count. None of them sees a model."""
+"""Losses: pure functions of tensors and masks that give a sum and a count. None of them sees a model.
+
+The names below are loaded when they are first asked for, so that methods can be listed, and their settings parsed,
+without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# ruff: noqa: F401  (what a type checker sees is what __getattr__ loads)
+
+if TYPE_CHECKING:
+    from llmdistill.losses.attention import AttentionInputs, attention_kl, attention_score_mse
+    from llmdistill.losses.divergence import (
+        FORWARD_KL,
+        REVERSE_KL,
+        SOFT_CROSS_ENTROPY,
+        TOTAL_VARIATION,
+        Divergence,
+        jsd_with_derivative,
+        output_divergence,
+        skew_forward_kl_with_derivative,
+        skew_reverse_kl_with_derivative,
+    )
+    from llmdistill.losses.head import TokenTerm
+    from llmdistill.losses.hidden import hidden_cosine, hidden_mse
+    from llmdistill.losses.logits import label_cross_entropy
+    from llmdistill.losses.matrix import matrix_mse
+    from llmdistill.losses.relation import RelationInputs, relation_kl, repeat_heads, side_by_side
+    from llmdistill.losses.sequence import (
+        sequence_cross_entropy,
+        sequence_divergence,
+        sequence_mse,
+        sequence_score_mse,
+        sequence_soft_cross_entropy,
+    )
+    from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, add_losses
+
+_NAMES = {
+    "attention": ("AttentionInputs", "attention_kl", "attention_score_mse"),
+    "divergence": (
+        *("FORWARD_KL", "REVERSE_KL", "SOFT_CROSS_ENTROPY", "TOTAL_VARIATION", "Divergence", "jsd_with_derivative"),
+        *("output_divergence", "skew_forward_kl_with_derivative", "skew_reverse_kl_with_derivative"),
+    ),
+    "head": ("TokenTerm",),
+    "hidden": ("hidden_cosine", "hidden_mse"),
+    "logits": ("label_cross_entropy",),
+    "matrix": ("matrix_mse",),
+    "relation": ("RelationInputs", "relation_kl", "repeat_heads", "side_by_side"),
+    "sequence": (
+        *("sequence_cross_entropy", "sequence_divergence", "sequence_mse", "sequence_score_mse"),
+        "sequence_soft_cross_entropy",
+    ),
+    "terms": ("LayerTerm", "RunningTerms", "SequenceTerm", "add_losses"),
+}
+"""Module -> the names that it is asked for."""
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Taps
-from llmdistill.losses.head import TokenTerm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmdistill.losses.head import TokenTerm
 
 Tap = tuple[Aspect, int]
 """An aspect and a layer (0-based)."""

@@ -1,31 +1,109 @@
 """Training methods: each builds, from its settings and two models' configs, weighted terms and what they need.
 
-A new one is a function that returns a `Method`, and an entry in METHODS.
+A new one is a file with its settings and a function that returns a `Method`, and an entry in METHODS; one of a user's
+own is put there before the command line is read. Nothing here loads torch before a method is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
-
-from llmdistill.config import KdConfig
 from llmdistill.methods.combined import combine
-from llmdistill.methods.distilbert import build_distilbert
-from llmdistill.methods.kd import make_kd
-from llmdistill.methods.kroneckerbert import build_kroneckerbert
-from llmdistill.methods.layer_map import same_direction
-from llmdistill.methods.makd import build_makd
+from llmdistill.methods.distilbert import DistilbertConfig, build_distilbert
+from llmdistill.methods.entry import MethodEntry, Preset
+from llmdistill.methods.kd import PRESETS, KdConfig, build_kd, check_kd
+from llmdistill.methods.kroneckerbert import KroneckerbertConfig, build_kroneckerbert
+from llmdistill.methods.makd import MakdConfig, build_makd
 from llmdistill.methods.method import Method
-from llmdistill.methods.minilm import build_minilm
-from llmdistill.methods.minilmv2 import build_minilmv2
-from llmdistill.methods.sft import make_sft
-from llmdistill.methods.tinybert import build_tinybert
-from llmdistill.models.families import family_of
+from llmdistill.methods.minilm import MinilmConfig, build_minilm
+from llmdistill.methods.minilmv2 import Minilmv2Config, build_minilmv2, check_minilmv2
+from llmdistill.methods.sft import build_sft, check_seqkd
+from llmdistill.methods.tinybert import TinybertConfig, build_tinybert
 from llmdistill.objective import TOKENS, Objective
 
-__all__ = ["METHODS", "Method", "build_method"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["METHODS", "Method", "MethodEntry", "Preset", "build_method"]
+
+METHODS: dict[str, MethodEntry] = {
+    "makd": MethodEntry(
+        label="MaKD",
+        help="the depth-partitioned losses",
+        settings=MakdConfig,
+        build=build_makd,
+        uses_output=True,
+        on_policy=True,
+        grid={"makd.logits": [1.0, 10.0]},
+        presets={"makd_minilm": Preset(label="MaKD + MiniLM", settings={"also": ["minilm"]})},
+    ),
+    "kd": MethodEntry(
+        label="KD",
+        help="a divergence to the teacher's output",
+        settings=KdConfig,
+        build=build_kd,
+        check=check_kd,
+        uses_output=True,
+        on_policy=True,
+        grid={"kd.ratio": [0.5, 1.0]},
+        presets=PRESETS,
+    ),
+    "minilm": MethodEntry(
+        label="MiniLM",
+        help="attention and value relation of one layer",
+        settings=MinilmConfig,
+        build=build_minilm,
+    ),
+    "minilmv2": MethodEntry(
+        label="MiniLMv2",
+        help="relations between queries, keys and values of one layer",
+        settings=Minilmv2Config,
+        build=build_minilmv2,
+        check=check_minilmv2,
+        searches_layer=True,
+    ),
+    "distilbert": MethodEntry(
+        label="DistilBERT",
+        help="the softened output, the labels, and the last hidden states",
+        settings=DistilbertConfig,
+        build=build_distilbert,
+        uses_output=True,
+    ),
+    "tinybert": MethodEntry(
+        label="TinyBERT",
+        help="embedding, attention scores and hidden states of evenly spread layers",
+        settings=TinybertConfig,
+        build=build_tinybert,
+    ),
+    "kroneckerbert": MethodEntry(
+        label="KroneckerBERT",
+        help="embedding, attention scores and feed-forward outputs of all layers, the output, and the labels",
+        settings=KroneckerbertConfig,
+        build=build_kroneckerbert,
+        uses_output=True,
+        copies_classifier=True,
+    ),
+    "sft": MethodEntry(
+        label="SFT",
+        help="cross-entropy on the labels alone, without teacher",
+        build=build_sft,
+        needs_teacher=False,
+        uses_output=True,
+    ),
+    "seqkd": MethodEntry(
+        label="SeqKD",
+        help="sft on answers that the teacher wrote (data.train is what `llmdistill generate` made)",
+        build=build_sft,
+        check=check_seqkd,
+        needs_teacher=False,
+        teacher_writes=True,
+    ),
+    "none": MethodEntry(
+        label="untrained", help="no training, only scores", build=build_sft, needs_teacher=False, trains=False
+    ),
+}
+"""By the name that users type. Their settings stand under the same name."""
 
 
 def build_method(
@@ -39,7 +117,7 @@ def build_method(
 
     Args:
         names: keys of METHODS.
-        settings: of each method that has any, by its name.
+        settings: of each method that has any, by its name; the default ones where there are none.
         teacher: the teacher's config.
         student: the student's config.
         objective: what the batches have to be learnt.
@@ -47,32 +125,8 @@ def build_method(
     Raises:
         UserError: a method's settings do not fit the models, or the models each other.
     """
-    methods = {name: METHODS[name](settings.get(name), teacher, student, objective) for name in names}
+    methods = {
+        name: METHODS[name].build(settings.get(name, METHODS[name].defaults()), teacher, student, objective)
+        for name in names
+    }
     return methods[names[0]] if len(names) == 1 else combine(methods)
-
-
-def _build_sft(
-    settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
-) -> Method:
-    return make_sft(causal=family_of(student).causal, objective=objective)
-
-
-def _build_kd(
-    settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
-) -> Method:
-    return make_kd(settings, causal=same_direction(teacher, student, method="kd"), objective=objective)
-
-
-METHODS: dict[str, Callable[[Any, PreTrainedConfig, PreTrainedConfig, Objective], Method]] = {
-    "makd": build_makd,
-    "kd": _build_kd,
-    "minilm": build_minilm,
-    "minilmv2": build_minilmv2,
-    "distilbert": build_distilbert,
-    "tinybert": build_tinybert,
-    "kroneckerbert": build_kroneckerbert,
-    "sft": _build_sft,
-    "seqkd": _build_sft,  # the same loss; the answers are the teacher's
-    "none": _build_sft,  # never trained
-}
-"""By name: a function of the method's settings, the teacher's config, the student's config and the objective."""

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from transformers import PreTrainedConfig
+from dataclasses import dataclass
 
+from llmdistill import losses
 from llmdistill.batch import LossSum, Taps
-from llmdistill.config import DistilbertConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.divergence import FORWARD_KL
-from llmdistill.losses.hidden import hidden_cosine
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.annotations import PreTrainedConfig, Tensor
+from llmdistill.methods.entry import check_weights
 from llmdistill.methods.layer_map import same_direction
 from llmdistill.methods.method import Method
 from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilbertConfig:
+    """DistilBERT's triple loss (Sanh et al. 2019). A weight of 0 drops the term."""
+
+    soft: float = 5.0
+    """Weight of KL(T||S) on the softened output, times the squared temperature."""
+    label: float = 2.0
+    """Weight of the cross-entropy on the labels (the masked words)."""
+    cosine: float = 1.0
+    """Weight of 1 - cos between the last hidden states; teacher and student must be of the same width."""
+    temperature: float = 2.0
+    """Both distributions are softened by it."""
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a negative weight, none at all, or no temperature.
+        """
+        check_weights("distilbert", self, ("soft", "label", "cosine"))
+        if not self.temperature > 0:
+            raise ValueError(f"distilbert.temperature is {self.temperature}: give a number over 0")
+
 
 SOFT = OutputTerm("soft", "sequence_soft")
 """KL(T‖S) of the softened output."""
@@ -33,7 +57,7 @@ def build_distilbert(
     causal = same_direction(teacher, student, method="distilbert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     output = divergence_terms(
-        SOFT, settings.soft, objective, divergence=FORWARD_KL, temperature=settings.temperature
+        SOFT, settings.soft, objective, divergence=losses.FORWARD_KL, temperature=settings.temperature
     ) | label_terms(settings.label, objective)
     if settings.cosine == 0:
         return Method(**output._asdict(), shift=causal)
@@ -56,6 +80,6 @@ def build_distilbert(
 
 def _cosine(student_layer: int, teacher_layer: int) -> LayerTerm:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return hidden_cosine(student.hidden[student_layer], teacher.hidden[teacher_layer], mask)
+        return losses.hidden_cosine(student.hidden[student_layer], teacher.hidden[teacher_layer], mask)
 
     return LayerTerm("cosine", frozenset({("hidden", student_layer)}), frozenset({("hidden", teacher_layer)}), loss)

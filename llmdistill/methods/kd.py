@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
-from llmdistill.config import KdConfig
-from llmdistill.losses import divergence
-from llmdistill.losses.divergence import Divergence
+from dataclasses import dataclass
+from typing import Literal
+
+from llmdistill import losses
+from llmdistill.config import RunConfig
+from llmdistill.methods.annotations import PreTrainedConfig
+from llmdistill.methods.entry import Preset
+from llmdistill.methods.layer_map import same_direction
 from llmdistill.methods.method import Method
 from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
 from llmdistill.objective import TOKENS, Objective
 
 
-def divergence_of(settings: KdConfig) -> Divergence:
+@dataclass(frozen=True, kw_only=True)
+class KdConfig:
+    """Word-level distillation of the output: a divergence to the teacher, and the labels beside it."""
+
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"] = "forward_kl"
+    """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalised Jensen-Shannon; skew_*:
+    DistiLLM's, against a mixture; tvd: total variation distance."""
+    beta: float = 0.5
+    """The teacher's share in the mixture of jsd, between 0 and 1."""
+    alpha: float = 0.1
+    """Share in the mixture of skew_forward_kl (of the teacher) and skew_reverse_kl (of the student)."""
+    temperature: float = 1.0
+    """Both distributions are softened by it; the divergence is multiplied by its square (Hinton et al. 2015)."""
+    ratio: float = 0.5
+    """Weight of the divergence; the cross-entropy of the labels has the rest. 1 learns from the teacher alone."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        for key in ("beta", "alpha"):
+            if not 0 < getattr(self, key) < 1:
+                raise ValueError(f"kd.{key} is {getattr(self, key)}: give a number between 0 and 1, both excluded")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"kd.ratio is {self.ratio}: give a number over 0 and up to 1 (method sft has no teacher)")
+        if not self.temperature > 0:
+            raise ValueError(f"kd.temperature is {self.temperature}: give a number over 0")
+
+
+def divergence_of(settings: KdConfig) -> losses.Divergence:
     """The chosen divergence, of the teacher's and the student's log-probabilities."""
     divergences = {
-        "forward_kl": divergence.FORWARD_KL,
-        "reverse_kl": divergence.REVERSE_KL,
-        "jsd": divergence.jsd_with_derivative(settings.beta),
-        "skew_forward_kl": divergence.skew_forward_kl_with_derivative(settings.alpha),
-        "skew_reverse_kl": divergence.skew_reverse_kl_with_derivative(settings.alpha),
-        "tvd": divergence.TOTAL_VARIATION,
+        "forward_kl": losses.FORWARD_KL,
+        "reverse_kl": losses.REVERSE_KL,
+        "jsd": losses.jsd_with_derivative(settings.beta),
+        "skew_forward_kl": losses.skew_forward_kl_with_derivative(settings.alpha),
+        "skew_reverse_kl": losses.skew_reverse_kl_with_derivative(settings.alpha),
+        "tvd": losses.TOTAL_VARIATION,
     }
     return divergences[settings.divergence]
 
@@ -38,3 +74,38 @@ def make_kd(settings: KdConfig, *, causal: bool = True, objective: Objective = T
     )
     to_labels = label_terms(1 - settings.ratio, objective)
     return Method(**(to_teacher | to_labels)._asdict(), shift=causal)
+
+
+def build_kd(
+    settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
+) -> Method:
+    """KD for two models, from their configs.
+
+    Raises:
+        UserError: one model is a decoder and the other an encoder.
+    """
+    return make_kd(settings, causal=same_direction(teacher, student, method="kd"), objective=objective)
+
+
+def check_kd(settings: KdConfig, config: RunConfig) -> None:
+    """Check that a run has the labels that kd is to learn.
+
+    Raises:
+        ValueError: the student writes all answers itself, and some share of the loss is left for labels.
+    """
+    if config.method == "kd" and config.data.on_policy == 1 and settings.ratio < 1:
+        raise ValueError("data.on_policy 1 leaves no labels to learn, but kd.ratio keeps some: set kd.ratio to 1")
+
+
+PRESETS = {
+    "reverse_kl": Preset(label="reverse KL", settings={"kd.divergence": "reverse_kl"}),
+    "jsd": Preset(label="JSD", settings={"kd.divergence": "jsd"}),
+    "skew_kl": Preset(label="skew KL", settings={"kd.divergence": "skew_forward_kl"}),
+    "skew_reverse_kl": Preset(label="skew reverse KL", settings={"kd.divergence": "skew_reverse_kl"}),
+    "tvd": Preset(label="TVD", settings={"kd.divergence": "tvd"}),
+    "gkd": Preset(
+        label="GKD", settings={"kd.divergence": "jsd", "kd.ratio": 1.0}, grid={"data.on_policy": [0.25, 0.5]}
+    ),
+    "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),
+}
+"""The divergences of the papers."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from dataclasses import dataclass
 
-from llmdistill.config import KroneckerbertConfig
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.annotations import PreTrainedConfig
+from llmdistill.methods.entry import check_weights
 from llmdistill.methods.layer_map import LayerPair, check_same_shape
 from llmdistill.methods.layer_terms import score_term, state_term
 from llmdistill.methods.method import Method
@@ -13,6 +14,35 @@ from llmdistill.methods.objective import LOGITS
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.objective import TOKENS, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class KroneckerbertConfig:
+    """KroneckerBERT's loss (eq. 14), between all layers of a teacher and of its factorised self. A weight of 0 drops
+    the term; in the paper all are 1."""
+
+    embedding: float = 1.0
+    """Weight of the MSE of the embedding's output."""
+    attention: float = 1.0
+    """Weight of the MSE of the attention scores before the softmax, summed over layers."""
+    ffn: float = 1.0
+    """Weight of the MSE of the feed-forward outputs (of the down projection), summed over layers."""
+    logits: float = 1.0
+    """Weight of the soft cross-entropy on the logits, of words and of sequences."""
+    label: float = 1.0
+    """Weight of the loss on the labels: masked words and next sentences, next words, or a task's labels."""
+    temperature: float = 1.0
+    """Of the soft cross-entropy (not in the paper)."""
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a negative weight, none at all, or no temperature.
+        """
+        check_weights("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
+        if not self.temperature > 0:
+            raise ValueError(f"kroneckerbert.temperature is {self.temperature}: give a number over 0")
 
 
 def build_kroneckerbert(

@@ -6,13 +6,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from typing import Literal, NamedTuple
 
-from torch import Tensor
-from transformers import PreTrainedConfig
-
+from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.errors import UserError
-from llmdistill.losses.attention import AttentionInputs
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.models.families import family_of, shape_of
 
 
@@ -123,9 +121,9 @@ def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, me
             )
 
 
-def attention_of(taps: Taps, layer: int) -> AttentionInputs:
+def attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
     """What one layer's attention is made of."""
-    return AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
+    return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
 
 
 def layer_term(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
-from llmdistill.losses.attention import attention_score_mse
-from llmdistill.losses.hidden import hidden_mse
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.annotations import Tensor
 from llmdistill.methods.layer_map import LayerPair, attention_of, layer_term
 
 
@@ -21,7 +19,7 @@ def score_term(pair: LayerPair, *, causal: bool) -> LayerTerm:
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         of_student, of_teacher = attention_of(student, pair.student), attention_of(teacher, pair.teacher)
-        return attention_score_mse(of_student, of_teacher, mask, causal=causal, window=pair.window)
+        return losses.attention_score_mse(of_student, of_teacher, mask, causal=causal, window=pair.window)
 
     return layer_term("attention", ("query", "key"), pair, loss)
 
@@ -38,6 +36,6 @@ def state_term(name: str, aspect: Aspect, pair: LayerPair, *, mapped: bool = Fal
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         of_student = student.projected[aspect] if mapped else getattr(student, aspect)
-        return hidden_mse(of_student[pair.student], getattr(teacher, aspect)[pair.teacher], mask)
+        return losses.hidden_mse(of_student[pair.student], getattr(teacher, aspect)[pair.teacher], mask)
 
     return layer_term(name, (aspect,), pair, loss)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
-from torch import Tensor
-from transformers import PreTrainedConfig
-
+from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
-from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.attention import attention_kl
-from llmdistill.losses.hidden import hidden_mse
-from llmdistill.losses.matrix import matrix_mse
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.layer_map import LayerPair, attention_of, check_same_shape, layer_term
 from llmdistill.methods.method import Method
 from llmdistill.methods.objective import LOGITS
@@ -22,6 +18,41 @@ from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.methods.partition import parse_layers
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.objective import TOKENS, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakdConfig:
+    """The terms of MaKD (eq. 12-19), where they act and how much they count. A weight of 0 drops the term."""
+
+    matrix_layers: str = "lower"
+    """Layers of the matrix losses: lower, upper, all, none, or numbers from 1 such as 1-3,6."""
+    layer_layers: str = "upper"
+    """Layers of the attention and hidden-state losses, in the same notation."""
+    query: float = 1.0
+    """Weight of the queries' MSE (eq. 15)."""
+    key: float = 1.0
+    """Weight of the keys' MSE (eq. 15)."""
+    value: float = 1.0
+    """Weight of the values' MSE (eq. 15)."""
+    ffn_up: float = 1.0
+    """Weight of the MSE of the up projection's output (eq. 16)."""
+    ffn_gate: float = 1.0
+    """Weight of the MSE of the gate projection's output, in models that have one (eq. 16)."""
+    ffn_down: float = 1.0
+    """Weight of the MSE of the down projection's output (eq. 16)."""
+    attention: float = 1.0
+    """Weight of KL(A_student || A_teacher) (eq. 12)."""
+    hidden: float = 1.0
+    """Weight of the MSE of the layers' outputs (eq. 13)."""
+    logits: float = 1.0
+    """Weight of the soft cross-entropy on the logits (eq. 18)."""
+    label: float = 0.0
+    """Weight of the cross-entropy on the labels (not in the paper)."""
+    temperature: float = 1.0
+    """Temperature of the soft cross-entropy (t in eq. 18)."""
+    normalize_mse: bool = False
+    """Divide each MSE by the variance of the teacher's features at that token."""
+
 
 MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")
 """Terms of the matrix aspect (eq. 17), each named as what it taps."""
@@ -101,13 +132,15 @@ def _layer_term(name: str, layer: int, settings: MakdConfig, *, causal: bool, wi
 
     def attention(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         of_student, of_teacher = attention_of(student, layer), attention_of(teacher, layer)
-        return attention_kl(of_student, of_teacher, mask, causal=causal, window=window)
+        return losses.attention_kl(of_student, of_teacher, mask, causal=causal, window=window)
 
     def hidden(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return hidden_mse(student.hidden[layer], teacher.hidden[layer], mask, normalize=normalize)
+        return losses.hidden_mse(student.hidden[layer], teacher.hidden[layer], mask, normalize=normalize)
 
     def matrix(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return matrix_mse(getattr(student, name)[layer], getattr(teacher, name)[layer], mask, normalize=normalize)
+        return losses.matrix_mse(
+            getattr(student, name)[layer], getattr(teacher, name)[layer], mask, normalize=normalize
+        )
 
     pair = LayerPair(layer, layer, window)
     if name == "attention":

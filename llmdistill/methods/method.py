@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from llmdistill import losses
 from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, TapRequest
-from llmdistill.losses.divergence import output_divergence
-from llmdistill.losses.head import TokenTerm
-from llmdistill.losses.logits import label_cross_entropy
 from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap, add_losses
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Method:
     weights: Mapping[str, float]
     """Factor of each term, in the order of the log; the same names as the terms."""
     layer_terms: Sequence[LayerTerm] = ()
-    token_terms: Sequence[TokenTerm] = ()
+    token_terms: Sequence[losses.TokenTerm] = ()
     sequence_terms: Sequence[SequenceTerm] = ()
     shift: bool = True
     """Whether position i predicts label i+1 (decoders) or label i (masked words)."""
@@ -114,14 +114,14 @@ class Method:
     def _label_names(self) -> list[str]:
         return [term.name for term in self.token_terms if term.divergence is None]
 
-    def _of_logits(self, term: TokenTerm, student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
+    def _of_logits(self, term: losses.TokenTerm, student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         """A term on words from the logits of all tokens."""
         assert student.logits is not None, "the student has no language-model head"
         if term.divergence is None:
-            return label_cross_entropy(student.logits, batch.labels, shift=self.shift)
+            return losses.label_cross_entropy(student.logits, batch.labels, shift=self.shift)
         assert teacher is not None
         assert teacher.logits is not None, "the teacher has no language-model head"
-        loss = output_divergence(
+        loss = losses.output_divergence(
             student.logits,
             teacher.logits,
             batch.labels,
@@ -131,7 +131,7 @@ class Method:
         )
         return LossSum(loss.sum * (term.scale / term.temperature**2), loss.count)
 
-    def _terms(self) -> list[LayerTerm | TokenTerm | SequenceTerm]:
+    def _terms(self) -> list[LayerTerm | losses.TokenTerm | SequenceTerm]:
         return [*self.layer_terms, *self.token_terms, *self.sequence_terms]
 
 

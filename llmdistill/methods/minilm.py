@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from torch import Tensor
-from transformers import PreTrainedConfig
-
+from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
-from llmdistill.config import MinilmConfig
-from llmdistill.losses.attention import attention_kl
-from llmdistill.losses.matrix import matrix_mse
-from llmdistill.losses.relation import RelationInputs, relation_kl, repeat_heads, side_by_side
+from llmdistill.methods.annotations import PreTrainedConfig, Tensor
+from llmdistill.methods.entry import check_weights
 from llmdistill.methods.layer_map import (
     LayerPair,
     attention_of,
@@ -28,6 +25,37 @@ from llmdistill.methods.layer_map import (
 from llmdistill.methods.method import Method
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinilmConfig:
+    """MiniLM: the attention and the value relation of one layer (MiniLM §3.1, §3.2). Teacher and student need the same
+    number of heads; depth and width are free. A weight of 0 drops the term."""
+
+    attention: float = 1.0
+    """Weight of KL(A_teacher || A_student) (L_AT)."""
+    value_relation: float = 1.0
+    """Weight of the KL between the value relations (L_VR)."""
+    value_mse: float = 0.0
+    """Weight of the MSE of the values, a learnt matrix in between where the widths differ (MiniLM Table 6)."""
+    layers: Literal["last", "uniform"] = "last"
+    """last: the last layer alone; uniform: every layer of the student against one of the teacher's, evenly spread
+    (layer-to-layer, MiniLM Table 7)."""
+    teacher_layer: int | None = None
+    """The teacher's layer, from 1, where layers is last; without it the last (MiniLMv2 Table 4 takes another)."""
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a negative weight, none at all, or a layer that layers rules out.
+        """
+        check_weights("minilm", self, ("attention", "value_relation", "value_mse"))
+        if self.teacher_layer is not None and self.layers == "uniform":
+            raise ValueError(
+                "minilm.teacher_layer names one layer, but minilm.layers is uniform: leave one of them out"
+            )
+
 
 Loss = Callable[[Taps, Taps, Tensor], LossSum]
 
@@ -56,7 +84,7 @@ def build_minilm(
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     widths = tuple(shape.num_kv_heads * shape.head_dim for shape in (of_student, of_teacher))
     maps_values = settings.value_mse > 0 and widths[0] != widths[1]
-    losses: dict[str, Callable[[LayerPair], Loss]] = {
+    loss_of: dict[str, Callable[[LayerPair], Loss]] = {
         "attention": partial(_attention, causal=causal),
         # Where both models repeat their values alike, so do the relations: their least common number gives the mean.
         "value_relation": partial(
@@ -68,7 +96,7 @@ def build_minilm(
     return Method(
         weights=weights,
         layer_terms=[
-            layer_term(name, TERMS[name], pair, losses[name](pair))
+            layer_term(name, TERMS[name], pair, loss_of[name](pair))
             for name in weights
             for pair in _pairs(settings, teacher, student)
         ],
@@ -79,7 +107,7 @@ def build_minilm(
 
 def _attention(pair: LayerPair, *, causal: bool) -> Loss:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return attention_kl(
+        return losses.attention_kl(
             attention_of(student, pair.student),
             attention_of(teacher, pair.teacher),
             mask,
@@ -99,11 +127,11 @@ def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> Loss:
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         of_student, of_teacher = (
-            repeat_heads(value, heads) for value in (student.value[pair.student], teacher.value[pair.teacher])
+            losses.repeat_heads(value, heads) for value in (student.value[pair.student], teacher.value[pair.teacher])
         )
-        return relation_kl(
-            RelationInputs(of_student, of_student),
-            RelationInputs(of_teacher, of_teacher),
+        return losses.relation_kl(
+            losses.RelationInputs(of_student, of_student),
+            losses.RelationInputs(of_teacher, of_teacher),
             mask,
             relation_heads=heads,
             causal=causal,
@@ -116,8 +144,8 @@ def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> Loss:
 def _value_mse(pair: LayerPair, *, mapped: bool) -> Loss:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         layer = pair.student
-        of_student = student.projected["value"][layer] if mapped else side_by_side(student.value[layer])
-        return matrix_mse(of_student, side_by_side(teacher.value[pair.teacher]), mask)
+        of_student = student.projected["value"][layer] if mapped else losses.side_by_side(student.value[layer])
+        return losses.matrix_mse(of_student, losses.side_by_side(teacher.value[pair.teacher]), mask)
 
     return loss
 

@@ -4,18 +4,76 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
 
-from torch import Tensor
-from transformers import PreTrainedConfig
-
+from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
-from llmdistill.config import Minilmv2Config
+from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.relation import RelationInputs, relation_kl
+from llmdistill.methods.annotations import PreTrainedConfig, Tensor
+from llmdistill.methods.entry import check_weights
 from llmdistill.methods.layer_map import LayerPair, layer_term, named_layer, pair_layers, same_direction
 from llmdistill.methods.method import Method
 from llmdistill.models.families import Shape, shape_of
 from llmdistill.objective import TOKENS, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """The search for the teacher's layer (MiniLMv2 Figure 2): for each candidate a short run, then some steps on the
+    words alone, as any use of the student would be; the loss on data.valid after them is its score."""
+
+    layers: str = "all"
+    """Candidates: lower, upper, all, or numbers from 1 such as 9-12."""
+    steps: int = 1000
+    """Steps of distillation for each candidate."""
+    probe_steps: int = 200
+    """Steps on the words (masked ones for an encoder, the next one for a decoder) before the score is taken."""
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: no steps.
+        """
+        for key in ("steps", "probe_steps"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"minilmv2.search.{key} is {getattr(self, key)}: give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minilmv2Config:
+    """MiniLMv2: relations between queries, keys and values (MiniLMv2 eq. 5-8). Depth, width and heads are free."""
+
+    relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]] = field(
+        default_factory=lambda: ["qq", "kk", "vv"]
+    )
+    """Which of the nine relations, each named by its two sides: query, key, value. All have weight 1 (alpha in eq.
+    5)."""
+    relation_heads: int = 48
+    """Heads that queries, keys and values are cut into anew; must divide the width of both models. The paper takes 48
+    for base-size and 64 for large teachers."""
+    teacher_layer: int | Literal["last", "auto"] = "last"
+    """The teacher's layer, from 1 (the paper: the last of 12; of 24 the 21st for BERT, the 19th for RoBERTa and XLM-R),
+    or auto to search for it."""
+    weight: float = 1.0
+    """Weight of each relation."""
+    search: SearchConfig = field(default_factory=SearchConfig)
+    """Where teacher_layer is auto."""
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: no relation, one twice, no heads, or a weight of 0.
+        """
+        if not self.relations or len(set(self.relations)) < len(self.relations):
+            raise ValueError(f"minilmv2.relations is {self.relations}: give at least one of the nine, each once")
+        if self.relation_heads < 1:
+            raise ValueError(f"minilmv2.relation_heads is {self.relation_heads}: give 1 or more")
+        check_weights("minilmv2", self, ("weight",))
+
 
 SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value"}
 """The letters that a relation is named by."""
@@ -51,11 +109,25 @@ def build_minilmv2(
     )
 
 
+def check_minilmv2(settings: Minilmv2Config, config: RunConfig) -> None:
+    """Check that a run can search for the teacher's layer, where it is to.
+
+    Raises:
+        ValueError: there is no text to search on, or none to score the candidates on.
+    """
+    if settings.teacher_layer != "auto":
+        return
+    if config.data.kind != "text":
+        raise ValueError("minilmv2.teacher_layer auto searches on a text: set data.kind to text, or name a layer")
+    if config.data.valid is None:
+        raise ValueError("minilmv2.teacher_layer auto scores its candidates on data.valid: name a text there")
+
+
 def _relation(
     sides: Sides, pair: LayerPair, relation_heads: int, causal: bool
 ) -> Callable[[Taps, Taps, Tensor], LossSum]:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return relation_kl(
+        return losses.relation_kl(
             _inputs(student, pair.student, sides),
             _inputs(teacher, pair.teacher, sides),
             mask,
@@ -83,9 +155,9 @@ def _sides(relation: str) -> Sides:
     return SIDES[relation[0]], SIDES[relation[1]]
 
 
-def _inputs(taps: Taps, layer: int, sides: Sides) -> RelationInputs:
+def _inputs(taps: Taps, layer: int, sides: Sides) -> losses.RelationInputs:
     left, right = (getattr(taps, aspect)[layer] for aspect in sides)
-    return RelationInputs(left, right)
+    return losses.RelationInputs(left, right)
 
 
 def _width(shape: Shape, sides: Sides) -> int:

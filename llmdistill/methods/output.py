@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from torch import Tensor
-
+from llmdistill import losses
 from llmdistill.batch import Batch, LossSum, Outputs
-from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, Divergence
-from llmdistill.losses.head import TokenTerm
-from llmdistill.losses.sequence import (
-    sequence_cross_entropy,
-    sequence_divergence,
-    sequence_mse,
-    sequence_score_mse,
-    sequence_soft_cross_entropy,
-)
 from llmdistill.losses.terms import SequenceTerm
+from llmdistill.methods.annotations import Tensor
 from llmdistill.methods.objective import LABEL, OutputTerm
 from llmdistill.objective import Objective
 
@@ -26,7 +17,7 @@ class OutputTerms(NamedTuple):
     """Terms on words and on sequences, and their weights."""
 
     weights: Mapping[str, float]
-    token_terms: tuple[TokenTerm, ...]
+    token_terms: tuple[losses.TokenTerm, ...]
     sequence_terms: tuple[SequenceTerm, ...]
 
     def __or__(self, other: OutputTerms) -> OutputTerms:
@@ -43,7 +34,7 @@ NO_OUTPUT = OutputTerms({}, (), ())
 
 def label_terms(weight: float, objective: Objective) -> OutputTerms:
     """Cross-entropy on the labels (`label`), and on the sequences' classes or squared error on their scores."""
-    return _terms(LABEL, weight, objective, TokenTerm(LABEL.token_name, None), False, _label_loss)
+    return _terms(LABEL, weight, objective, losses.TokenTerm(LABEL.token_name, None), False, _label_loss)
 
 
 def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temperature: float) -> OutputTerms:
@@ -52,27 +43,27 @@ def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temper
     def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         of_student, of_teacher = _logits(student, teacher)
         if objective.sequences == "scores":
-            return sequence_score_mse(of_student, of_teacher, batch.has_target())
-        return sequence_soft_cross_entropy(of_student, of_teacher, batch.has_target(), temperature=temperature)
+            return losses.sequence_score_mse(of_student, of_teacher, batch.has_target())
+        return losses.sequence_soft_cross_entropy(of_student, of_teacher, batch.has_target(), temperature=temperature)
 
-    token_term = TokenTerm(names.token_name, SOFT_CROSS_ENTROPY, temperature)
+    token_term = losses.TokenTerm(names.token_name, losses.SOFT_CROSS_ENTROPY, temperature)
     return _terms(names, weight, objective, token_term, True, loss)
 
 
 def divergence_terms(
-    names: OutputTerm, weight: float, objective: Objective, *, divergence: Divergence, temperature: float
+    names: OutputTerm, weight: float, objective: Objective, *, divergence: losses.Divergence, temperature: float
 ) -> OutputTerms:
     """A divergence of words and classes, times the squared temperature; squared error of scores."""
 
     def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         of_student, of_teacher = _logits(student, teacher)
         if objective.sequences == "scores":
-            return sequence_score_mse(of_student, of_teacher, batch.has_target())
-        return sequence_divergence(
+            return losses.sequence_score_mse(of_student, of_teacher, batch.has_target())
+        return losses.sequence_divergence(
             of_student, of_teacher, batch.has_target(), divergence=divergence.value, temperature=temperature
         )
 
-    token_term = TokenTerm(names.token_name, divergence, temperature, scale=temperature**2)
+    token_term = losses.TokenTerm(names.token_name, divergence, temperature, scale=temperature**2)
     return _terms(names, weight, objective, token_term, True, loss)
 
 
@@ -80,7 +71,7 @@ def _terms(
     names: OutputTerm,
     weight: float,
     objective: Objective,
-    token_term: TokenTerm,
+    token_term: losses.TokenTerm,
     needs_teacher: bool,
     loss: Callable[[Outputs, Outputs | None, Batch], LossSum],
 ) -> OutputTerms:
@@ -98,8 +89,8 @@ def _label_loss(student: Outputs, _teacher: Outputs | None, batch: Batch) -> Los
     assert student.sequence_logits is not None, "sequences' targets need a head for them"
     assert batch.targets is not None, "the batch has no targets"
     if batch.targets.is_floating_point():
-        return sequence_mse(student.sequence_logits, batch.targets)
-    return sequence_cross_entropy(student.sequence_logits, batch.targets)
+        return losses.sequence_mse(student.sequence_logits, batch.targets)
+    return losses.sequence_cross_entropy(student.sequence_logits, batch.targets)
 
 
 def _logits(student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from llmdistill.config import RunConfig
+from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms
+from llmdistill.models.families import family_of
 from llmdistill.objective import TOKENS, Objective
 
 
@@ -14,3 +17,20 @@ def make_sft(*, causal: bool = True, objective: Objective = TOKENS) -> Method:
     `sequence_label` on sequences.
     """
     return Method(**label_terms(1.0, objective)._asdict(), shift=causal)
+
+
+def build_sft(
+    settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
+) -> Method:
+    """SFT for a student, from its config; nothing is asked of the teacher."""
+    return make_sft(causal=family_of(student).causal, objective=objective)
+
+
+def check_seqkd(settings: None, config: RunConfig) -> None:
+    """Check that a run has answers to learn.
+
+    Raises:
+        ValueError: its data are text.
+    """
+    if config.data.kind == "text":
+        raise ValueError("method seqkd learns answers, but data.kind is text: take kd, or instructions")

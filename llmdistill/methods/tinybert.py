@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from dataclasses import dataclass
 
 from llmdistill.batch import Aspect
-from llmdistill.config import TinybertConfig
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods.annotations import PreTrainedConfig
+from llmdistill.methods.entry import check_weights
 from llmdistill.methods.layer_map import LayerPair, check_heads, pair_layers, same_direction, uniform_map
 from llmdistill.methods.layer_terms import score_term, state_term
 from llmdistill.methods.method import Method
@@ -14,6 +15,35 @@ from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import soft_terms
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinybertConfig:
+    """TinyBERT's distillation of embedding, attention and hidden states, the teacher's layers evenly spread over the
+    student's (Jiao et al. 2020, eq. 7-9). Learnt matrices map the student's width to the teacher's. A weight of 0 drops
+    the term."""
+
+    attention: float = 1.0
+    """Weight of the MSE of the attention scores before the softmax; needs the teacher's number of heads."""
+    hidden: float = 1.0
+    """Weight of the MSE of the layers' outputs."""
+    embedding: float = 1.0
+    """Weight of the MSE of the embedding's output."""
+    soft: float = 0.0
+    """Weight of the soft cross-entropy on the output (eq. 10): for a task, not for general distillation."""
+    temperature: float = 1.0
+    """Of the soft cross-entropy."""
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a negative weight, none at all, or no temperature.
+        """
+        check_weights("tinybert", self, ("attention", "hidden", "embedding", "soft"))
+        if not self.temperature > 0:
+            raise ValueError(f"tinybert.temperature is {self.temperature}: give a number over 0")
+
 
 SOFT = OutputTerm("soft", "sequence_soft")
 """Soft cross-entropy of the output."""

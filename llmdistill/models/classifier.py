@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.config.glue import GlueConfig
 from llmdistill.errors import UserError
 from llmdistill.models.load import auto_class, load_model
 
@@ -21,21 +20,26 @@ def classifier_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def copies_classifier(
-    config: GlueConfig, student: PreTrainedConfig, teacher: PreTrainedConfig | None, num_classes: int
+    wanted: bool | None,
+    student: PreTrainedConfig,
+    teacher: PreTrainedConfig | None,
+    num_classes: int,
+    *,
+    by_default: bool,
 ) -> bool:
     """Whether a run's classifier starts as the teacher's, as far as the models' configs tell.
 
     Args:
-        config: the run; without a word on it, method kroneckerbert copies where the shapes agree.
+        wanted: what the user says; None leaves it to the default.
         student: its config.
         teacher: its config; None without a teacher, of which there is nothing to copy.
         num_classes: outputs of the student's classifier.
+        by_default: whether it is copied where the user says nothing and the shapes agree.
 
     Raises:
         UserError: it is asked for, but the classifiers are of different shapes.
     """
-    wanted = config.copy_classifier
-    if teacher is None or wanted is False or (wanted is None and "kroneckerbert" not in config.methods()):
+    if teacher is None or wanted is False or (wanted is None and not by_default):
         return False
     shapes = _shapes(student, num_classes), _shapes(teacher)
     if wanted and shapes[0] != shapes[1]:

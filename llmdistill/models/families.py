@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
-
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, cast
 
 from llmdistill.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def family_named(model_type: str) -> Family:
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """The list of a model's layers, whatever head the model has."""
-    return cast(nn.ModuleList, model.base_model.get_submodule(family_of(model.config).layers))
+    return cast("nn.ModuleList", model.base_model.get_submodule(family_of(model.config).layers))
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:

@@ -19,6 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
+from llmdistill.methods import METHODS
 from llmdistill.models.load import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
@@ -59,7 +60,7 @@ class Given:
         derived: dict[str, Any] = {"data.kind": kind_of(self.data)}
         if not self.tests and self.valid is None:
             derived["scoring.models"] = []
-        return config_of({**derived, **settings, **names}, keywords)
+        return config_of({**derived, **settings, **names}, keywords, METHODS)
 
     def saved(self, config: RunConfig) -> RunConfig:
         """The same configuration with references for everything: what is in memory is saved into the run's folder.

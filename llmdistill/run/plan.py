@@ -19,7 +19,7 @@ from llmdistill.factorize.budget import embedding_size
 from llmdistill.factorize.counting import forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
-from llmdistill.methods import Method, build_method
+from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.load import Head, brings_tokenizer, compare_vocabularies, load_config
 from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
@@ -73,6 +73,16 @@ class Plan:
         return TORCH_DTYPES["bf16" if self.ds_config["bf16"]["enabled"] else "fp32"]
 
     @property
+    def trains(self) -> bool:
+        """Whether anything is trained."""
+        return METHODS[self.config.method].trains
+
+    @property
+    def searched(self) -> str | None:
+        """The method whose teacher's layer is yet to be searched for, if any."""
+        return _searched(self.config)
+
+    @property
     def causal(self) -> bool:
         """Whether the run's models are decoders."""
         return family_of(self.student_config).causal
@@ -80,7 +90,7 @@ class Plan:
     @property
     def student_head(self) -> Head:
         """What the student needs on top: the heads whose outputs are terms of the loss, and a decoder's own always."""
-        if self.config.method == "none" and not self.causal:
+        if not self.trains and not self.causal:
             return _saved_head(self.teacher_config if self.config.student.model is None else self.student_config)
         return self._head(set(self.method.positions.values()))
 
@@ -190,12 +200,10 @@ def make_plan(config: RunConfig, before: Plan | None = None) -> Plan:
         teacher_config = before.student_config
     student_config, sizes = _student(config, teacher_config)
     objective = _objective(config, teacher_config)
-    settings = {name: getattr(config, name, None) for name in config.methods()}
-    if config.minilmv2.teacher_layer == "auto":
-        settings["minilmv2"] = replace(
-            config.minilmv2, teacher_layer="last"
-        )  # any stands for what the search will find
-    method = build_method(config.methods(), settings, teacher_config, student_config, objective)
+    searched = _searched(config)
+    # Any layer stands for the one that the search will find.
+    settled = config if searched is None else config.with_settings(searched, teacher_layer="last")
+    method = build_method(config.methods(), settled.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
     if method.needs_teacher and config.student.model is not None:
         vocabulary, note = compare_vocabularies(locate(config.teacher.model), locate(config.student.model))
@@ -238,6 +246,11 @@ def _after(plans: list[Plan], config: RunConfig) -> Plan:
         return make_plan(config)
     teacher = replace(config.teacher, model=str(plans[-1].folder / "student"))
     return make_plan(replace(config, teacher=teacher), plans[-1])
+
+
+def _searched(config: RunConfig) -> str | None:
+    names = [name for name in config.methods() if METHODS[name].searches_layer]
+    return next((name for name in names if config.method_settings[name].teacher_layer == "auto"), None)
 
 
 def _model_config(config: RunConfig, key: str, reference: str) -> PreTrainedConfig:
@@ -283,7 +296,7 @@ def _objective(config: RunConfig, teacher: PreTrainedConfig) -> Objective:
     if config.data.kind != "text":
         return Objective()
     wanted = config.data.text.next_sentence
-    uses_output = bool({"makd", "kd", "distilbert", "kroneckerbert", "sft"} & set(config.methods()))
+    uses_output = any(METHODS[name].uses_output for name in config.methods())
     if wanted is None:
         wanted = uses_output and (teacher.architectures or [""])[0] == "BertForPreTraining"
     if wanted and teacher.model_type != "bert":

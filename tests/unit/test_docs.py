@@ -93,7 +93,7 @@ def parsing_only(*, parsers: int = 1) -> Iterator[None]:
 
 
 def check_train(arguments: Sequence[str]) -> None:
-    config, _ = parse_run(arguments)
+    config, _ = parse_run(arguments, METHODS)
     assert ds_config_path(config.ds_config).is_file()
 
 
@@ -277,7 +277,7 @@ def test_pages_name_every_method_and_recipe():
 
 
 def test_settings_that_pages_name_exist():
-    parser = run_parser()
+    parser = run_parser(METHODS)
     known = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
     sections = "|".join({key.split(".")[0] for key in known if "." in key})
     for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:  # which also names settings that are gone

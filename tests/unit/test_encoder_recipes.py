@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMRobertaConfig
 
-from llmdistill.config import KroneckerbertConfig, RunConfig
+from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run, recipe_names, recipe_path
 from llmdistill.factorize import build_reference, count_parameters
+from llmdistill.methods import METHODS
+from llmdistill.methods.kroneckerbert import KroneckerbertConfig
 from llmdistill.models.families import layers_of
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.runtime.engine import split_batch
@@ -116,7 +118,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @cache
 def parse(name: str) -> RunConfig:
-    return parse_run(["--ds_config", str(ROOT / "ds_configs/zero2.json"), "--recipe", name])[0]
+    return parse_run(["--ds_config", str(ROOT / "ds_configs/zero2.json"), "--recipe", name], METHODS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +261,7 @@ def test_kroneckerbert_trains_on_a_tenth_of_the_text(name: str) -> None:
     config, train = parse(name), parse(name).train
     assert (config.data.text.fraction, train.epochs, config.data.max_length) == (0.1, 3, 512)
     assert (train.global_batch_size, train.learning_rate, train.betas) == (64, 1e-3, (0.9, 0.999))
-    assert config.kroneckerbert == KroneckerbertConfig()
+    assert config.method_settings["kroneckerbert"] == KroneckerbertConfig()
     assert config.data.text.next_sentence is True
 
 
@@ -270,8 +272,8 @@ def test_minilmv2_takes_heads_and_layer_by_the_teacher() -> None:
             model = config.teacher.model
             layer = "last" if model.endswith(("base", "base-uncased")) else 21 if "bert-large" in model else 19
             layer = 19 if "roberta-large" in model else layer
-            assert config.minilmv2.teacher_layer == layer
-            assert config.minilmv2.relation_heads == (48 if layer == "last" else 64)
+            assert config.method_settings["minilmv2"].teacher_layer == layer
+            assert config.method_settings["minilmv2"].relation_heads == (48 if layer == "last" else 64)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("-ta")])

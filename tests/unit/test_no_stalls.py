@@ -29,17 +29,15 @@ from transformers import (
 )
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.config import (
-    DistilbertConfig,
-    KdConfig,
-    KroneckerbertConfig,
-    MakdConfig,
-    MinilmConfig,
-    Minilmv2Config,
-    TinybertConfig,
-    TrainConfig,
-)
+from llmdistill.config import TrainConfig
 from llmdistill.methods import build_method
+from llmdistill.methods.distilbert import DistilbertConfig
+from llmdistill.methods.kd import KdConfig
+from llmdistill.methods.kroneckerbert import KroneckerbertConfig
+from llmdistill.methods.makd import MakdConfig
+from llmdistill.methods.minilm import MinilmConfig
+from llmdistill.methods.minilmv2 import Minilmv2Config
+from llmdistill.methods.tinybert import TinybertConfig
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective

@@ -11,9 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llmdistill.config.glue import GlueConfig
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.finetune import resolve_engine, train_settings
+from llmdistill.experiments.glue.finetune import num_classes, resolve_engine, train_settings
 from llmdistill.experiments.glue.grid import grid_of
-from llmdistill.methods import Method, build_method
+from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.families import shape_of
 from llmdistill.objective import Objective
 from llmdistill.runtime.engine import resolve_dtype
@@ -29,12 +30,23 @@ def task_method(config: GlueConfig, task: str, student: PreTrainedConfig, teache
     """
     objective = Objective(tokens=False, sequences="classes" if TASKS[task].classes else "scores")
     names = config.methods()
-    settings = {name: getattr(config, name, None) for name in names}
     model = student if teacher is None else teacher
-    method = build_method(names, settings, model, student, objective)
+    method = build_method(names, config.method_settings, model, student, objective)
     if "sequences" in method.positions.values():
         return method
-    return build_method([*names, "sft"], settings, model, student, objective)
+    return build_method([*names, "sft"], config.method_settings, model, student, objective)
+
+
+def starts_as_teachers(
+    config: GlueConfig, task: str, student: PreTrainedConfig, teacher: PreTrainedConfig | None
+) -> bool:
+    """Whether the classifier of a task starts as the teacher's.
+
+    Raises:
+        UserError: it is asked for, but the classifiers are of different shapes.
+    """
+    by_default = any(METHODS[name].copies_classifier for name in config.methods())
+    return copies_classifier(config.copy_classifier, student, teacher, num_classes(TASKS[task]), by_default=by_default)
 
 
 def check_engine(config: GlueConfig, task: str, ds_config: dict[str, Any], ds_path: str, world_size: int) -> None:

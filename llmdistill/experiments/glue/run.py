@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 
 import llmdistill
 from llmdistill.config.glue import GlueConfig
-from llmdistill.experiments.glue.check import check_engine, check_examples, check_layer, task_method
-from llmdistill.experiments.glue.finetune import num_classes
+from llmdistill.experiments.glue.check import check_engine, check_examples, check_layer, starts_as_teachers, task_method
 from llmdistill.experiments.glue.grid import grid_of
 from llmdistill.experiments.glue.measure import measure
 from llmdistill.experiments.glue.results import averages, print_results, write_report
@@ -31,7 +30,6 @@ from llmdistill.experiments.glue.teachers import (
 )
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
-from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.load import load_config, load_tokenizer
 from llmdistill.report.table import describe_hardware
 from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
@@ -39,7 +37,6 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import TORCH_DTYPES, resolve_dtype
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
 from llmdistill.tasks.glue_data import check_data_dir, find_tasks, read_task
-from llmdistill.tasks.glue_files import TASKS
 
 DS_CONFIG = "ds_configs/zero1.json"
 """What fine-tuning takes that names none."""
@@ -144,7 +141,7 @@ def prepare(config: GlueConfig, world: World) -> dict[str, TaskStudy]:
             root=output_dir(config),
             method=methods[task],
             teacher=teachers[task],
-            copies_classifier=copies_classifier(config, student, configs[task], num_classes(TASKS[task])),
+            copies_classifier=starts_as_teachers(config, task, student, configs[task]),
             drawn=drawn[task],
             fingerprints=fingerprints,
             ds_config=ds_config,

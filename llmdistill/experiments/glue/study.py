@@ -77,7 +77,7 @@ class TaskStudy:
             **({"copy_classifier": True} if self.copies_classifier else {}),
             "examples": self.data.digest,
             "methods": methods,
-            **{name: asdict(getattr(self.config, name)) for name in methods if name != "sft"},
+            **{name: asdict(each) for name, each in self.config.method_settings.items() if name in methods},
             **asdict(trial),
             **self.grid.shared(),
             "dtype": self.dtype,

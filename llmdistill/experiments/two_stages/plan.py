@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from llmdistill.config.glue import GlueConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.check import check_engine, check_examples, check_layer, task_method
+from llmdistill.experiments.glue.check import check_engine, check_examples, check_layer, starts_as_teachers, task_method
 from llmdistill.experiments.glue.finetune import num_classes
 from llmdistill.experiments.glue.grid import grid_of
 from llmdistill.experiments.glue.run import evaluate
@@ -21,7 +21,6 @@ from llmdistill.experiments.glue.teachers import BEST, check_classes, check_toke
 from llmdistill.experiments.two_stages.settings import TEACHER, named_as_settings, row_configs, tasks_folder
 from llmdistill.experiments.two_stages.table import ROWS, collect, print_rows, write_rows
 from llmdistill.methods import Method
-from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.load import load_config, load_tokenizer
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
@@ -146,10 +145,10 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
     """
     first, last = plans[0], plans[-1]
     settings = last.config.tasks
-    if last.config.method == "none":
+    if not last.trains:
         raise UserError(
-            f"tasks.names is {settings.names}, but method none trains no student for a second stage: take another "
-            "method, or fine-tune a model by eval/glue.py"
+            f"tasks.names is {settings.names}, but method {last.config.method} trains no student for a second stage: "
+            "take another method, or fine-tune a model by eval/glue.py"
         )
     with named_as_settings():
         tasks = find_tasks(settings.names)
@@ -164,7 +163,7 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
             for row, config in configs.items()
         }
         copied = [
-            copies_classifier(config, student, teachers[task], num_classes(TASKS[task]))
+            starts_as_teachers(config, task, student, teachers[task])
             for config in configs.values()
             for task in tasks
             if config.teacher is not None

@@ -14,6 +14,7 @@ from llmdistill.config.glue import GlueConfig
 from llmdistill.config.tasks import GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
 from llmdistill.run.plan import Plan
 
 TEACHER = "teacher"
@@ -48,26 +49,23 @@ def row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig
     configs: dict[str, GlueConfig] = {}
     if settings.teacher is None and set(settings.rows) != {"no_kd"}:
         own = str(plans[0].teacher_path)
-        configs[TEACHER] = _checked(model=own, output_dir=str(folder / TEACHER), **alone)
+        configs[TEACHER] = command_line.checked(
+            GlueConfig, {**alone, "model": own, "output_dir": str(folder / TEACHER)}, METHODS
+        )
     for row in settings.rows:
         model = untrained if row == "no_pretraining" else trained
         values = alone if row == "no_kd" else learning
-        configs[row] = _checked(model=model, output_dir=str(folder / row), **values)
+        configs[row] = command_line.checked(
+            GlueConfig, {**values, "model": model, "output_dir": str(folder / row)}, METHODS
+        )
     return configs
-
-
-def _checked(**values: Any) -> GlueConfig:
-    try:
-        return GlueConfig(**values)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _methods(config: RunConfig) -> dict[str, Any]:
     """The methods of the second stage with their settings: the run's, as far as `tasks` does not say otherwise."""
     settings = config.tasks
     method = config.method if settings.method is None else settings.method
-    if method in ("sft", "seqkd", "none"):
+    if not METHODS[method].needs_teacher:
         raise UserError(
             f"tasks.method: the run's method {method} has no teacher; say by which one the student learns from its "
             "fine-tuned teachers, such as kroneckerbert or kd"
@@ -80,10 +78,11 @@ def _methods(config: RunConfig) -> dict[str, Any]:
             f"tasks.settings.{unused[0]}: that is no method of the second stage ({', '.join([method, *also])})"
         )
     sections: dict[str, Any] = {
-        name: command_line.changed(getattr(config, name), settings.settings.get(name, {}), key=f"tasks.settings.{name}")
-        for name in (method, *also)
+        name: command_line.changed(part, settings.settings.get(name, {}), key=f"tasks.settings.{name}")
+        for name, part in config.method_settings.items()
+        if name in (method, *also)
     }
-    return {"method": method, "also": also, **sections}
+    return {"method": method, "also": also, "method_settings": sections}
 
 
 @contextmanager

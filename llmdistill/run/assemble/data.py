@@ -23,6 +23,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.generation.provenance import check_teacher
 from llmdistill.generation.rollout import OnPolicyLoader
+from llmdistill.methods import METHODS
 from llmdistill.models.load import load_tokenizer
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
@@ -72,7 +73,7 @@ def read_data(plan: Plan) -> RunData:
         check_sets(scored, each, plan.config.scoring, **limits)
     if data.streaming:
         check_stream(locate(data.train))
-    if data.streaming or plan.config.method == "none":
+    if data.streaming or not plan.trains:
         report = "streamed while training" if data.streaming else "not read, as nothing is trained"
         return RunData(tokenizer, teacher_tokenizer, None, valid, valid_items, tests, report)
     train = encode(read_examples(locate(data.train)), tokenizer, **limits)
@@ -117,7 +118,7 @@ def count_steps(plan: Plan, data: RunData, world: World) -> Plan:
     Raises:
         UserError: the text is too short.
     """
-    if data.text is None or plan.config.method == "none":
+    if data.text is None or not plan.trains:
         return plan
     config, train = plan.config, plan.config.train
     sequences = len(_text_loader(plan, data, world))  # also where steps are given: a text may be too short
@@ -131,7 +132,7 @@ def count_steps(plan: Plan, data: RunData, world: World) -> Plan:
 
 def check_responses(plan: Plan) -> list[str]:
     """Warnings about answers that another model than the run's teacher wrote."""
-    if plan.config.method != "seqkd":
+    if not METHODS[plan.config.method].teacher_writes:
         return []
     warning = check_teacher(locate(plan.config.data.train), plan.teacher_path)
     return [] if warning is None else [warning]

@@ -11,6 +11,8 @@ import pytest
 from llmdistill.config import RunConfig, command_line
 from llmdistill.config.command_line import parse_run, recipe_names, run_parser, to_dict
 from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.methods.minilmv2 import Minilmv2Config
 
 DS = ["--ds_config", "zero2.json"]
 
@@ -23,14 +25,14 @@ def write_recipe(folder, text):
 
 def test_command_line_wins_over_recipe_wherever_it_stands(tmp_path):
     recipe = write_recipe(tmp_path, "train: {steps: 7, learning_rate: 0.5}\n")
-    before, _ = parse_run(["--train.steps", "3", "--recipe", recipe, *DS])
-    after, _ = parse_run([*DS, f"--recipe={recipe}", "--train.steps=3"])
+    before, _ = parse_run(["--train.steps", "3", "--recipe", recipe, *DS], METHODS)
+    after, _ = parse_run([*DS, f"--recipe={recipe}", "--train.steps=3"], METHODS)
     assert before.train.steps == after.train.steps == 3
     assert before.train.learning_rate == 0.5
 
 
 def test_default_folder_names_recipe_and_ds_config(tmp_path):
-    config, _ = parse_run(["--recipe", write_recipe(tmp_path, "seed: 1\n"), *DS])
+    config, _ = parse_run(["--recipe", write_recipe(tmp_path, "seed: 1\n"), *DS], METHODS)
     assert config.output_dir == "runs/mine-zero2"
 
 
@@ -50,13 +52,13 @@ def test_default_folder_names_recipe_and_ds_config(tmp_path):
 )
 def test_mistakes_are_one_sentence(arguments, expected):
     with pytest.raises(UserError, match=expected) as caught:
-        parse_run([*DS, *arguments])
+        parse_run([*DS, *arguments], METHODS)
     assert "\n" not in str(caught.value)
 
 
 def test_missing_ds_config_is_said():
     with pytest.raises(UserError, match="ds_config"):
-        parse_run([])
+        parse_run([], METHODS)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_missing_ds_config_is_said():
 )
 def test_mistakes_in_a_recipe_name_it(tmp_path, text, expected):
     with pytest.raises(UserError, match=expected):
-        parse_run([*DS, "--recipe", write_recipe(tmp_path, text)])
+        parse_run([*DS, "--recipe", write_recipe(tmp_path, text)], METHODS)
 
 
 def write(path, text):
@@ -82,7 +84,7 @@ def test_a_recipe_extends_another(tmp_path):
     write(tmp_path / "base/lowest.yaml", "seed: 3\ntrain: {steps: 5, learning_rate: 0.1, betas: [0.9, 0.98]}\n")
     write(tmp_path / "base/middle.yaml", "extends: lowest.yaml\ntrain: {steps: 6}\ndata: {max_length: 700}\n")
     mine = write(tmp_path / "mine.yaml", "train: {warmup_steps: 2, learning_rate: 0.2}\nextends: base/middle.yaml\n")
-    config, flags = parse_run([*DS, "--recipe", mine, "--train.warmup_steps", "1"])
+    config, flags = parse_run([*DS, "--recipe", mine, "--train.warmup_steps", "1"], METHODS)
     assert config.seed == 3
     assert (config.train.steps, config.train.learning_rate, config.train.warmup_steps) == (6, 0.2, 1)
     assert config.train.betas == (0.9, 0.98)
@@ -93,10 +95,10 @@ def test_a_recipe_extends_another(tmp_path):
 
 
 def test_a_shipped_recipe_can_be_extended(tmp_path):
-    shipped, _ = parse_run([*DS, "--recipe", "quickstart"])
-    config, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\nseed: 7\n")])
+    shipped, _ = parse_run([*DS, "--recipe", "quickstart"], METHODS)
+    config, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\nseed: 7\n")], METHODS)
     assert config == dataclasses.replace(shipped, seed=7, output_dir="runs/mine-zero2")
-    empty, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\n")])
+    empty, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", "extends: quickstart\n")], METHODS)
     assert empty == dataclasses.replace(shipped, output_dir="runs/mine-zero2")
 
 
@@ -110,9 +112,9 @@ def test_free_mappings_and_lists_of_the_extended_recipe_are_replaced(tmp_path):
         "extends: base.yaml\ndata: {tests: {c: c.jsonl}}\nminilmv2: {relations: [vv]}\n"
         "student: {factorize: {ranks: {'*k*': 4}}}\n"
     )
-    config, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", text)])
+    config, _ = parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", text)], METHODS)
     assert config.data.tests == {"c": "c.jsonl"}
-    assert config.minilmv2.relations == ["vv"]
+    assert config.method_settings["minilmv2"].relations == ["vv"]
     assert config.student.factorize.ranks == {"*k*": 4}
 
 
@@ -138,42 +140,45 @@ def test_free_mappings_and_lists_of_the_extended_recipe_are_replaced(tmp_path):
 def test_mistakes_in_extending_name_the_file(tmp_path, base, mine, expected):
     write(tmp_path / "base.yaml", base)
     with pytest.raises(UserError, match=expected) as caught:
-        parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", mine)])
+        parse_run([*DS, "--recipe", write(tmp_path / "mine.yaml", mine)], METHODS)
     assert "\n" not in str(caught.value)
 
 
 def test_extends_is_no_flag():
     with pytest.raises(UserError, match="--extends quickstart: that is for recipes; give --recipe quickstart"):
-        parse_run([*DS, "--extends", "quickstart"])
+        parse_run([*DS, "--extends", "quickstart"], METHODS)
 
 
 def test_recipes_in_subfolders_have_names_and_folders_of_their_own(tmp_path, monkeypatch):
     for name in ("one", "paper/two", "paper/_base"):
         write(tmp_path / f"{name}.yaml", "seed: 5\n")
-    monkeypatch.setattr(command_line, "RECIPES", tmp_path)
+    monkeypatch.setattr("llmdistill.config.recipes.RECIPES", tmp_path)
     assert recipe_names() == ["one", "paper/two"]
-    config, flags = parse_run([*DS, "--recipe", "paper/two"])
+    config, flags = parse_run([*DS, "--recipe", "paper/two"], METHODS)
     assert (config.seed, config.output_dir, flags.recipe) == (5, "runs/paper/two-zero2", "paper/two")
     with pytest.raises(UserError, match=r"shipped are one, paper/two$"):
-        parse_run([*DS, "--recipe", "paper/_base"])
+        parse_run([*DS, "--recipe", "paper/_base"], METHODS)
 
 
 def test_free_keys_below_a_mapping_are_allowed():
-    config, _ = parse_run([*DS, "--data.tests.mine=some.jsonl", "--student.factorize.rank=null"])
+    config, _ = parse_run([*DS, "--data.tests.mine=some.jsonl", "--student.factorize.rank=null"], METHODS)
     assert config.data.tests["mine"] == "some.jsonl"
     assert config.student.factorize.rank is None
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_shipped_recipe_parses(name):
-    config, flags = parse_run([*DS, "--recipe", name])
+    config, flags = parse_run([*DS, "--recipe", name], METHODS)
     assert isinstance(config, RunConfig)
     assert flags.recipe == name
 
 
 def test_every_setting_is_documented_in_help():
-    text = " ".join(run_parser().format_help().split())
-    paths = leaf_keys(RunConfig, "")
+    text = " ".join(run_parser(METHODS).format_help().split())
+    paths = [key for key in leaf_keys(RunConfig, "") if key != "method_settings"]
+    for name, method in METHODS.items():
+        paths += [] if method.settings is None else leaf_keys(method.settings, f"{name}.")
+        assert "".join(f"{name}: {method.help}".split()) in "".join(text.split()), "--method tells what each is"
     assert len(paths) > 50
     for key in paths:
         entry = text.split(f"--{key} ", 1)[1]
@@ -192,7 +197,7 @@ def leaf_keys(kind, prefix):
 
 
 def test_configuration_is_plain_json_values():
-    config, _ = parse_run([*DS, "--train.betas", "[0.9, 0.99]"])
+    config, _ = parse_run([*DS, "--train.betas", "[0.9, 0.99]"], METHODS)
     assert to_dict(config)["train"]["betas"] == [0.9, 0.99]
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 3
@@ -200,27 +205,25 @@ def test_configuration_is_plain_json_values():
 
 def test_target_may_be_a_bare_number_in_yaml(tmp_path):
     recipe = write_recipe(tmp_path, "student: {factorize: {target_params: 690000000}}\n")
-    assert parse_run([*DS, "--recipe", recipe])[0].student.factorize.target_params == 690_000_000
-    assert (
-        parse_run([*DS, "--recipe", recipe, "--student.factorize.target_params=62%"])[0].student.factorize.target_params
-        == "62%"
-    )
+    assert parse_run([*DS, "--recipe", recipe], METHODS)[0].student.factorize.target_params == 690_000_000
+    share, _ = parse_run([*DS, "--recipe", recipe, "--student.factorize.target_params=62%"], METHODS)
+    assert share.student.factorize.target_params == "62%"
 
 
 def test_lists_may_be_written_with_commas():
     given = ["--tasks.names", "rte,cola", "--tasks.seeds=1,2", "--tasks.epochs", "[3,5]", "--tasks.learning_rates"]
     others = ["--student.lora.targets", "null", "--data.train", "a,b", "--also", "kd"]
-    config, _ = parse_run([*DS, *given, "1e-5", *others])
+    config, _ = parse_run([*DS, *given, "1e-5", *others], METHODS)
     tasks = config.tasks
     assert (tasks.names, tasks.seeds, tasks.epochs, tasks.learning_rates) == (["rte", "cola"], [1, 2], [3, 5], [1e-5])
     assert (config.student.lora.targets, config.data.train, config.also) == (None, "a,b", ["kd"])
     for words in (["--tasks.seeds", "1,x"], ["--tasks.names", "--seed", "3"], ["--tasks.seeds"]):
         with pytest.raises(UserError, match="tasks"):
-            parse_run([*DS, *words])
+            parse_run([*DS, *words], METHODS)
 
 
 def test_a_part_changes_as_a_recipe_would_change_it():
-    part = RunConfig(ds_config="zero2.json").minilmv2
+    part = Minilmv2Config()
     found = command_line.changed(part, {"relation_heads": 12, "teacher_layer": 3}, key="k")
     assert found == dataclasses.replace(part, relation_heads=12, teacher_layer=3)
     assert command_line.changed(part, {}, key="k") == part

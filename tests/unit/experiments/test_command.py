@@ -45,7 +45,7 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--methods", "sft,magic"], "there is no method 'magic'; there are none, sft, kd"),
+        (["--methods", "sft,magic"], "there is no method 'magic'; there are makd, makd_minilm, kd"),
         (["--suite", "table9"], "there is no such suite; there are table3"),
         (["--suite", "table3", "--methods", "sft"], "leave one out"),
         (["--seeds", "0"], "--seeds 0: give 1 or more"),

@@ -18,6 +18,7 @@ from llmdistill.errors import UserError
 from llmdistill.experiments import launcher as module
 from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.experiments.trials import Progress, make_trial
+from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import claim_folder
 from llmdistill.runtime.distributed import World
 
@@ -51,7 +52,7 @@ def quick_collection():
 
 @pytest.fixture
 def trials(tmp_path):
-    recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", "--data.tests", "{}"])
+    recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", "--data.tests", "{}"], METHODS)
     return [make_trial(tmp_path, recipe, "sft", {"method": "sft", "seed": seed}) for seed in range(3)]
 
 

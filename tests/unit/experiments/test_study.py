@@ -18,11 +18,12 @@ from llmdistill.experiments.collect import collect
 from llmdistill.experiments.comparison import Study, conduct
 from llmdistill.experiments.launcher import InProcess
 from llmdistill.experiments.variants import load_methods
+from llmdistill.methods import METHODS
 from llmdistill.report.comparison import write_comparison
 from llmdistill.run.artifacts import claim_folder
 from llmdistill.runtime.distributed import World
 
-METHODS = ["none", "sft", "kd", "seqkd", "makd"]
+COMPARED = ["none", "sft", "kd", "seqkd", "makd"]
 
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -71,7 +72,8 @@ class StandIn:
         rate, method = config.train.learning_rate, config.method
         # Best at the middle rate on the validation set, but at the highest on the tests: only a cheat takes that one.
         bonus = {"sft": 0, "kd": 5, "seqkd": 4, "makd": 9, "none": -40}[method]
-        valid = 50 + bonus - 1e3 * abs(rate - 3e-3) - (config.makd.logits == 1.0) - (config.kd.ratio == 1.0)
+        weights = {name: config.method_settings[name] for name in ("makd", "kd")}
+        valid = 50 + bonus - 1e3 * abs(rate - 3e-3) - (weights["makd"].logits == 1.0) - (weights["kd"].ratio == 1.0)
         digest = int(hashlib.sha256(str(config.seed).encode()).hexdigest(), 16) % 5
         tests = {name: 40 + bonus + 1e3 * rate + digest + len(name) for name in config.data.tests}
         metrics = {"asked": scores_asked(config), "warnings": []}
@@ -102,8 +104,8 @@ def quick_collection():
 
 @pytest.fixture
 def make_study(tmp_path):
-    def make(launcher, name="study", *arguments, methods=METHODS, sizes=()):
-        recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", *arguments])
+    def make(launcher, name="study", *arguments, methods=COMPARED, sizes=()):
+        recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", *arguments], METHODS)
         return Study(
             recipe=recipe,
             root=tmp_path / name,
@@ -228,20 +230,21 @@ def test_sizes_train_the_chosen_settings_once_more(make_study):
     assert targets == [None, None, "60%"]
     comparison = collect(make_study(launcher, sizes=["20", "60%"]), findings, title="t", paper={}, command="c")
     assert {(point.setting, point.method) for point in comparison.sizes} == {
-        (setting, method) for setting in ("as in the table", "rank 20", "60%") for method in METHODS
+        (setting, method) for setting in ("as in the table", "rank 20", "60%") for method in COMPARED
     }
     makd = [run.metrics["student"]["rougeL"] for run in findings.runs["makd"]]
     (own,) = [point for point in comparison.sizes if (point.setting, point.method) == ("as in the table", "makd")]
     assert own.average == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 3)
     for results in findings.sizes.values():
-        assert set(results) == set(METHODS)
+        assert set(results) == set(COMPARED)
         assert results["makd"].trial.settings["train.learning_rate"] == 3e-3
 
 
 def test_choice_needs_validation(make_study):
     study = make_study(StandIn())
     recipe = config_from_dict(
-        {**yaml.safe_load(json.dumps(_plain(study.recipe))), "data": {**_plain(study.recipe)["data"], "valid": None}}
+        {**yaml.safe_load(json.dumps(_plain(study.recipe))), "data": {**_plain(study.recipe)["data"], "valid": None}},
+        METHODS,
     )
     with pytest.raises(UserError, match=r"data\.valid is missing"):
         Study(**{**vars(study), "recipe": recipe}).check()

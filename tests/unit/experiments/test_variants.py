@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.variants import load_methods, load_suite, suite_names
-from llmdistill.methods.makd import TERMS, make_makd
+from llmdistill.methods.makd import TERMS, MakdConfig, make_makd
 
 
 def test_methods_come_in_the_order_asked_for() -> None:

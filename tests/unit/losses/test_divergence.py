@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.config import KdConfig
 from llmdistill.losses.divergence import (
     FORWARD_KL,
     LOG_FLOOR,
@@ -18,7 +17,7 @@ from llmdistill.losses.divergence import (
     skew_forward_kl_with_derivative,
     skew_reverse_kl_with_derivative,
 )
-from llmdistill.methods.kd import divergence_of
+from llmdistill.methods.kd import KdConfig, divergence_of
 
 NAMES = ["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
 SETTINGS = [KdConfig(divergence=name) for name in NAMES] + [  # type: ignore[arg-type]

@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmdistill.config import DistilbertConfig, KdConfig, MinilmConfig, Minilmv2Config, TinybertConfig
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.methods.combined import combine
+from llmdistill.methods.distilbert import DistilbertConfig
+from llmdistill.methods.kd import KdConfig
+from llmdistill.methods.minilm import MinilmConfig
+from llmdistill.methods.minilmv2 import Minilmv2Config
+from llmdistill.methods.tinybert import TinybertConfig
 from llmdistill.objective import Objective
 
 SETTINGS: dict[str, Any] = {
@@ -35,7 +39,7 @@ def test_one_method_stays_itself(models) -> None:
 def test_terms_are_those_of_all_methods(models) -> None:
     pair = models.Pair(models.llama(3, 16, 4, 2), models.llama(2, 8, 4, 1))
     names = ["tinybert", "minilm", "minilmv2", "kd", "distilbert"]
-    parts = {name: METHODS[name](SETTINGS[name], pair.teacher_config, pair.student_config) for name in names}
+    parts = {name: METHODS[name].build(SETTINGS[name], pair.teacher_config, pair.student_config) for name in names}
     method = build_method(names, SETTINGS, pair.teacher_config, pair.student_config)
     assert method.weights == {
         "tinybert.attention": 1.0,

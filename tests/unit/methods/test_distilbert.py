@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from llmdistill.config import DistilbertConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.distilbert import build_distilbert
+from llmdistill.methods.distilbert import DistilbertConfig, build_distilbert
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta"])
@@ -71,10 +70,10 @@ def test_padding_does_not_matter(models) -> None:
 def test_only_the_cosine_needs_the_same_width(models) -> None:
     teacher, student = models.bert(4, 32, 4, 4), models.bert(2, 16, 4, 4)
     with pytest.raises(UserError, match=r"32 wide in the teacher and 16 in the student: set distilbert\.cosine to 0"):
-        METHODS["distilbert"](DistilbertConfig(), teacher, student)
-    METHODS["distilbert"](DistilbertConfig(cosine=0.0), teacher, student)
+        METHODS["distilbert"].build(DistilbertConfig(), teacher, student)
+    METHODS["distilbert"].build(DistilbertConfig(cosine=0.0), teacher, student)
     with pytest.raises(UserError, match="distilbert compares models of one kind"):
-        METHODS["distilbert"](DistilbertConfig(), models.gpt2(4, 16, 4, 4), student)
+        METHODS["distilbert"].build(DistilbertConfig(), models.gpt2(4, 16, 4, 4), student)
 
 
 def test_the_softened_output_is_compared_at_the_masked_words_alone(models) -> None:

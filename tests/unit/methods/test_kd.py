@@ -6,8 +6,8 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from llmdistill.batch import Batch, Outputs, Taps
-from llmdistill.config import KdConfig
 from llmdistill.methods import METHODS
+from llmdistill.methods.kd import KdConfig
 
 LABELS = torch.tensor([[-100, 2, 3], [-100, -100, 1]])
 BATCH = Batch(LABELS.clamp_min(0), torch.ones_like(LABELS), LABELS)
@@ -18,7 +18,7 @@ STUDENT, TEACHER = (
 
 def build(settings: KdConfig):
     decoder = LlamaConfig(num_hidden_layers=2)
-    return METHODS["kd"](settings, decoder, decoder)
+    return METHODS["kd"].build(settings, decoder, decoder)
 
 
 def test_terms_are_the_divergence_and_the_labels() -> None:

@@ -7,10 +7,9 @@ import torch
 from transformers import LlamaConfig
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, Taps
-from llmdistill.config import KroneckerbertConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.kroneckerbert import build_kroneckerbert
+from llmdistill.methods.kroneckerbert import KroneckerbertConfig, build_kroneckerbert
 from llmdistill.objective import Objective
 
 LAYERS = 3
@@ -178,9 +177,11 @@ def test_it_asks_only_for_what_it_needs(models, settings: KroneckerbertConfig, t
 def test_the_labels_are_those_of_the_objective(models) -> None:
     config = models.bert(LAYERS, 16, 4, 4)
     both = Objective(tokens=True, sequences="classes")
-    stage_one = METHODS["kroneckerbert"](KroneckerbertConfig(), config, config, both)
+    stage_one = METHODS["kroneckerbert"].build(KroneckerbertConfig(), config, config, both)
     assert list(stage_one.weights) == [*INNER, "logits", "sequence_logits", "label", "sequence_label"]
-    task = METHODS["kroneckerbert"](KroneckerbertConfig(), config, config, Objective(tokens=False, sequences="scores"))
+    task = METHODS["kroneckerbert"].build(
+        KroneckerbertConfig(), config, config, Objective(tokens=False, sequences="scores")
+    )
     assert list(task.weights) == [*INNER, "sequence_logits", "sequence_label"]
 
 

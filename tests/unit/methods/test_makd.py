@@ -17,11 +17,10 @@ from transformers import (
 )
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, TapRequest, Taps
-from llmdistill.config import MakdConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import Method
 from llmdistill.methods.layer_map import check_same_shape
-from llmdistill.methods.makd import TERMS, build_makd, make_makd
+from llmdistill.methods.makd import TERMS, MakdConfig, build_makd, make_makd
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.taps import Recorder
 

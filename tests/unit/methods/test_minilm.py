@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmdistill.config import MinilmConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.minilm import build_minilm
+from llmdistill.methods.minilm import MinilmConfig, build_minilm
 
 LAYERS = {
     "last": (MinilmConfig(), [(1, 4)]),
@@ -114,7 +113,7 @@ def test_padding_does_not_matter(pair) -> None:
 def test_models_that_cannot_be_compared(models, settings: dict, student: tuple, message: str) -> None:
     name, *sizes = student
     with pytest.raises(UserError, match=message):
-        METHODS["minilm"](MinilmConfig(**settings), models.bert(5, 32, 4, 4), models.families[name](*sizes, 4))
+        METHODS["minilm"].build(MinilmConfig(**settings), models.bert(5, 32, 4, 4), models.families[name](*sizes, 4))
 
 
 def test_other_windows_cannot_be_compared(models) -> None:

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from llmdistill.config import Minilmv2Config
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.minilmv2 import SIDES, build_minilmv2
+from llmdistill.methods.minilmv2 import SIDES, Minilmv2Config, build_minilmv2
 
 EVERY = ["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]
 
@@ -95,12 +94,14 @@ def test_relation_heads_must_divide_the_widths(models) -> None:
         UserError,
         match=r"relation_heads is 7.* 96 in the teacher and 36 in the student; give one of 1, 2, 3, 4, 6, 12$",
     ):
-        METHODS["minilmv2"](settings, teacher, models.bert(2, 36, 4, 4))
+        METHODS["minilmv2"].build(settings, teacher, models.bert(2, 36, 4, 4))
     grouped, student = models.llama(2, 32, 4, 2), models.llama(2, 16, 4, 4)
     with pytest.raises(UserError, match=r"16, 32 in the teacher and 16 in the student; give one of 1, 2, 4, 8, 16$"):
-        METHODS["minilmv2"](replace(settings, relation_heads=32), grouped, student)
+        METHODS["minilmv2"].build(replace(settings, relation_heads=32), grouped, student)
     # Keys alone are narrower than queries; a relation of both is as wide as the queries.
-    METHODS["minilmv2"](replace(settings, relation_heads=32, relations=["qk"]), grouped, models.llama(2, 32, 2, 1))
+    METHODS["minilmv2"].build(
+        replace(settings, relation_heads=32, relations=["qk"]), grouped, models.llama(2, 32, 2, 1)
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 6])

@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, Taps
-from llmdistill.config import DistilbertConfig, KdConfig, KroneckerbertConfig, MakdConfig, TinybertConfig
 from llmdistill.methods import METHODS
+from llmdistill.methods.distilbert import DistilbertConfig
+from llmdistill.methods.kd import KdConfig
+from llmdistill.methods.kroneckerbert import KroneckerbertConfig
+from llmdistill.methods.makd import MakdConfig
+from llmdistill.methods.tinybert import TinybertConfig
 from llmdistill.objective import Objective
 
 TOKENS, CLASSES, SCORES = Objective(), Objective(tokens=False, sequences="classes"), Objective(False, "scores")
@@ -84,7 +88,7 @@ def build(method: str, objective: Objective, bert: Any) -> Any:
         "kroneckerbert": KRONECKERBERT,
     }
     config = bert(2, 16, 4, 4)
-    return METHODS[method](settings.get(method), config, config, objective)
+    return METHODS[method].build(settings.get(method), config, config, objective)
 
 
 def naive(method: str, name: str, student: Outputs, teacher: Outputs, scores: bool) -> float:
@@ -160,7 +164,7 @@ def test_the_students_own_answers_are_no_labels(models) -> None:
 
 def test_makd_without_the_output_learns_from_the_layers_alone(models) -> None:
     config = models.bert(2, 16, 4, 4)
-    method = METHODS["makd"](MakdConfig(logits=0.0), config, config, BOTH)
+    method = METHODS["makd"].build(MakdConfig(logits=0.0), config, config, BOTH)
     assert set(method.positions.values()) == {"tokens"}
 
 

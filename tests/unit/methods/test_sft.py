@@ -5,8 +5,8 @@ from torch.nn import functional
 from transformers import BertConfig, LlamaConfig
 
 from llmdistill.batch import Batch, Outputs, Taps
-from llmdistill.config import MakdConfig
 from llmdistill.methods import METHODS
+from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.sft import make_sft
 
 LABELS = torch.tensor([[-100, 2, 3], [-100, -100, 1]])
@@ -27,9 +27,9 @@ def test_it_is_the_cross_entropy_of_the_labels() -> None:
 
 def test_methods_are_built_from_configs() -> None:
     decoder = LlamaConfig(num_hidden_layers=2)
-    assert "attention" in METHODS["makd"](MakdConfig(), decoder, decoder).weights
-    assert METHODS["sft"](None, decoder, decoder).weights == {"label": 1.0}
+    assert "attention" in METHODS["makd"].build(MakdConfig(), decoder, decoder).weights
+    assert METHODS["sft"].build(None, decoder, decoder).weights == {"label": 1.0}
     encoder = BertConfig(num_hidden_layers=2)
-    terms = METHODS["sft"](MakdConfig(), encoder, encoder)(Outputs(LOGITS, Taps()), None, BATCH)
+    terms = METHODS["sft"].build(MakdConfig(), encoder, encoder)(Outputs(LOGITS, Taps()), None, BATCH)
     expected = functional.cross_entropy(LOGITS.flatten(0, 1), LABELS.flatten())  # not shifted
     torch.testing.assert_close(terms["label"].sum / terms["label"].count, expected)

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmdistill.config import TinybertConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.tinybert import build_tinybert
+from llmdistill.methods.tinybert import TinybertConfig, build_tinybert
 
 LAYERS = [(0, 2), (1, 4)]
 """Of 2 against 5 layers: 2.5 is rounded to the third."""
@@ -115,9 +114,10 @@ def test_padding_does_not_matter(pair) -> None:
 def test_models_that_cannot_be_compared(models) -> None:
     other = models.bert(2, 16, 2, 2)
     with pytest.raises(UserError, match=r"tinybert\.attention .* 4 attention heads and the student 2"):
-        METHODS["tinybert"](TinybertConfig(), models.bert(4, 32, 4, 4), other)
-    METHODS["tinybert"](TinybertConfig(attention=0.0), models.bert(4, 32, 4, 4), other)  # hidden states have no heads
+        METHODS["tinybert"].build(TinybertConfig(), models.bert(4, 32, 4, 4), other)
+    # Hidden states have no heads.
+    METHODS["tinybert"].build(TinybertConfig(attention=0.0), models.bert(4, 32, 4, 4), other)
     with pytest.raises(UserError, match=r"tinybert compares models of one kind"):
-        METHODS["tinybert"](TinybertConfig(), models.llama(4, 32, 4, 4), other)
+        METHODS["tinybert"].build(TinybertConfig(), models.llama(4, 32, 4, 4), other)
     with pytest.raises(UserError, match=r"window is None in the student's layer 1 and 3 in the teacher's layer 2"):
-        METHODS["tinybert"](TinybertConfig(), models.mistral(4, 32, 4, 2), models.llama(2, 16, 4, 2))
+        METHODS["tinybert"].build(TinybertConfig(), models.mistral(4, 32, 4, 2), models.llama(2, 16, 4, 2))

@@ -13,6 +13,7 @@ import torch
 from llmdistill.artifacts import State
 from llmdistill.config.command_line import parse_run, scores_asked, to_dict
 from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints
 from llmdistill.runtime.distributed import World
 
@@ -28,7 +29,7 @@ def parse(tmp_path):
 
     def parse(*arguments, folder="run"):
         given = ["--ds_config", str(tmp_path / "zero.json"), "--output_dir", str(tmp_path / folder)]
-        return parse_run([*given, "--data.train", str(tmp_path / "rows.jsonl"), *arguments])[0]
+        return parse_run([*given, "--data.train", str(tmp_path / "rows.jsonl"), *arguments], METHODS)[0]
 
     return parse
 
@@ -121,9 +122,10 @@ def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse, tmp_p
     code = (
         "import sys, torch\n"
         "from llmdistill.config.command_line import parse_run\n"
+        "from llmdistill.methods import METHODS\n"
         "from llmdistill.run.artifacts import claim_folder\n"
         "from llmdistill.runtime.distributed import World\n"
-        "config, _ = parse_run(sys.argv[1:])\n"
+        "config, _ = parse_run(sys.argv[1:], METHODS)\n"
         "with claim_folder(config, World(rank=0, size=1, device=torch.device('cpu'))):\n"
         "    pass\n"
     )

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.config import MakdConfig, MinilmConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import build_method
+from llmdistill.methods.makd import MakdConfig
+from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime import compile as compiling

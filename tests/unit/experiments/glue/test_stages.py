@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import parse_run, to_dict
-from llmdistill.experiments.glue.teachers import fingerprint
 from llmdistill.experiments.two_stages import plan_tasks
 from llmdistill.factorize import compress
+from llmdistill.fingerprints import fingerprint
+from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import shaping_settings
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import World
@@ -62,7 +63,7 @@ def read(file: Path) -> Any:
 
 
 def second_stage(arguments: list[str]) -> None:
-    plan = plan_tasks(make_plans(parse_run(arguments)[0]))
+    plan = plan_tasks(make_plans(parse_run(arguments, METHODS)[0]))
     plan.check_data()
     plan.run(WORLD)
 
@@ -247,6 +248,6 @@ def test_other_settings_of_the_tasks_are_refused_by_their_name(arguments, first_
 
 def test_tasks_may_be_named_when_the_first_stage_is_done(arguments) -> None:
     """They cannot change its student."""
-    without, with_tasks = (to_dict(parse_run(arguments(tasks))[0]) for tasks in ("names: []", "names: [rte]"))
+    without, with_tasks = (to_dict(parse_run(arguments(tasks), METHODS)[0]) for tasks in ("names: []", "names: [rte]"))
     assert without != with_tasks
     assert shaping_settings(without) == shaping_settings(with_tasks)

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertTokenizerFast
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
 from llmdistill.run import assemble
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
@@ -43,7 +44,7 @@ def parse(tmp_path: Path) -> Callable[..., RunConfig]:
 
     def run(*arguments: str) -> RunConfig:
         ds_config = str(ROOT / "ds_configs/zero2.json")
-        return parse_run(["--ds_config", ds_config, "--recipe", str(recipe), *arguments])[0]
+        return parse_run(["--ds_config", ds_config, "--recipe", str(recipe), *arguments], METHODS)[0]
 
     return run
 
