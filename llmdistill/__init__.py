@@ -28,8 +28,9 @@ _PUBLIC: dict[str, str] = {
 
 __all__ = ["Distilled", "UserError", "__version__", "compress", "distill", "evaluate"]
 
-# As a string, so that the module is loaded only then; at once where transformers has been imported before.
-wrapt.register_post_import_hook("llmdistill.factorize.hub:register", "transformers.quantizers.auto")
+# That module makes students known to transformers when it is loaded: as soon as transformers is, at once where that has
+# been imported before, and by itself where it is what imports transformers.
+wrapt.register_post_import_hook(lambda _: import_module("llmdistill.factorize.hub"), "transformers.quantizers.auto")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ is therefore imported where it is used.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.auto import (
@@ -128,13 +127,12 @@ class FactorizedLoader(HfQuantizer):
         return True
 
 
-def register(module: ModuleType | None = None) -> None:
-    """Make transformers know students; calling it again changes nothing.
-
-    Args:
-        module: transformers' module of quantizers, as an import hook gives it; it is not looked at.
-    """
+def register() -> None:
+    """Make transformers know students, as loading this module does; calling it again changes nothing."""
     if NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(NAME)(FactorizedConfig)
     if NAME not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(NAME)(FactorizedLoader)
+
+
+register()

@@ -273,6 +273,8 @@ print(float(sum(parameter.double().sum() for parameter in model.parameters())))
         ("llmdistill", []),
         ("transformers", ["transformers"]),
         ("transformers.modeling_utils", ["torch", "transformers"]),
+        ("llmdistill.factorize.hub", ["torch", "transformers"]),
+        ("llmdistill.run.plan", ["torch", "transformers"]),
     ],
 )
 def test_bare_import_loads_students_whichever_of_the_two_comes_first(
