@@ -53,6 +53,15 @@ def test_parser_answers_help_and_refuses_nonsense(bench, monkeypatch, capsys):
     assert "--quick" in capsys.readouterr().out
 
 
+def test_startup_tries_every_command():
+    from bench_startup import COMMANDS, rows
+
+    from llmdistill.cli import COMMANDS as known
+
+    assert {command.split()[0] for command in COMMANDS} == known.keys()
+    assert all((words[-1] == "--help") == (limit == 1.5) for words, limit in rows().values())
+
+
 def test_ratio_is_the_median_of_the_rounds_ratios(benching):
     # The machine slows down on the way: the ratio of the medians would be 2 / 3.
     ones, others = [1.0, 2.0, 6.0], [3.0, 4.0, 3.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,28 +73,3 @@ def test_dry_run_prints_one_json_object_without_weights_or_data(tmp_path, capsys
     assert printed["ds_config"]["zero_optimization"]["stage"] == 3
     assert printed["batch"]["global_batch_size"] == printed["config"]["train"]["global_batch_size"]
     assert "ffn_gate" not in printed["terms"]
-
-
-def test_wheel_holds_only_the_package(tmp_path):
-    from setuptools import build_meta
-
-    assert (ROOT / "pyproject.toml").is_file()
-    # Built in a copy: setuptools leaves folders behind where it builds.
-    import shutil
-
-    copy = tmp_path / "copy"
-    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", "tests")
-    shutil.copytree(ROOT, copy, ignore=ignored)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(copy)
-        name = build_meta.build_wheel(str(tmp_path))
-    names = zipfile.ZipFile(tmp_path / name).namelist()
-    tops = {entry.split("/")[0] for entry in names}
-    assert all(top.startswith("llmdistill") for top in tops), tops
-    for needed in (
-        "recipes/quickstart.yaml",
-        "embedded/teacher/model.safetensors",
-        "embedded/data/train.jsonl",
-        "train.py",
-    ):
-        assert f"llmdistill/{needed}" in names

@@ -1,0 +1,64 @@
+"""Starting up: CPU seconds of the bare import, of every --help and of a dry run, each in a process of its own.
+
+    python scripts/bench_startup.py           # best of 5 processes each, half a minute
+    python scripts/bench_startup.py --quick   # best of 2
+
+User and system time of the process, not the clock's, so that other programs on the cores matter less; the best, as
+they only ever add. Files are in the system's cache after the first process, which is not counted.
+
+The last line is JSON with the seconds by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ("train", "compare", "compress", "generate", "export", "evaluate", "evaluate --suite glue")
+IMPORT, HELP, DRY_RUN = 0.3, 1.5, 5.0
+"""The most CPU seconds that each may take."""
+DRY = "llmdistill/train.py --ds_config ds_configs/zero2.json --dry_run --json"
+
+
+def rows() -> dict[str, tuple[list[str], float]]:
+    """By name: Python's arguments, and the limit."""
+    modules = [f"-m llmdistill.cli {command}" for command in COMMANDS]
+    helps = [*modules, "llmdistill/train.py", "eval/glue.py", "eval/instruct.py"]
+    return {
+        "import llmdistill": (["-c", "import llmdistill"], IMPORT),
+        **{f"{line.removeprefix('-m ')} --help": ([*line.split(), "--help"], HELP) for line in helps},
+        "train.py --dry_run": (DRY.split(), DRY_RUN),
+    }
+
+
+def cpu_seconds(arguments: list[str]) -> float:
+    """User and system time of one process, with all that it starts; CalledProcessError if it fails."""
+    before = os.times()
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    return after.children_user - before.children_user + after.children_system - before.children_system
+
+
+def main() -> None:
+    """Measure, print a table, and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two processes each")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    arguments = parser.parse_args()
+    found = {}
+    for name, (words, limit) in rows().items():
+        cpu_seconds(words)
+        found[name] = min(cpu_seconds(words) for _ in range(2 if arguments.quick else 5))
+        if not arguments.json:
+            verdict = "" if arguments.quick else "ok" if found[name] <= limit else "MISS"
+            print(f"{name:46} {found[name]:6.2f} s   limit {limit:.1f} s   {verdict}".rstrip(), flush=True)
+    print(json.dumps({name: round(seconds, 3) for name, seconds in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
