@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -58,7 +56,8 @@ def test_bf16_ends_at_the_same_loss_in_every_stage(trained):
 
 def test_the_launcher_computes_what_forked_ranks_compute_and_leaves_no_shared_memory_behind(trained, settings, tmp_path):
     command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path), ranks=2)
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     port = command[command.index("--master_port") + 1]
     assert [path.name for path in Path("/dev/shm").glob("*") if port in path.name] == []
     forked = trained(ranks=2)
@@ -66,18 +65,16 @@ def test_the_launcher_computes_what_forked_ranks_compute_and_leaves_no_shared_me
     assert [row["loss"] for row in rows(forked)] == [row["loss"] for row in rows(tmp_path)]
 
 
-def test_killed_run_goes_on_and_ends_bit_equal(trained, launch, settings, tmp_path):
+def test_killed_run_goes_on_and_ends_bit_equal(trained, rank_server, launch, settings, tmp_path):
     long = ("--train.steps", "30", "--train.save_every", "5")
     whole = trained(*long)
     folder = tmp_path / "killed"
     arguments = (*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *long)
-    options = {"cwd": ROOT, "env": environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(launch_command(*arguments), start_new_session=True, **options)
+    job = rank_server.start(arguments)
     latest, patience = folder / "checkpoints" / "latest", time.monotonic() + 200
-    while not latest.is_file() and process.poll() is None and time.monotonic() < patience:
+    while not latest.is_file() and not job.is_over() and time.monotonic() < patience:
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    job.kill()
     assert latest.is_file()
     assert not (folder / "student").exists(), "the run was over before it could be killed"
     launch(*arguments)
@@ -109,13 +106,20 @@ def test_finished_run_only_shows_its_table(trained, launch, settings):
     assert (folder / "student" / "model.safetensors").stat().st_mtime_ns == stamp
 
 
-def test_mistake_reaches_the_user_through_the_launcher(trained, settings):
+def test_mistake_that_rank_0_finds_is_said_once(trained, launch, settings):
     arguments = ["--ds_config", "ds_configs/zero2.json", "--output_dir", str(trained()), "--seed", "5"]
-    command = launch_command(*settings, *arguments, ranks=2)
+    failed = launch(*settings, *arguments, ranks=2, code=2)
+    assert failed.stderr.count("error: ") == 1
+    assert "it holds a run of another configuration: seed was 0 and is now 5" in failed.stderr
+    assert "Traceback" not in failed.stdout + failed.stderr
+
+
+def test_mistake_reaches_the_user_through_the_launcher(settings):
+    command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--sede", "5", ranks=2)
     failed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert failed.returncode == 2, failed.stdout + failed.stderr
     assert failed.stderr.count("error: ") == 1
-    assert "it holds a run of another configuration: seed was 0 and is now 5" in failed.stderr
+    assert "--sede: there is no such setting; did you mean --seed?" in failed.stderr
     assert "Traceback" not in failed.stdout + failed.stderr
 
 
