@@ -183,7 +183,7 @@ def show(root: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(results))
         return
-    from llmdistill.report.table import print_comparison
+    from llmdistill.report.comparison import print_comparison
 
     print_comparison(results)
     print(f"The report is {root / 'report.html'}, also report.md, results.json and costs.json beside it.")

@@ -21,7 +21,7 @@ from llmdistill.runtime.terminal import quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, suite_sets
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
 
 def build_parser(prog: str) -> ArgumentParser:
@@ -91,9 +91,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     if parsed.json:
         print(json.dumps(result))
     else:
-        from rich.console import Console
-
-        Console().print(table(result))
+        print_scores(result)
 
 
 def run(parsed: Any) -> dict[str, Any]:
@@ -163,16 +161,14 @@ def default_output(model: str, decoding: str) -> Path:
     return Path("runs") / "evaluate" / f"{re.sub(r'[^A-Za-z0-9._]+', '-', model).strip('-.')}-{decoding}"
 
 
-def table(result: dict[str, Any]) -> Table:
-    """The scores of evaluate_model, one row a set."""
-    from rich.table import Table
+def print_scores(result: dict[str, Any], console: Console | None = None) -> None:
+    """Print the scores of evaluate_model, one row a set."""
+    from llmdistill.report.tables import print_table
 
-    sheet = Table(title=f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}")
-    sheet.add_column("set")
-    for head in ("examples", "ROUGE-L", "± std", "tokens/s", "dropped", "truncated"):
-        sheet.add_column(head, justify="right")
-    for name, score in result["sets"].items():
-        sheet.add_row(
+    title = f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}"
+    header = ["set", "examples", "ROUGE-L", "± std", "tokens/s", "dropped", "truncated"]
+    rows = [
+        [
             name,
             str(score["examples"]),
             f"{score['rougeL']:.2f}",
@@ -180,5 +176,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{score['tokens_per_second']:.0f}",
             str(score["dropped"]),
             str(score["truncated"]),
-        )
-    return sheet
+        ]
+        for name, score in result["sets"].items()
+    ]
+    print_table(title, header, rows, console=console)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
+from rich.console import Console
 
 from llmdistill.files import write_json, write_text
 from llmdistill.report import plots
@@ -25,6 +26,8 @@ from llmdistill.report.results import (
     difference_to_teacher,
     score_row,
 )
+from llmdistill.report.spread import plus_minus
+from llmdistill.report.tables import print_table
 from llmdistill.report.wording import (
     binary_size,
     commands,
@@ -231,3 +234,20 @@ def _curve_figures(scores: Sequence[Scores], styles: Mapping[str, plots.Style]) 
             title = f"Terms of the loss: {each.row.label}"
             figures.append((name, title, caption, plots.plot_terms(terms, styles[each.row.name])))
     return figures
+
+
+def print_comparison(results: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the results.json of a comparison on the terminal: mean ± standard deviation over seeds."""
+    sets, rows = results["sets"], []
+    for name, method in results["methods"].items():
+        scores = method["rougeL"]
+        if scores is None:
+            rows.append([name, "", *("failed" for _ in sets), ""])
+            continue
+        cells = [plus_minus(scores[each]["mean"], scores[each]["std"]) for each in sets]
+        rows.append([name, f"{method['params']:,}", *cells, plus_minus(scores["average"], method["average_std"])])
+    terminal = console or Console()
+    title = "ROUGE-L (0-100), mean ± standard deviation over seeds"
+    print_table(title, ["method", "params", *sets, "average"], rows, console=terminal)
+    for warning in results["warnings"]:
+        terminal.print(f"WARNING: {warning}", style="bold yellow")

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from llmdistill.report.plots import Curve, method_styles, plot_curves, save_plot
+from llmdistill.report.tables import print_table
 
 NAME = "layer_search"
 
@@ -42,16 +41,12 @@ def print_layers(scores: Sequence[LayerScore], folder: Path, console: Console | 
     """Print the curve as a table, a bar a layer, the best one marked."""
     losses = [score.loss for score in scores]
     best, worst = min(losses), max(losses)
-    table = Table(
-        title="Which layer of the teacher to learn from", title_justify="left", box=box.HORIZONTALS, pad_edge=False
-    )
-    table.add_column("layer", justify="right")
-    table.add_column("validation loss", justify="right")
-    table.add_column("better than the worst by")
+    rows = []
     for score in scores:
         bar = "█" * round(30 * (worst - score.loss) / (worst - best)) if worst > best else ""
         chosen = " chosen" if score.loss == best else ""
-        table.add_row(str(score.layer), f"{score.loss:.4f}", f"{bar} {worst - score.loss:.4f}{chosen}".strip())
+        rows.append([str(score.layer), f"{score.loss:.4f}", f"{bar} {worst - score.loss:.4f}{chosen}".strip()])
     out = console or Console()
-    out.print(table)
+    header = ["layer", "validation loss", "better than the worst by"]
+    print_table("Which layer of the teacher to learn from", header, rows, left=(2,), console=out)
     out.print(f"The curve is in {folder / NAME}.png", soft_wrap=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
-import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -64,9 +62,3 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def typed_command(world_size: int) -> str:
-    """What the user typed to start the main job, as far as the launcher tells, ready for a shell."""
-    arguments = [word for word in sys.argv if not word.startswith("--local_rank")]
-    return shlex.join(["deepspeed", *(["--num_gpus", str(world_size)] if world_size > 1 else []), *arguments])

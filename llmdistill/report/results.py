@@ -6,9 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmdistill.errors import UserError
+from llmdistill.report.spread import Spread, spread
 
 TEACHER, UNTRAINED = "teacher", "none"
 """Names of the rows that are no method: they are never the best."""
@@ -129,14 +130,6 @@ def check_sets(sets: Sequence[str]) -> None:
         raise UserError("data.tests has a set of the name average, which is the mean of all sets: call it otherwise")
 
 
-class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; the latter is 0 for one seed."""
-
-    mean: float
-    std: float
-    values: list[float]
-
-
 @dataclass(frozen=True)
 class Scores:
     """A row's scores over the seeds that ended."""
@@ -169,11 +162,6 @@ class Scores:
         """Median over seeds of one of COSTS."""
         values = [value for run in self.ended if (value := getattr(run, key)) is not None]
         return statistics.median(values) if values else None
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation."""
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, list(values))
 
 
 def score_row(row: Row, sets: Sequence[str]) -> Scores:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import llmdistill
 from llmdistill.files import write_json, write_text
 from llmdistill.report.metrics_log import FIGURES
 from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
+from llmdistill.report.record import make_record
 from llmdistill.runtime.distributed import World
 
 _TEXT_TITLE = "The method's loss on the validation text"
@@ -27,34 +23,11 @@ MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json, and what a reader sees."""
 
 
-def describe_hardware(world_size: int) -> str:
-    """This machine in a few words, as it stands beside results."""
-    if torch.cuda.is_available():
-        return f"{world_size} x {torch.cuda.get_device_name()}"
-    threads = torch.get_num_threads() * world_size
-    return f"{world_size} rank{'s' if world_size > 1 else ''} on {threads} CPU threads ({_cpu()})"
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def run_record(decoding: str, world: World, metrics_file: Path, teacher_params: int) -> dict[str, Any]:
     """What must stand beside a result: command, hardware, versions, time, sizes, and what the training cost."""
     return {
-        "command": world.command,
-        "hardware": describe_hardware(world.size),
-        "versions": {
-            "llmdistill": llmdistill.__version__,
-            **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
-        },
+        **make_record(world.command, world.size),
         "decoding": decoding,
-        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "teacher_params": teacher_params,
         "training": training_cost(metrics_file),
     }
@@ -179,31 +152,6 @@ def print_table(metrics: dict[str, Any], console: Console | None = None) -> None
     for row in rows:
         table.add_row(*row)
     (console or Console()).print(table)
-
-
-def print_comparison(results: dict[str, Any], console: Console | None = None) -> None:
-    """Print the results.json of a comparison on the terminal: mean ± standard deviation over seeds."""
-    sets = results["sets"]
-    table = Table(
-        title="ROUGE-L (0-100), mean ± standard deviation over seeds",
-        title_justify="left",
-        box=box.HORIZONTALS,
-        pad_edge=False,
-    )
-    table.add_column("method")
-    for name in ("params", *sets, "average"):
-        table.add_column(name, justify="right")
-    for name, method in results["methods"].items():
-        scores = method["rougeL"]
-        if scores is None:
-            table.add_row(name, "", *("failed" for _ in sets), "")
-            continue
-        cells = [f"{scores[each]['mean']:.1f} ± {scores[each]['std']:.1f}" for each in sets]
-        average = f"{scores['average']:.1f} ± {method['average_std']:.1f}"
-        table.add_row(name, f"{method['params']:,}", *cells, average)
-    (console or Console()).print(table)
-    for warning in results["warnings"]:
-        (console or Console()).print(f"WARNING: {warning}", style="bold yellow")
 
 
 def write_report(folder: Path, metrics: dict[str, Any]) -> None:

@@ -1,23 +1,23 @@
-"""A table of texts, as Markdown and on the terminal; the first columns stand on the left, those of figures right."""
+"""A table of texts, as Markdown and on the terminal: columns of words stand on the left, those of figures right."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """The lines of a Markdown table.
 
     Args:
         header: names of the columns.
         rows: one text a column.
-        left: how many columns, from the first on, are aligned to the left.
+        left: numbers of the columns that are aligned to the left.
     """
-    rule = "|".join("---" if number < left else "---:" for number in range(len(header)))
+    rule = "|".join("---" if number in left else "---:" for number in range(len(header)))
     return [_line(header), f"|{rule}|", *map(_line, rows)]
 
 
@@ -30,7 +30,7 @@ def print_table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    left: int = 1,
+    left: Collection[int] = (0,),
     turned: bool = False,
     console: Console | None = None,
 ) -> None:
@@ -40,7 +40,7 @@ def print_table(
         title: above it.
         header: names of the columns.
         rows: one text a column.
-        left: how many columns, from the first on, are aligned to the left.
+        left: numbers of the columns that are aligned to the left.
         turned: whether rows become columns where the terminal is too narrow.
         console: where to; by default the terminal.
     """
@@ -49,7 +49,7 @@ def print_table(
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
     table = Table(title=title, title_justify="left", box=box.HORIZONTALS, pad_edge=False)
     for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < left else "right", no_wrap=left > 1 and number == 0)
+        table.add_column(name, justify="left" if number in left else "right", no_wrap=number == 0 and not turned)
     for row in rows:
         table.add_row(*row)
     terminal.print(table)

@@ -12,7 +12,7 @@ import torch
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.models.families import family_of
 from llmdistill.models.load import Head, load_config, load_model
-from llmdistill.report.table import describe_hardware
+from llmdistill.report.record import describe_hardware
 from llmdistill.runtime.speed import measure_speed, parameter_split
 
 _CPU_REPEATS, _GPU_REPEATS = 5, 20

@@ -7,14 +7,11 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedConfig
 
-import llmdistill
 from llmdistill.config.glue import GlueConfig
 from llmdistill.experiments.glue.check import check_engine, check_examples, check_layer, starts_as_teachers, task_method
 from llmdistill.experiments.glue.grid import grid_of
@@ -31,7 +28,7 @@ from llmdistill.experiments.glue.teachers import (
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.load import load_config, load_tokenizer
-from llmdistill.report.table import describe_hardware
+from llmdistill.report.record import make_record
 from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import TORCH_DTYPES, resolve_dtype
@@ -188,15 +185,7 @@ def conduct(config: GlueConfig, studies: dict[str, TaskStudy], world: World, *, 
         "tasks": tasks,
         "averages": averages(tasks),
         "warnings": [warning for task in tasks.values() for warning in task["warnings"]],
-        "run": {
-            "command": command,
-            "hardware": describe_hardware(world.size),
-            "versions": {
-                "llmdistill": llmdistill.__version__,
-                **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
-            },
-            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        },
+        "run": make_record(command, world.size),
     }
     if world.is_main:
         write_json(first.root / "results.json", results)

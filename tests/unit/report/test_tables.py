@@ -1,0 +1,52 @@
+"""Tables of texts."""
+
+from __future__ import annotations
+
+import io
+import statistics
+
+from rich.console import Console
+
+from llmdistill.report.spread import plus_minus, spread
+from llmdistill.report.tables import markdown_table, print_table
+
+HEADER, ROWS = ["model", "stage", "RTE accuracy"], [["teacher", "one", "70.1"], ["student of it", "two", "9.5"]]
+
+
+def printed(width, **settings):
+    out = io.StringIO()
+    print_table("A title", HEADER, ROWS, console=Console(file=out, width=width), **settings)
+    return [line.strip() for line in out.getvalue().splitlines()]
+
+
+def test_markdown():
+    assert markdown_table(HEADER, ROWS, left=(0, 1)) == [
+        "| model | stage | RTE accuracy |",
+        "|---|---|---:|",
+        "| teacher | one | 70.1 |",
+        "| student of it | two | 9.5 |",
+    ]
+
+
+def test_terminal_aligns_figures_to_the_right():
+    lines = printed(80, left=(0, 1))
+    assert lines[0] == "A title"
+    rows = [line for line in lines if line.startswith(("teacher", "student"))]
+    assert [line.split()[-1] for line in rows] == ["70.1", "9.5"]
+    assert rows[0].index("70.1") + 4 == rows[1].index("9.5") + 3
+    assert rows[0].index("one") == rows[1].index("two")
+
+
+def test_a_table_too_wide_is_turned():
+    narrow = printed(28, turned=True)
+    assert any(line.startswith("RTE") and line.endswith("9.5") for line in narrow), narrow
+    assert not any(line.startswith("RTE") for line in printed(80, turned=True))
+
+
+def test_mean_and_deviation():
+    values = [1.0, 2.0, 4.0]
+    found = spread(values)
+    assert found.shown(2) == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+    assert spread([3.0]).shown() == "3.0"
+    assert spread([3.0]).std == 0
+    assert plus_minus(1.26, 0.04) == "1.3 ± 0.0"
