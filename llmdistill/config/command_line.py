@@ -328,7 +328,7 @@ def _nearest(key: str, known: dict[str, bool], prefix: str) -> str:
     """A hint at the key that was perhaps meant: by the whole name, else by its last part alone."""
     found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     last = key.rsplit(".", 1)[-1]
-    by_last = {name.rsplit(".", 1)[-1]: name for name in known}
+    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}  # of several the first: the run's own
     same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
     if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
         found = [by_last[same_last[0]]]
