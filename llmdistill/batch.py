@@ -175,9 +175,5 @@ class Outputs:
     taps: Taps
     sequence_logits: Tensor | None = None
     """(B, C), of a next-sentence or classification head (C = 1 where scores are predicted); None without one."""
-    tensors: tuple[Tensor, ...] = ()
-    """All that the forward pass returned, whatever the head; a loss that touches it reaches every parameter."""
     lm_head: HeadInputs | None = None
     """In place of the logits: what goes into the head's last product, and its parameters."""
-    losses: dict[str, LossSum] = field(default_factory=dict)
-    """The losses that were computed while the model ran."""

@@ -5,7 +5,7 @@
 
 One call is forward and backward of one loss: attention KL of one layer (12 heads of 64, batch 1), the head and the KL
 of the output together (768 wide, 50,257 words, gradients of rows and weight), the KL of one relation (48 relation
-heads, V-V of 768). Naive is the reference that stands beside each in the package: whole matrices, by autograd. The
+heads, V-V of 768). Naive is the same loss from whole matrices, by autograd (plain_losses.py). The
 bare products are the four that no head does without: both models' logits, and the gradients of rows and weight, each
 in one piece. Inputs and gradients are fp32; the last lines say how far the gradients are from the naive ones, as a
 share of the largest.
@@ -72,9 +72,10 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 def attention_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     """Queries and keys of both models."""
+    from plain_losses import attention_kl_plain as naive
+
     from llmdistill.losses.attention import AttentionInputs
     from llmdistill.losses.attention import attention_kl as fused
-    from llmdistill.losses.plain import attention_kl_plain as naive
 
     tokens = row["tokens"]
     student, teacher = ([draw(1, 12, tokens, 64, learnt=learnt) for _ in range(2)] for learnt in (True, False))
@@ -86,7 +87,8 @@ def attention_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
 
 def relation_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     """Values of both models, 12 heads of 64 each, cut anew."""
-    from llmdistill.losses.plain import relation_kl_plain as naive
+    from plain_losses import relation_kl_plain as naive
+
     from llmdistill.losses.relation import RelationInputs
     from llmdistill.losses.relation import relation_kl as fused
 
@@ -100,9 +102,10 @@ def relation_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
 
 def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     """What goes into both heads, and their weights."""
+    from plain_losses import token_losses_plain
+
     from llmdistill.losses.divergence import FORWARD_KL
     from llmdistill.losses.head import HeadInputs, TokenTerm, token_losses
-    from llmdistill.losses.head_plain import word_losses_plain
 
     rows, vocabulary, width = row["tokens"], row["vocabulary"], 768
     student, teacher = (
@@ -115,8 +118,8 @@ def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     labels_N = torch.randint(vocabulary, (rows,), device=draw.device)
     factors = torch.full((1,), 1 / rows, device=draw.device)
     terms = [TokenTerm("kl", FORWARD_KL)]
-    function = {"fused": token_losses, "naive": word_losses_plain}[row["way"]]
-    return leaves, lambda: (function(student, teacher, labels_N, terms, factors) * factors).sum()
+    function = {"fused": token_losses, "naive": token_losses_plain}[row["way"]]
+    return leaves, lambda: function(student, teacher, labels_N, terms, factors).total
 
 
 @torch.no_grad()

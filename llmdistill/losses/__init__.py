@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     )
     from llmdistill.losses.head import TokenTerm
     from llmdistill.losses.hidden import hidden_cosine, hidden_mse
-    from llmdistill.losses.logits import label_cross_entropy
     from llmdistill.losses.matrix import matrix_mse
     from llmdistill.losses.relation import RelationInputs, relation_kl, repeat_heads, side_by_side
     from llmdistill.losses.sequence import (
@@ -46,7 +45,6 @@ _NAMES = {
     ),
     "head": ("TokenTerm",),
     "hidden": ("hidden_cosine", "hidden_mse"),
-    "logits": ("label_cross_entropy",),
     "matrix": ("matrix_mse",),
     "relation": ("RelationInputs", "relation_kl", "repeat_heads", "side_by_side"),
     "sequence": (

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import IGNORE_INDEX, LossSum, predicted_labels
-from llmdistill.losses.logits import rows_of
 
 LOG_FLOOR = -1e5
 """Least log-probability: far below what fp32 can turn into a probability, and still finite. A forbidden word (logit
@@ -137,9 +136,15 @@ def output_divergence(
         The sum over these positions, and their number.
     """
     chosen_BT = predicted_labels(labels, shift=shift) != IGNORE_INDEX
-    log_p_NV = log_softmax(rows_of(teacher_logits, chosen_BT) / temperature)
-    log_q_NV = log_softmax(rows_of(student_logits, chosen_BT) / temperature)
+    log_p_NV = log_softmax(_rows_of(teacher_logits, chosen_BT) / temperature)
+    log_q_NV = log_softmax(_rows_of(student_logits, chosen_BT) / temperature)
     return LossSum(temperature**2 * divergence(log_p_NV, log_q_NV).sum(), chosen_BT.sum())
+
+
+def _rows_of(logits: Tensor, chosen_BT: Tensor) -> Tensor:
+    """The chosen rows, (N, V), gathered first and only then made at least fp32: V is large and most rows go."""
+    rows_NV = logits[chosen_BT]
+    return rows_NV.to(torch.promote_types(rows_NV.dtype, torch.float32))
 
 
 def log_softmax(logits_NV: Tensor) -> Tensor:

@@ -46,10 +46,21 @@ class RunningTerms:
 
     layer_terms: Sequence[LayerTerm]
     token_terms: Sequence[TokenTerm]
+    sequence_terms: Sequence[SequenceTerm]
     teacher: Outputs | None
     """The teacher's outputs of the same batch. Its taps are taken out one by one, as soon as no term needs them."""
     factors: Mapping[str, Tensor | float]
-    """Of each term on words: the derivative of the final loss by its sum, up to one common factor."""
+    """What each term's sum is multiplied by in the total."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a student's forward pass computed of a batch's terms."""
+
+    total: Tensor
+    """Scalar: the terms' sums times their factors, added up. It alone has a graph."""
+    terms: Mapping[str, LossSum]
+    """Each term, unweighted and without a graph."""
 
 
 def add_losses(one: LossSum, other: LossSum) -> LossSum:

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llmdistill import losses
-from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, TapRequest
-from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap, add_losses
+from llmdistill.batch import Aspect, Batch, Outputs, Positions, TapRequest
+from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,68 +68,27 @@ class Method:
         return any(term.divergence is not None for term in self.token_terms)
 
     def running(
-        self, teacher: Outputs | None, batch: Batch, factors: Mapping[str, Tensor | float] | None = None
+        self, teacher: Outputs | None, batch: Batch, divisors: Mapping[Positions, Tensor] | None = None
     ) -> RunningTerms:
-        """The terms that a student's forward pass can compute while it runs.
+        """The terms that a student's forward pass computes while it runs, and what each is multiplied by.
 
         Args:
             teacher: the teacher's outputs, None only if `needs_teacher` is False.
             batch: the batch both see.
-            factors: of each term, what its sum is multiplied by in the final loss; None where nothing is learnt.
-        """
-        factors = dict(self.weights if factors is None else factors)
-        if batch.own_answers:
-            factors |= dict.fromkeys(self._label_names(), 0.0)
-        return RunningTerms(
-            layer_terms=self.layer_terms, token_terms=self.token_terms, teacher=teacher, factors=factors
-        )
-
-    def __call__(self, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
-        """The terms of one batch, unweighted, under the names of `weights`.
-
-        What the student computed while it ran is taken as it is; the others come from its taps and logits.
-
-        Args:
-            student: outputs, with their graph.
-            teacher: outputs; None only if `needs_teacher` is False.
-            batch: the batch both have seen.
+            divisors: what the sums over each kind of position are divided by; by default nothing.
         """
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
-        losses = dict(student.losses)
-        for layer in self.layer_terms:
-            if layer.name not in student.losses:
-                assert teacher is not None
-                loss = layer.loss(student.taps, teacher.taps, batch.attention_mask)
-                losses[layer.name] = add_losses(losses[layer.name], loss) if layer.name in losses else loss
-        for word in self.token_terms:
-            if word.name not in student.losses:
-                losses[word.name] = self._of_logits(word, student, teacher, batch)
-        for sequence in self.sequence_terms:
-            losses[sequence.name] = sequence.loss(student, teacher, batch)
-        if batch.own_answers:  # the student wrote them itself, so as labels they say nothing
-            for name in self._label_names():
-                losses[name] = LossSum(0.0 * losses[name].sum, losses[name].count)
-        return {name: losses[name] for name in self.weights}
-
-    def _label_names(self) -> list[str]:
-        return [term.name for term in self.token_terms if term.divergence is None]
-
-    def _of_logits(self, term: losses.TokenTerm, student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
-        """A term on words from the logits of all tokens."""
-        assert student.logits is not None, "the student has no language-model head"
-        if term.divergence is None:
-            return losses.label_cross_entropy(student.logits, batch.labels, shift=self.shift)
-        assert teacher is not None
-        assert teacher.logits is not None, "the teacher has no language-model head"
-        loss = losses.output_divergence(
-            student.logits,
-            teacher.logits,
-            batch.labels,
-            divergence=term.divergence.value,
-            temperature=term.temperature,
-            shift=self.shift,
+        return RunningTerms(
+            layer_terms=self.layer_terms,
+            # What the student wrote itself says nothing as a label.
+            token_terms=[each for each in self.token_terms if each.divergence is not None or not batch.own_answers],
+            sequence_terms=self.sequence_terms,
+            teacher=teacher,
+            factors={
+                name: weight if divisors is None else weight / divisors[self.positions[name]]
+                for name, weight in self.weights.items()
+            },
         )
-        return LossSum(loss.sum * (term.scale / term.temperature**2), loss.count)
 
     def _terms(self) -> list[LayerTerm | losses.TokenTerm | SequenceTerm]:
         return [*self.layer_terms, *self.token_terms, *self.sequence_terms]

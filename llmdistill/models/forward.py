@@ -1,4 +1,4 @@
-"""A model's forward pass as the trainer sees it: a batch in; logits, taps and the losses on the way out."""
+"""A model's forward pass as the trainer sees it: a batch in; logits and taps, or losses, out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs
-from llmdistill.losses.head import token_losses
-from llmdistill.losses.terms import RunningTerms
+from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Taps
+from llmdistill.losses.head import TokenLosses, token_losses
+from llmdistill.losses.terms import Losses, RunningTerms
 from llmdistill.models.families import family_of
 from llmdistill.models.heads import LMHead, whole
 from llmdistill.models.packing import packed_mask
@@ -43,7 +43,6 @@ class TappedModel:
             logits=None if logits is None else logits[..., : self._vocabulary],
             taps=self._recorder.take(),
             sequence_logits=sequences,
-            tensors=_tensors(result),
         )
 
     def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
@@ -62,36 +61,40 @@ class TappedModel:
             taps=self._recorder.take(),
             lm_head=kept[0] if kept else None,
             sequence_logits=self._head_outputs(result)[1],
-            tensors=_tensors(result),
         )
 
-    def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
+    def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
         """Run the model on a batch and compute losses on the way, each as soon as what it needs is there.
 
-        No tensor is kept that no loss asks for, and the losses on words never make the logits of a batch.
+        No tensor is kept that no loss asks for, and the losses on tokens never make the logits of a batch.
         """
         batch = batch.with_label_rows(shift=self._shift)
         taps = None if terms.teacher is None else terms.teacher.taps
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
+        of_tokens: list[TokenLosses] = []
 
-        def losses_of(head: HeadInputs) -> Tensor:
-            return self._token_losses(head, batch, terms)
+        def use(head: HeadInputs) -> Tensor:
+            of_tokens.append(self._token_losses(head, batch, terms))
+            return of_tokens[0].total
 
-        with self._recorder.recording(layers.offer), self._rows(batch, bool(terms.token_terms), losses_of):
+        with self._recorder.recording(layers.offer), self._rows(batch, bool(terms.token_terms), use):
             result = self._run(batch)
-        # What the head's last product would have made is now what stands in its place: the sums.
-        sums_K, sequences = self._head_outputs(result)
+        self._recorder.take()
+        total, sequences = self._head_outputs(result)
+        if not terms.token_terms:
+            # ZeRO-3 gathers parameters on the way back from the model's output, so the total must hang on it.
+            total = 0.0 * torch.stack([each.sum().float() for each in result.values() if torch.is_tensor(each)]).sum()
+        assert total is not None, "the student has no language-model head"
         losses = layers.sums
-        if terms.token_terms:
-            assert sums_K is not None, "the student has no language-model head"
+        outputs = Outputs(logits=None, taps=Taps(), sequence_logits=sequences)
+        losses |= {term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms}
+        weighted = [terms.factors[name] * loss.sum for name, loss in losses.items()]
+        for each in of_tokens:
             count = batch.counts()["labels"]
-            losses |= {term.name: LossSum(sums_K[i], count) for i, term in enumerate(terms.token_terms)}
-        return Outputs(
-            logits=None,
-            taps=self._recorder.take(),
-            sequence_logits=sequences,
-            losses=losses,
-            tensors=_tensors(result),
+            losses |= {term.name: LossSum(each.sums[i], count) for i, term in enumerate(terms.token_terms)}
+        return Losses(
+            torch.stack([total, *weighted]).sum(),
+            {name: LossSum(loss.sum.detach(), loss.count) for name, loss in losses.items()},
         )
 
     def _run(self, batch: Batch) -> Any:
@@ -125,9 +128,9 @@ class TappedModel:
         rows_N = batch.label_rows if lm_head else batch.label_rows[:0]
         return self._head.taken_over(rows_N, use if lm_head else None)
 
-    def _token_losses(self, head: HeadInputs, batch: Batch, terms: RunningTerms) -> Tensor:
+    def _token_losses(self, head: HeadInputs, batch: Batch, terms: RunningTerms) -> TokenLosses:
         labels_N = batch.row_labels(shift=self._shift)
-        factors = _stacked([terms.factors.get(term.name, 1.0) for term in terms.token_terms], labels_N.device)
+        factors = _stacked([terms.factors[term.name] for term in terms.token_terms], labels_N.device)
         teacher = None if terms.teacher is None else terms.teacher.lm_head
         with nullcontext() if teacher is None else whole(teacher):
             return token_losses(head, teacher, labels_N, terms.token_terms, factors, vocabulary=self._vocabulary)
@@ -138,10 +141,6 @@ class TappedModel:
             return result.prediction_logits, result.seq_relationship_logits
         logits = result.get("logits")
         return (logits, None) if self._head.is_there else (None, logits)
-
-
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    return tuple(value for value in result.values() if torch.is_tensor(value))
 
 
 def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:

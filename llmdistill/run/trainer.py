@@ -17,7 +17,7 @@ from torch import Tensor
 from llmdistill.batch import POSITIONS, Batch, Loader, Outputs
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import RunningTerms
+from llmdistill.losses.terms import Losses, RunningTerms
 from llmdistill.methods import Method
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.log import RunLog, Stopwatch
@@ -29,7 +29,7 @@ from llmdistill.runtime.schedule import learning_rate
 class Student(Protocol):
     """The model that is trained."""
 
-    def learn(self, batch: Batch, terms: RunningTerms) -> Outputs:
+    def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
         """Run it on a batch, and compute these losses on the way."""
         ...
 
@@ -99,25 +99,20 @@ class Trainer:
         micro_batches = [self._moved(batch, self.method) for batch in micro_batches]
         counts = global_counts(micro_batches)
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
-        factors = {name: weight / divisors[self.method.positions[name]] for name, weight in self.method.weights.items()}
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = self.world.size * len(micro_batches)
         totals = torch.zeros(len(self.method.weights), device=self.world.device)
+        nothing = torch.zeros((), device=self.world.device)  # of labels that a batch does not have
         for batch in micro_batches:
             taught = None
             if self.teacher is not None:
                 with clock.running(), torch.no_grad():
                     taught = self.teacher.teach(batch, lm_head=self.method.needs_teacher_logits)
-            student = self.student.learn(batch, self.method.running(taught, batch, factors))
-            losses = self.method(student, taught, batch)
-            terms = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.items()}
-            total = torch.stack([self.method.weights[name] * term for name, term in terms.items()]).sum()
-            if "labels" not in self.method.positions.values():
-                # ZeRO-3 gathers parameters on the way back from the model's output, so the loss must hang on it.
-                total = total + 0.0 * torch.stack([end.sum() for end in student.tensors]).sum()
-            self.engine.backward(total * undo_average)
+            losses = self.student.learn(batch, self.method.running(taught, batch, divisors))
+            self.engine.backward(losses.total * undo_average)
             self.engine.step()
-            totals += torch.stack([terms[name].detach() for name in self.method.weights])
+            sums = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
+            totals += torch.stack([sums.get(name, nothing) for name in self.method.weights])
         return totals, counts
 
     def validation_loss(self) -> float:
@@ -131,8 +126,8 @@ class Trainer:
                 teacher = None
                 if method.needs_teacher and self.teacher is not None:
                     teacher = self.teacher.teach(moved, lm_head=method.needs_teacher_logits)
-                losses = method(self.student.learn(moved, method.running(teacher, moved)), teacher, moved)
-                pairs = [(losses[name].sum.double(), losses[name].count.double()) for name in method.weights]
+                terms = self.student.learn(moved, method.running(teacher, moved)).terms
+                pairs = [(terms[name].sum.double(), terms[name].count.double()) for name in method.weights]
                 sums += torch.stack([torch.stack(pair) for pair in pairs], dim=1)
         self.engine.train()
         all_reduce_sum(sums)

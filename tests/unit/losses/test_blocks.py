@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from plain_losses import attention_kl_plain, attention_score_mse_plain, relation_kl_plain
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmdistill.losses.attention import AttentionInputs, attention_kl, attention_score_mse
 from llmdistill.losses.fused import blocks
 from llmdistill.losses.fused.blocks import BlockShape, Visibility, block_loss, block_shape
-from llmdistill.losses.plain import attention_kl_plain, attention_score_mse_plain, relation_kl_plain
 from llmdistill.losses.relation import RelationInputs, _relation, relation_kl
 
 TOKENS = 23

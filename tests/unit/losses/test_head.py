@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from plain_losses import token_losses_plain
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,8 +20,7 @@ from llmdistill.losses.divergence import (
     skew_reverse_kl_with_derivative,
 )
 from llmdistill.losses.fused import head_chunk
-from llmdistill.losses.head import TokenTerm, token_losses
-from llmdistill.losses.head_plain import word_losses_plain
+from llmdistill.losses.head import TokenLosses, TokenTerm, token_losses
 
 LABEL = TokenTerm("label", None)
 KL = TokenTerm("kl", FORWARD_KL)
@@ -72,7 +72,7 @@ def factors_of(terms: Sequence[TokenTerm]) -> Tensor:
 
 
 def outcome(
-    function: Callable[..., Tensor],
+    function: Callable[..., TokenLosses],
     student: HeadInputs,
     teacher: HeadInputs | None,
     terms: Sequence[TokenTerm],
@@ -83,9 +83,11 @@ def outcome(
 ) -> list[Tensor]:
     """The sums, and the gradients of whatever is learnt."""
     factors = factors_of(terms)
-    sums = function(student, teacher, labels(rows, options.get("vocabulary", V)), terms, factors, **options)
+    losses = function(student, teacher, labels(rows, options.get("vocabulary", V)), terms, factors, **options)
+    assert not losses.sums.requires_grad
+    torch.testing.assert_close(losses.total.detach(), (losses.sums * factors).sum(), equal_nan=True)
     leaves = [each for each in student if each is not None and each.requires_grad]
-    return [sums.detach(), *torch.autograd.grad((sums * factors * times).sum(), leaves)]
+    return [losses.sums, *torch.autograd.grad(losses.total * times, leaves)]
 
 
 def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], relative: float = 1e-10) -> None:
@@ -100,7 +102,7 @@ def test_it_equals_full_logits(terms: list[TokenTerm]) -> None:
     """With chunks that leave a rest, and a factor that only shows in the backward pass."""
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
     found = outcome(token_losses, student, teacher, terms, times=3.0, chunk=4)
-    assert_near(found, outcome(word_losses_plain, student, teacher, terms, times=3.0))
+    assert_near(found, outcome(token_losses_plain, student, teacher, terms, times=3.0))
     assert len(found) == 4
 
 
@@ -115,7 +117,7 @@ def test_label_and_kl_equal_the_naive_loop() -> None:
         expected[0] += 4 * sum(a / sum(p) * math.log(a / sum(p) / (b / sum(q))) for a, b in zip(p, q, strict=True))
         squares = [x**2 for x in q]
         expected[1] -= math.log(squares[int(labels()[i])] / sum(squares))
-    found = token_losses(student, teacher, labels(), [KL_2, LABEL], torch.ones(2), chunk=3)
+    found = token_losses(student, teacher, labels(), [KL_2, LABEL], torch.ones(2), chunk=3).sums
     assert found.tolist() == pytest.approx(expected, rel=1e-10)
 
 
@@ -123,7 +125,7 @@ def test_label_and_kl_equal_the_naive_loop() -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 3, N, 100])
 def test_chunks_and_blocks_change_nothing(terms: list[TokenTerm], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    expected = outcome(word_losses_plain, student, teacher, terms)
+    expected = outcome(token_losses_plain, student, teacher, terms)
     assert_near(outcome(token_losses, student, teacher, terms, chunk=chunk), expected)
     monkeypatch.setattr(head_chunk, "_BLOCK_BYTES", 2 * V * 8)
     assert_near(outcome(token_losses, student, teacher, terms, chunk=chunk), expected)
@@ -132,7 +134,7 @@ def test_chunks_and_blocks_change_nothing(terms: list[TokenTerm], chunk: int, mo
 def test_the_default_chunk_leaves_no_row_out() -> None:
     student, teacher = learnt(head(0, rows=600)), head(1, rows=600, width=K_TEACHER)
     found = outcome(token_losses, student, teacher, [LABEL, KL], rows=600)
-    assert_near(found, outcome(word_losses_plain, student, teacher, [LABEL, KL], rows=600))
+    assert_near(found, outcome(token_losses_plain, student, teacher, [LABEL, KL], rows=600))
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -145,16 +147,15 @@ def test_precision(terms: list[TokenTerm], dtype: torch.dtype, relative: float) 
     found = outcome(token_losses, learnt(student), teacher, terms, rows=64, chunk=24)
     assert found[0].dtype == torch.float32
     assert all(each.dtype == dtype for each in found[1:])
-    assert_near(found, outcome(word_losses_plain, learnt(exact[0]), exact[1], terms, rows=64), relative)
+    assert_near(found, outcome(token_losses_plain, learnt(exact[0]), exact[1], terms, rows=64), relative)
 
 
 def test_half_precision_keeps_gradients_far_below_its_least_number() -> None:
     """As 1 / count is for a batch of many tokens; loss scaling multiplies only in the backward pass."""
     student, teacher = learnt(head(0, dtype=torch.float16)), head(1, width=K_TEACHER, dtype=torch.float16)
     factors = torch.tensor([1e-7])
-    sums = token_losses(student, teacher, labels(), [KL], factors)
-    (sums * factors * 1e7).sum().backward()
-    expected = outcome(word_losses_plain, student, teacher, [KL], times=2.0)
+    (token_losses(student, teacher, labels(), [KL], factors).total * 1e7).backward()
+    expected = outcome(token_losses_plain, student, teacher, [KL], times=2.0)
     assert_near([student.weight.grad], [expected[2]], 5e-3)
 
 
@@ -163,10 +164,10 @@ def test_the_weights_gradient_is_summed_in_fp32() -> None:
     rows, words = 1000, 2
     student = HeadInputs(torch.ones(rows, 1).bfloat16(), torch.zeros(words, 1).bfloat16(), None)
     student.weight.requires_grad_()
-    sums = token_losses(
+    losses = token_losses(
         student, None, torch.zeros(rows, dtype=torch.int64), [LABEL], torch.full((1,), 1 / 256), chunk=1
     )
-    (sums / 256).sum().backward()
+    losses.total.backward()
     assert student.weight.grad.tolist() == [[pytest.approx(-1000 / 512, rel=5e-3)], [pytest.approx(1.953, rel=5e-3)]]
 
 
@@ -175,14 +176,14 @@ def test_rows_of_another_type_than_the_weight() -> None:
     mixed = learnt(HeadInputs(student.rows.float(), student.weight, student.bias))
     found = outcome(token_losses, mixed, HeadInputs(teacher.rows.float(), teacher.weight, teacher.bias), [KL])
     assert [each.dtype for each in found[1:]] == [torch.float32, torch.float64, torch.float64]
-    assert_near(found, outcome(word_losses_plain, learnt(student), teacher, [KL]), 1e-5)
+    assert_near(found, outcome(token_losses_plain, learnt(student), teacher, [KL]), 1e-5)
 
 
 @pytest.mark.parametrize("terms", [[LABEL, KL], [OTHERS[1]]], ids=["short way", "any way"])
 def test_the_first_words_of_padded_vocabularies(terms: list[TokenTerm]) -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER, words=V + 3)
     found = outcome(token_losses, student, teacher, terms, vocabulary=V - 2, chunk=4)
-    assert_near(found, outcome(word_losses_plain, student, teacher, terms, vocabulary=V - 2))
+    assert_near(found, outcome(token_losses_plain, student, teacher, terms, vocabulary=V - 2))
     assert not found[2][V - 2 :].any()
     assert not found[3][V - 2 :].any()
     assert found[2].shape == (V, K)
@@ -199,23 +200,23 @@ def test_no_rows(dtype: torch.dtype) -> None:
 
 def test_no_bias_and_no_teacher() -> None:
     student = learnt(head(0, bias=False))
-    assert_near(outcome(token_losses, student, None, [LABEL]), outcome(word_losses_plain, student, None, [LABEL]))
+    assert_near(outcome(token_losses, student, None, [LABEL]), outcome(token_losses_plain, student, None, [LABEL]))
 
 
 def test_labels_alone_do_not_run_the_teachers_head() -> None:
     broken = HeadInputs(torch.zeros(0), torch.zeros(0), None)
     student = learnt(head(0))
-    assert_near(outcome(token_losses, student, broken, [LABEL]), outcome(word_losses_plain, student, None, [LABEL]))
+    assert_near(outcome(token_losses, student, broken, [LABEL]), outcome(token_losses_plain, student, None, [LABEL]))
 
 
 def test_a_weight_that_is_the_embedding_too() -> None:
     ids = labels()
     gradients = []
-    for function in (token_losses, word_losses_plain):
+    for function in (token_losses, token_losses_plain):
         student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
         rows_NK = student.rows + student.weight[ids] * 2
-        sums = function(HeadInputs(rows_NK, student.weight, student.bias), teacher, ids, [LABEL, KL], torch.ones(2))
-        sums.sum().backward()
+        inputs = HeadInputs(rows_NK, student.weight, student.bias)
+        function(inputs, teacher, ids, [LABEL, KL], torch.ones(2)).total.backward()
         gradients.append([each.grad for each in student])
     assert_near(*gradients)
 
@@ -225,7 +226,7 @@ def test_what_is_frozen_gets_no_gradient_and_costs_no_product() -> None:
         student, teacher = learnt(head(0), *frozen), head(1, width=K_TEACHER)
         found = outcome(token_losses, student, teacher, [LABEL, KL])
         assert len(found) == 4 - len(frozen)
-        assert_near(found, outcome(word_losses_plain, student, teacher, [LABEL, KL]))
+        assert_near(found, outcome(token_losses_plain, student, teacher, [LABEL, KL]))
 
 
 class Record(TorchDispatchMode):
@@ -259,10 +260,11 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(terms: list[TokenTerm]) -> N
 def test_without_gradients_only_the_logits_are_computed(weight_is_learnt: bool) -> None:
     student, teacher = learnt(head(0), *([] if weight_is_learnt else ["rows", "weight", "bias"])), head(1)
     with torch.set_grad_enabled(not weight_is_learnt), Record() as record:
-        sums = token_losses(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3), chunk=100)
-    assert not sums.requires_grad
+        losses = token_losses(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3), chunk=100)
+    assert not losses.total.requires_grad
     assert record.products == [(N, V), (6, V), (5, V)]
-    assert_near([sums], [word_losses_plain(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3)).detach()])
+    expected = token_losses_plain(student, teacher, labels(), [LABEL, KL, OTHERS[0]], torch.ones(3))
+    assert_near([losses.sums], [expected.sums])
 
 
 def test_nan_in_a_row_stays_there() -> None:
@@ -290,32 +292,29 @@ def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
     allowed = torch.tensor([j not in (4, 7) for j in range(V)])
     chosen = torch.where(allowed[labels()], labels(), 0)
     results = []
-    for function in (token_losses, word_losses_plain):
-        sums = function(student, sides[1], chosen, terms, factors_of(terms))
-        results.append([sums.detach(), *torch.autograd.grad((sums * factors_of(terms)).sum(), student)])
+    for function in (token_losses, token_losses_plain):
+        losses = function(student, sides[1], chosen, terms, factors_of(terms))
+        results.append([losses.sums, *torch.autograd.grad(losses.total, student)])
     assert all(each.isfinite().all() for each in results[0])
     assert_near(*results)
 
 
-def test_a_gradient_that_is_not_in_the_factors_proportion_is_refused() -> None:
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    sums = token_losses(student, teacher, labels(), [LABEL, KL], torch.tensor([1.0, 2.0]))
-    with pytest.raises(RuntimeError, match="not proportional"):
-        (sums[0] + sums[1]).backward()
-
-
-def test_a_factor_of_zero_and_a_loss_that_nobody_asks_about() -> None:
-    student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    for factors, weights in (([0.0, 2.0], [0.0, 1.0]), ([0.0, 0.0], [0.0, 0.0]), ([1.0, 2.0], [0.0, 0.0])):
-        sums = token_losses(student, teacher, labels(), [LABEL, KL], torch.tensor(factors))
-        found = torch.autograd.grad((sums * torch.tensor(weights)).sum(), student)
-        plain = word_losses_plain(student, teacher, labels(), [LABEL, KL], torch.tensor(factors))
-        assert_near(found, torch.autograd.grad((plain * torch.tensor(weights)).sum(), student))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_factor_of_zero_and_a_total_that_nobody_asks_about(dtype: torch.dtype) -> None:
+    student, teacher = learnt(head(0, dtype=dtype)), head(1, width=K_TEACHER, dtype=dtype)
+    for factors, times in (([0.0, 2.0], 0.5), ([0.0, 0.0], 1.0), ([1.0, 2.0], 0.0)):
+        found, expected = (
+            torch.autograd.grad(
+                times * function(student, teacher, labels(), [LABEL, KL], torch.tensor(factors)).total, student
+            )
+            for function in (token_losses, token_losses_plain)
+        )
+        assert_near(found, expected, 1e-10 if dtype == torch.float64 else 5e-3)
 
 
 def test_a_second_backward_pass_is_refused() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).sum()
+    loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).total
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
@@ -323,16 +322,16 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).sum()
+    loss = token_losses(student, teacher, labels(), [KL], torch.ones(1)).total
     with pytest.raises(RuntimeError, match="twice"):
         torch.autograd.grad(loss, student.rows, create_graph=True)
 
 
 def test_the_weights_gradient_is_handed_over_without_a_copy() -> None:
     student, teacher = learnt(head(0)), head(1, width=K_TEACHER)
-    sums = token_losses(student, teacher, labels(), [KL], torch.ones(1))
-    kept = sums.grad_fn.gradients.weight.data_ptr()
-    sums.sum().backward()
+    total = token_losses(student, teacher, labels(), [KL], torch.ones(1)).total
+    kept = total.grad_fn.gradients.weight.data_ptr()
+    total.backward()
     assert student.weight.grad.data_ptr() == kept
 
 
@@ -343,7 +342,7 @@ def test_gradcheck(terms: list[TokenTerm]) -> None:
     factors = factors_of(terms).double()
 
     def loss_of(*inputs: Tensor) -> Tensor:
-        return (token_losses(HeadInputs(*inputs), teacher, labels(3), terms, factors, chunk=2) * factors).sum()
+        return token_losses(HeadInputs(*inputs), teacher, labels(3), terms, factors, chunk=2).total
 
     class Again(torch.autograd.Function):
         @staticmethod

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from references import terms_of
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -198,7 +199,7 @@ class Pair:
     def means(self, method: Method, batch: Batch | None = None) -> dict[str, float]:
         """The method's terms, divided by their counts."""
         run = self.run(method, batch)
-        terms = method(run.student, run.teacher, self.batch if batch is None else batch)
+        terms = terms_of(method, run.student, run.teacher, self.batch if batch is None else batch)
         assert list(terms) == list(method.weights) == list(method.positions)
         return {name: (term.sum / term.count).item() for name, term in terms.items()}
 

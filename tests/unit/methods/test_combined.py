@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from references import terms_of
 
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import METHODS, Method, build_method
@@ -76,11 +77,11 @@ def test_terms_are_those_of_all_methods(models) -> None:
     assert method.projections == {"hidden": (8, 16), "embedding": (8, 16), "value": (2, 8)}
     assert method.needs_teacher
     run = pair.run(method)
-    together = {name: term.sum for name, term in method(run.student, run.teacher, pair.batch).items()}
+    together = {name: term.sum for name, term in terms_of(method, run.student, run.teacher, pair.batch).items()}
     alone = {
         name if name in together else f"{part}.{name}": term.sum
         for part, each in parts.items()
-        for name, term in each(run.student, run.teacher, pair.batch).items()
+        for name, term in terms_of(each, run.student, run.teacher, pair.batch).items()
     }
     assert together.keys() == method.weights.keys()
     torch.testing.assert_close(together, alone, rtol=0, atol=0)

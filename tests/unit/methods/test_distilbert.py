@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references import terms_of
 from torch.nn import functional
 
 from llmdistill.errors import UserError
@@ -80,7 +81,7 @@ def test_the_softened_output_is_compared_at_the_masked_words_alone(models) -> No
     pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
     method = build_distilbert(DistilbertConfig(cosine=0.0), pair.teacher_config, pair.student_config)
     run = pair.run(method)
-    terms = method(run.student, run.teacher, pair.batch)
+    terms = terms_of(method, run.student, run.teacher, pair.batch)
     chosen = pair.batch.labels >= 0
     student, teacher = (outputs.logits[chosen] / 2 for outputs in (run.student, run.teacher))
     expected = 4 * functional.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum")

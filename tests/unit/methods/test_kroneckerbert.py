@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from references import terms_of
 from transformers import LlamaConfig
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, Taps
@@ -103,7 +104,7 @@ def test_padding_may_hold_anything(models, causal: bool) -> None:
     batch = Batch(torch.zeros_like(mask), mask, torch.full_like(mask, IGNORE_INDEX))
     student, teacher = (random_taps(seed, mask == 0, groups) for seed in (0, 1))
     method = build_kroneckerbert(only(*INNER), config, config)
-    terms = method(Outputs(None, student), Outputs(None, teacher), batch)
+    terms = terms_of(method, Outputs(None, student), Outputs(None, teacher), batch)
 
     expected = dict.fromkeys(INNER, 0.0)
     with torch.no_grad():
@@ -147,7 +148,7 @@ def test_student_that_equals_its_teacher_stays(models, family: str) -> None:
     method = build_kroneckerbert(only(*INNER, "logits"), config, config)
     assert {name: pair.means(method)[name] for name in INNER} == dict.fromkeys(INNER, 0)
     run = pair.run(method)
-    terms = method(run.student, run.teacher, pair.batch)
+    terms = terms_of(method, run.student, run.teacher, pair.batch)
     torch.stack([term.sum / term.count for term in terms.values()]).sum().backward()
     for parameter in pair.student.parameters():
         assert parameter.grad is None or parameter.grad.abs().max() < 1e-5

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from references import terms_of
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -120,7 +121,7 @@ def run(model: PreTrainedModel, request: TapRequest, batch: Batch) -> Outputs:
 def total_of(method: Method, student: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> Tensor:
     with torch.no_grad():
         of_teacher = run(teacher, method.teacher_taps, batch)
-    terms = method(run(student, method.student_taps, batch), of_teacher, batch)
+    terms = terms_of(method, run(student, method.student_taps, batch), of_teacher, batch)
     assert terms.keys() == method.weights.keys()
     return sum((method.weights[name] * term.sum / term.count for name, term in terms.items()), torch.zeros(()))
 
@@ -280,7 +281,7 @@ def test_a_term_is_summed_over_layers_and_counted_once() -> None:
     student = {layer: torch.full((3, 8, 2), float(layer + 1)) for layer in range(3)}
     teacher = {layer: torch.zeros(3, 8, 2) for layer in range(3)}
     logits = torch.zeros(3, 8, 50)
-    terms = method(Outputs(logits, Taps(hidden=student)), Outputs(logits, Taps(hidden=teacher)), batch)
+    terms = terms_of(method, Outputs(logits, Taps(hidden=student)), Outputs(logits, Taps(hidden=teacher)), batch)
     tokens = int(batch.attention_mask.sum())
     assert terms["hidden"].count == tokens
     assert terms["hidden"].sum == tokens * (1 + 4 + 9)
@@ -315,7 +316,7 @@ def test_needs_teacher() -> None:
     method = make_makd(MakdConfig(**off(*names), label=1.0), 4, causal=True, gated=True)
     assert not method.needs_teacher
     batch = make_batch()
-    assert list(method(Outputs(torch.zeros(3, 8, 50), Taps()), None, batch)) == ["label"]
+    assert list(terms_of(method, Outputs(torch.zeros(3, 8, 50), Taps()), None, batch)) == ["label"]
 
 
 def test_bad_settings() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references import terms_of
 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
@@ -90,7 +91,7 @@ def test_student_that_equals_its_teacher_stays(models) -> None:
     pair = models.Pair(config, config, seeds=(0, 0))
     method = build_minilm(MinilmConfig(layers="uniform", value_mse=1.0), config, config)
     run = pair.run(method)
-    terms = method(run.student, run.teacher, pair.batch)
+    terms = terms_of(method, run.student, run.teacher, pair.batch)
     torch.stack([term.sum for term in terms.values()]).sum().backward()
     assert all(term.sum.abs() < 1e-6 for term in terms.values())
     assert all(p.grad is None or p.grad.abs().max() < 1e-5 for p in pair.student.parameters())

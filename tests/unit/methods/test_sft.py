@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+from references import terms_of
 from torch.nn import functional
 from transformers import BertConfig, LlamaConfig
 
@@ -19,7 +20,7 @@ def test_it_is_the_cross_entropy_of_the_labels() -> None:
     assert not method.needs_teacher
     assert not method.student_taps
     assert not method.teacher_taps
-    terms = method(Outputs(LOGITS, Taps()), None, BATCH)
+    terms = terms_of(method, Outputs(LOGITS, Taps()), None, BATCH)
     assert terms.keys() == method.weights.keys() == {"label"}
     expected = functional.cross_entropy(LOGITS[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten())
     torch.testing.assert_close(terms["label"].sum / terms["label"].count, expected)
@@ -30,6 +31,6 @@ def test_methods_are_built_from_configs() -> None:
     assert "attention" in METHODS["makd"].build(MakdConfig(), decoder, decoder).weights
     assert METHODS["sft"].build(None, decoder, decoder).weights == {"label": 1.0}
     encoder = BertConfig(num_hidden_layers=2)
-    terms = METHODS["sft"].build(MakdConfig(), encoder, encoder)(Outputs(LOGITS, Taps()), None, BATCH)
+    terms = terms_of(METHODS["sft"].build(MakdConfig(), encoder, encoder), Outputs(LOGITS, Taps()), None, BATCH)
     expected = functional.cross_entropy(LOGITS.flatten(0, 1), LABELS.flatten())  # not shifted
     torch.testing.assert_close(terms["label"].sum / terms["label"].count, expected)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from references import terms_of
 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
@@ -74,7 +75,7 @@ def test_the_matrices_learn(models) -> None:
     pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 8, 4, 4))
     method = build_tinybert(TinybertConfig(), pair.teacher_config, pair.student_config)
     run = pair.run(method)
-    terms = method(run.student, run.teacher, pair.batch)
+    terms = terms_of(method, run.student, run.teacher, pair.batch)
     torch.stack([term.sum for term in terms.values()]).sum().backward()
     for projector in run.projectors.values():
         assert projector.weight.grad is not None

@@ -14,6 +14,8 @@ from transformers import (
 )
 
 from llmdistill.batch import Batch
+from llmdistill.losses.terms import RunningTerms
+from llmdistill.methods.sft import make_sft
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 
@@ -62,9 +64,17 @@ def test_each_head_gives_what_it_has(kind: type[PreTrainedModel], lm_head: str |
     assert not torch.equal(expected[0], model(input_ids=ids)[0]), "the segments are not looked at"
 
 
-def test_a_loss_on_all_ends_reaches_every_parameter() -> None:
+def test_a_total_without_terms_on_tokens_reaches_every_parameter() -> None:
     model = bert(BertForPreTraining)
     ids = torch.tensor([[1, 2, 3]])
-    outputs = TappedModel(model, Recorder(model, {}))(Batch(ids, torch.ones_like(ids), ids))
-    torch.stack([end.sum() for end in outputs.tensors]).sum().backward()
+    terms = RunningTerms(layer_terms=(), token_terms=(), sequence_terms=(), teacher=None, factors={})
+    TappedModel(model, Recorder(model, {})).learn(Batch(ids, torch.ones_like(ids), ids), terms).total.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_head_that_is_missing_is_named() -> None:
+    model = bert(BertModel)
+    ids = torch.tensor([[1, 2, 3]])
+    terms = make_sft().running(None, Batch(ids, torch.ones_like(ids), ids))
+    with pytest.raises(AssertionError, match="language-model head"):
+        TappedModel(model, Recorder(model, {})).learn(Batch(ids, torch.ones_like(ids), ids), terms)

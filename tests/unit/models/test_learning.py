@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from references import terms_of
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -21,7 +22,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Taps
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.methods import Method, build_method
@@ -82,32 +83,43 @@ def method_of(name: str, family: str) -> Method:
     return build_method([name], SETTINGS, config, config, BOTH if family == "bert" else Objective())
 
 
+DIVISORS = dict.fromkeys(POSITIONS, torch.tensor(7))
+
+
 def total(method: Method, losses: dict[str, Any]) -> Tensor:
-    return torch.stack([weight * losses[name].sum / 7 for name, weight in method.weights.items()]).sum()
+    return torch.stack([method.weights[name] * loss.sum / 7 for name, loss in losses.items()]).sum()
 
 
 def both_ways(method: Method, student: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> SimpleNamespace:
     """Losses and gradients from whole taps and logits, and from those that are computed on the way."""
-    factors = {name: weight / 7 for name, weight in method.weights.items()}
     seen = []
     for running in (False, True):
         of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
         of_student = TappedModel(student, Recorder(student, method.student_taps))
         with torch.no_grad():
             taught = of_teacher.teach(batch, lm_head=method.needs_teacher_logits) if running else of_teacher(batch)
-        outputs = of_student.learn(batch, method.running(taught, batch, factors)) if running else of_student(batch)
-        losses = method(outputs, taught, batch)
+        kept: list[Taps] = []
+        if running:
+            take = of_student._recorder.take
+            of_student._recorder.take = lambda take=take, kept=kept: kept.append(take())  # type: ignore[method-assign]
+            learnt = of_student.learn(batch, method.running(taught, batch, DIVISORS))
+            losses, loss = dict(learnt.terms), learnt.total
+            assert not any(each.sum.requires_grad for each in losses.values())
+        else:
+            losses = terms_of(method, of_student(batch), taught, batch)
+            loss = total(method, losses)
         student.zero_grad()
-        total(method, losses).backward()
+        loss.backward()
         gradients = {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
-        seen.append(SimpleNamespace(losses=losses, gradients=gradients, outputs=outputs, taught=taught))
+        seen.append(SimpleNamespace(losses=losses, total=loss, gradients=gradients, kept=kept, taught=taught))
         for each in (of_teacher, of_student):
             each._recorder.remove()
     return SimpleNamespace(plain=seen[0], running=seen[1])
 
 
 def compare(ways: SimpleNamespace) -> None:
-    assert list(ways.running.losses) == list(ways.plain.losses)
+    assert ways.running.losses.keys() == ways.plain.losses.keys()
+    torch.testing.assert_close(ways.running.total, ways.plain.total, rtol=2e-5, atol=1e-6)
     for name, loss in ways.plain.losses.items():
         torch.testing.assert_close(ways.running.losses[name].sum, loss.sum, rtol=2e-5, atol=1e-6)
         assert ways.running.losses[name].count == loss.count
@@ -121,8 +133,7 @@ def compare(ways: SimpleNamespace) -> None:
 def test_losses_and_gradients_are_those_of_whole_taps_and_logits(name: str, family: str) -> None:
     ways = both_ways(method_of(name, family), make(family, 1), make(family, 0), make_batch(family))
     compare(ways)
-    assert ways.running.outputs.logits is None
-    for taps in (ways.running.outputs.taps, ways.running.taught.taps):
+    for taps in (*ways.running.kept, ways.running.taught.taps):
         kept = {aspect: tensors for aspect, tensors in vars(taps).items() if tensors and aspect != "scaling"}
         assert not any(kept.get("projected", {}).values()), kept
         assert not kept.keys() - {"projected"}, "something is kept that no term needs any more"
@@ -180,10 +191,10 @@ def test_projectors_under_checkpointing_learn_the_same() -> None:
         with torch.no_grad():
             taught = of_teacher.teach(batch, lm_head=True)
         of_teacher._recorder.remove()
-        outputs = TappedModel(student, Recorder(student, method.student_taps, projectors)).learn(
-            batch, method.running(taught, batch, {name: 1 / 7 for name in method.weights})
+        losses = TappedModel(student, Recorder(student, method.student_taps, projectors)).learn(
+            batch, method.running(taught, batch, DIVISORS)
         )
-        total(method, method(outputs, taught, batch)).backward()
+        losses.total.backward()
         gradients.append([p.grad for p in (*student.parameters(), *projectors.parameters()) if p.grad is not None])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
 
@@ -220,9 +231,9 @@ def test_the_head_sees_only_the_rows_that_predict_a_label() -> None:
     del teacher
     both_ways(method, student, make("llama", 0), batch)
     labels = int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
-    (plain, whole), (rows, sums) = seen
+    (plain, whole), (rows, loss) = seen
     assert (plain, whole) == ((3, 9, 16), (3, 9, 40))
-    assert (rows, sums) == ((1, labels, 16), (2,))
+    assert (rows, loss) == ((1, labels, 16), ())
 
 
 def test_relations_alone_run_the_head_on_no_row() -> None:
@@ -243,10 +254,11 @@ def test_words_beyond_the_shared_vocabulary_take_no_part() -> None:
     of_student = TappedModel(student, Recorder(student, {}), vocabulary=30)
     with torch.no_grad():
         taught = of_teacher.teach(batch, lm_head=True)
-        plain = method(of_student(batch), of_teacher(batch), batch)
-    outputs = of_student.learn(batch, method.running(taught, batch, {"skew_reverse_kl": 0.7, "label": 0.3}))
-    for name, loss in method(outputs, taught, batch).items():
-        torch.testing.assert_close(loss.sum.detach(), plain[name].sum, rtol=1e-5, atol=0)
+        plain = terms_of(method, of_student(batch), of_teacher(batch), batch)
+    losses = of_student.learn(batch, method.running(taught, batch)).terms
+    assert losses.keys() == plain.keys()
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss.sum, plain[name].sum, rtol=1e-5, atol=0)
 
 
 def test_without_gradients_the_values_are_the_same() -> None:
@@ -255,11 +267,11 @@ def test_without_gradients_the_values_are_the_same() -> None:
     expected = both_ways(method, student, teacher, batch).plain.losses
     with torch.no_grad():
         taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)).teach(batch, lm_head=True)
-        outputs = TappedModel(student, Recorder(student, method.student_taps)).learn(
+        losses = TappedModel(student, Recorder(student, method.student_taps)).learn(
             batch, method.running(taught, batch)
         )
-    for name, loss in method(outputs, taught, batch).items():
-        assert not loss.sum.requires_grad
+    assert not losses.total.requires_grad
+    for name, loss in losses.terms.items():
         torch.testing.assert_close(loss.sum, expected[name].sum.detach(), rtol=1e-5, atol=1e-6)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from references import token_loss
 
 from llmdistill.batch import Batch, LossSum, Outputs, Taps
 from llmdistill.config import TrainConfig
@@ -15,6 +16,7 @@ from llmdistill.data.instruct import Encoded
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.data.validation import validation_batches
 from llmdistill.errors import UserError
+from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.trainer import Trainer, global_counts
@@ -56,32 +58,51 @@ class Engine:
 
 
 class Squares:
-    """Two terms: the squares of all real tokens' logits, and those of labelled positions only."""
+    """Two terms: the squares of all real tokens' values, and those of labelled positions only."""
 
     weights = {"all": 1.0, "labelled": 3.0}  # noqa: RUF012
     positions = {"all": "tokens", "labelled": "labels"}  # noqa: RUF012
     shift, needs_teacher, needs_teacher_logits = True, False, False
 
-    def running(self, teacher, batch, factors=None):
-        return self
+    def running(self, teacher, batch, divisors):
+        divisors = {name: number.double() for name, number in divisors.items()}
+        factors = {name: weight / divisors[self.positions[name]] for name, weight in self.weights.items()}
+        return self.terms, factors
 
-    def __call__(self, student, teacher, batch):
-        values = student.logits[..., 0] ** 2
+    def terms(self, values, batch):
+        squares = values**2
         real, labelled = batch.attention_mask.bool(), batch.labels[:, 1:] != -100
         return {
-            "all": LossSum(values[real].sum(), real.sum()),
-            "labelled": LossSum(values[:, :-1][labelled].sum(), labelled.sum()),
+            "all": LossSum(squares[real].sum(), real.sum()),
+            "labelled": LossSum(squares[:, :-1][labelled].sum(), labelled.sum()),
         }
 
 
 class Student:
-    """A model that gives logits and computes nothing on the way."""
+    """A model that gives a value for each token, and the terms from them."""
 
-    def __init__(self, logits):
-        self.logits = logits
+    def __init__(self, values):
+        self.values = values
 
-    def learn(self, batch, terms):
-        return Outputs(logits=self.logits(batch), taps=Taps())
+    def learn(self, batch, running):
+        terms, factors = running
+        losses = terms(self.values(batch), batch)
+        return Losses(
+            sum(factors[name] * loss.sum for name, loss in losses.items()),
+            {name: LossSum(loss.sum.detach(), loss.count) for name, loss in losses.items()},
+        )
+
+
+class Table:
+    """A model whose logits are those of a table."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def learn(self, batch, running):
+        (term,) = running.token_terms
+        loss = token_loss(term, Outputs(self.table[batch.input_ids], Taps()), None, batch, shift=True)
+        return Losses(loss.sum, {term.name: loss})
 
 
 def make_trainer(folder, micro_batch_size, method=None, steps=4):
@@ -92,7 +113,7 @@ def make_trainer(folder, micro_batch_size, method=None, steps=4):
     )
     return weight, Trainer(
         engine=Engine(weight, 8 // micro_batch_size),
-        student=Student(lambda batch: weight * batch.input_ids[..., None].double()),
+        student=Student(lambda batch: weight * batch.input_ids.double()),
         teacher=None,
         method=Squares() if method is None else method,
         loader=loader,
@@ -133,7 +154,7 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     _, trainer = make_trainer(tmp_path, 4)
     vocabulary = 7
     table = torch.randn(vocabulary, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    trainer.student = Student(lambda batch: table[batch.input_ids])
+    trainer.student = Table(table)
     items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
     shares = [
         validation_batches(items, pad_token_id=0, batch_size=2, rank=rank, world_size=world)
@@ -171,7 +192,7 @@ def test_validation_stands_in_the_log_where_it_is_due(tmp_path):
 def test_counts_agree_with_what_the_terms_count(tmp_path):
     _, trainer = make_trainer(tmp_path, 4)
     batches = trainer.loader.micro_batches(0)
-    losses = [trainer.method(trainer.student.learn(batch, None), None, batch) for batch in batches]
+    losses = [trainer.method.terms(trainer.student.values(batch), batch) for batch in batches]
     counts = global_counts(batches)
     assert counts[0] == sum(int(loss["all"].count) for loss in losses)
     assert counts[1] == sum(int(loss["labelled"].count) for loss in losses)
@@ -179,15 +200,23 @@ def test_counts_agree_with_what_the_terms_count(tmp_path):
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
     class Broken(Squares):
-        def __call__(self, student, teacher, batch):
-            return {
-                name: LossSum(loss.sum * float("nan"), loss.count)
-                for name, loss in super().__call__(student, teacher, batch).items()
-            }
+        def terms(self, values, batch):
+            return super().terms(values * float("nan"), batch)
 
     _, trainer = make_trainer(tmp_path, 8, method=Broken())
     with pytest.raises(UserError, match=r"the loss is nan at step 1: lower train\.learning_rate"):
         trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+
+
+def test_labels_that_a_batch_does_not_have_count_as_zero_in_the_log(tmp_path):
+    class OwnAnswers(Squares):
+        def terms(self, values, batch):
+            return {"all": super().terms(values, batch)["all"]}
+
+    _, trainer = make_trainer(tmp_path, 8, method=OwnAnswers())
+    totals, _ = trainer.train_step(trainer.loader.micro_batches(0), Stopwatch(WORLD.device))
+    assert totals[0] > 0
+    assert totals[1] == 0
 
 
 def test_log_drops_rows_that_a_resumed_run_writes_again(tmp_path):

@@ -1,17 +1,54 @@
-"""The losses of attention and relations the plain way, with matrices of (B, H, T, T).
+"""The losses the plain way, by autograd: attention and relations with matrices of (B, H, T, T), tokens with all logits.
 
-The reference that stands beside `attention` and `relation`: tests and benchmarks compare with it, training never takes
-it.
+What benches and tests hold the package's own losses against; training never takes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmdistill.batch import LossSum
 from llmdistill.losses.attention import AttentionInputs, Direction
+from llmdistill.losses.divergence import LOG_FLOOR
+from llmdistill.losses.head import HeadInputs, TokenLosses, TokenTerm
 from llmdistill.losses.relation import RelationInputs, repeat_heads, side_by_side
+
+
+def token_losses_plain(
+    student: HeadInputs,
+    teacher: HeadInputs | None,
+    labels_N: Tensor,
+    terms: Sequence[TokenTerm],
+    factors: Tensor,
+    *,
+    vocabulary: int | None = None,
+    chunk: int | None = None,
+) -> TokenLosses:
+    """`head.token_losses` from the full (N, V) logits of both models; `chunk` does nothing here."""
+    student_NV = _logits(student, vocabulary)
+    with torch.no_grad():
+        teacher_NV = None if teacher is None else _logits(teacher, vocabulary)
+    sums = []
+    for term in terms:
+        if term.divergence is None:
+            sums.append(functional.cross_entropy(student_NV, labels_N, reduction="sum"))
+            continue
+        assert teacher_NV is not None
+        log_p_NV = (teacher_NV / term.temperature).log_softmax(-1).clamp(min=LOG_FLOOR)
+        log_q_NV = (student_NV / term.temperature).log_softmax(-1).clamp(min=LOG_FLOOR)
+        sums.append(term.scale * term.divergence.value(log_p_NV, log_q_NV).sum())
+    sums_C = torch.stack(sums)
+    return TokenLosses((sums_C * factors).sum(), sums_C.detach())
+
+
+def _logits(head: HeadInputs, vocabulary: int | None) -> Tensor:
+    bias_V = None if head.bias is None else head.bias[:vocabulary]
+    logits_NV = functional.linear(head.rows.to(head.weight.dtype), head.weight[:vocabulary], bias_V)
+    return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
 def attention_kl_plain(

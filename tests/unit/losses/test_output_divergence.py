@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from llmdistill.batch import IGNORE_INDEX, LossSum
 from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, output_divergence
-from llmdistill.losses.logits import label_cross_entropy
 
 LABELS = torch.tensor([[-100, -100, 3, 1, -100], [-100, 0, 2, 4, 4]])
 
@@ -56,19 +55,10 @@ def test_soft_cross_entropy_equals_the_naive_loop(temperature: float, shift: boo
     assert loss.count.item() == 6
 
 
-@pytest.mark.parametrize("shift", [True, False])
-def test_label_cross_entropy_equals_the_naive_loop(shift: bool) -> None:
-    logits = make(0)
-    expected = -sum(log_softmax(logits[b, i])[label] for b, i, label in predicting(shift))
-    loss = label_cross_entropy(logits, LABELS, shift=shift)
-    assert loss.sum.item() == pytest.approx(expected, rel=1e-12)
-    assert loss.count.item() == 6
-
-
 def test_a_label_on_the_first_token_is_predicted_by_none() -> None:
     labels = LABELS.clone()
     labels[0, 0] = 5
-    loss, expected = label_cross_entropy(make(0), labels), label_cross_entropy(make(0), LABELS)
+    loss, expected = (soft_cross_entropy(make(0), make(1), each) for each in (labels, LABELS))
     assert loss.sum == expected.sum
     assert loss.count == expected.count
 
@@ -88,7 +78,7 @@ def test_rows_without_label_do_not_matter() -> None:
     for garbage in (torch.zeros(()), torch.tensor(torch.nan), torch.tensor(torch.inf)):
         student = torch.where(real, make(0), garbage).requires_grad_()
         teacher = torch.where(real, make(1), garbage)
-        loss = soft_cross_entropy(student, teacher, LABELS).sum + label_cross_entropy(student, LABELS).sum
+        loss = soft_cross_entropy(student, teacher, LABELS).sum
         loss.backward()
         assert student.grad is not None
         gradients.append((loss.detach(), student.grad))
@@ -102,12 +92,9 @@ def test_rows_without_label_do_not_matter() -> None:
 def test_more_padding_changes_nothing(pad: tuple[int, ...]) -> None:
     student, teacher, labels = functional.pad(make(0), pad), functional.pad(make(1), pad), LABELS
     longer = functional.pad(labels, pad[2:], value=IGNORE_INDEX)
-    for loss, expected in (
-        (soft_cross_entropy(student, teacher, longer), soft_cross_entropy(make(0), make(1), labels)),
-        (label_cross_entropy(student, longer), label_cross_entropy(make(0), labels)),
-    ):
-        assert loss.sum == expected.sum
-        assert loss.count == expected.count
+    loss, expected = soft_cross_entropy(student, teacher, longer), soft_cross_entropy(make(0), make(1), labels)
+    assert loss.sum == expected.sum
+    assert loss.count == expected.count
 
 
 def test_gradients() -> None:
@@ -115,18 +102,16 @@ def test_gradients() -> None:
     torch.autograd.gradcheck(
         lambda s: soft_cross_entropy(s, teacher, LABELS, temperature=1.7).sum, make(0).requires_grad_()
     )
-    torch.autograd.gradcheck(lambda s: label_cross_entropy(s, LABELS).sum, make(0).requires_grad_())
 
 
 def test_without_any_label_the_loss_is_zero_and_has_a_gradient() -> None:
     labels = torch.full((2, 5), IGNORE_INDEX)
-    for loss_of in (lambda s: soft_cross_entropy(s, make(1), labels), lambda s: label_cross_entropy(s, labels)):
-        student = make(0).requires_grad_()
-        loss = loss_of(student)
-        loss.sum.backward()
-        assert loss.sum.item() == loss.count.item() == 0
-        assert student.grad is not None
-        assert not student.grad.any()
+    student = make(0).requires_grad_()
+    loss = soft_cross_entropy(student, make(1), labels)
+    loss.sum.backward()
+    assert loss.sum.item() == loss.count.item() == 0
+    assert student.grad is not None
+    assert not student.grad.any()
 
 
 def test_half_types_are_computed_in_fp32() -> None:
@@ -135,4 +120,3 @@ def test_half_types_are_computed_in_fp32() -> None:
     expected = soft_cross_entropy(student.double(), teacher.double(), LABELS)
     assert loss.sum.dtype == torch.float32
     assert loss.sum.item() == pytest.approx(expected.sum.item(), rel=1e-6)
-    assert label_cross_entropy(student, LABELS).sum.dtype == torch.float32

@@ -1,0 +1,46 @@
+"""What several tests compare with: the terms of a method from whole logits and taps, after both models have run."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.batch import IGNORE_INDEX, Batch, LossSum, Outputs, predicted_labels
+from llmdistill.losses.divergence import output_divergence
+from llmdistill.losses.head import TokenTerm
+from llmdistill.methods import Method
+
+
+def terms_of(method: Method, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
+    """Every term of a method, unweighted, by autograd; without the labels where the student wrote them itself."""
+    running = method.running(teacher, batch)
+    losses: dict[str, LossSum] = {}
+    for layer in running.layer_terms:
+        assert teacher is not None
+        loss = layer.loss(student.taps, teacher.taps, batch.attention_mask)
+        before = losses.get(layer.name)
+        losses[layer.name] = loss if before is None else LossSum(before.sum + loss.sum, loss.count)
+    losses |= {each.name: token_loss(each, student, teacher, batch, method.shift) for each in running.token_terms}
+    losses |= {each.name: each.loss(student, teacher, batch) for each in running.sequence_terms}
+    return {name: losses[name] for name in method.weights if name in losses}
+
+
+def token_loss(term: TokenTerm, student: Outputs, teacher: Outputs | None, batch: Batch, shift: bool) -> LossSum:
+    """A term on tokens from the logits of all of them."""
+    assert student.logits is not None
+    if term.divergence is None:
+        return label_cross_entropy(student.logits, batch.labels, shift=shift)
+    assert teacher is not None
+    assert teacher.logits is not None
+    value, temperature = term.divergence.value, term.temperature
+    loss = output_divergence(
+        student.logits, teacher.logits, batch.labels, divergence=value, temperature=temperature, shift=shift
+    )
+    return LossSum(loss.sum * (term.scale / temperature**2), loss.count)
+
+
+def label_cross_entropy(logits: Tensor, labels: Tensor, *, shift: bool = True) -> LossSum:
+    """Summed over the labels, and their number."""
+    targets_N = predicted_labels(labels, shift=shift).flatten()
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets_N, ignore_index=IGNORE_INDEX, reduction="sum")
+    return LossSum(loss, (targets_N != IGNORE_INDEX).sum())
