@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
+from step_setting import Setting
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-if TYPE_CHECKING:
-    from step_rows import Setting
 
 
 def trl_gkd(setting: Setting, optimizer: torch.optim.Optimizer) -> Callable[[], float]:
