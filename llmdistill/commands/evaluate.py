@@ -102,10 +102,7 @@ def run(parsed: Any) -> dict[str, Any]:
     from llmdistill.runtime.distributed import init_distributed, shut_down
     from llmdistill.tasks.answers import evaluate_model
 
-    try:
-        settings = build(parsed, GenerationConfig)
-    except UserError as error:  # there, these settings are the part `scoring` of a run
-        raise UserError(str(error).replace("scoring.", "--")) from error
+    settings = build(parsed, GenerationConfig, prefix="--")
     data = chosen_sets(parsed)
     rank, world_size = 0, 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import build, parse
-from llmdistill.errors import UserError
 from llmdistill.generation.settings import ResponseConfig
 from llmdistill.runtime.terminal import quiet_transformers
 
@@ -66,10 +65,7 @@ def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> Non
     """
     # Imported here: --help must wait for neither transformers nor DeepSpeed.
     parsed = parse(build_parser(prog), arguments)
-    try:
-        settings = build(parsed, ResponseConfig)
-    except UserError as error:
-        raise UserError(f"--{error}") from error
+    settings = build(parsed, ResponseConfig, prefix="--")
     quiet_transformers()
     from llmdistill.generation.responses import generate_responses
     from llmdistill.runtime.distributed import init_distributed, shut_down

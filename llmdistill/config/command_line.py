@@ -20,7 +20,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from llmdistill.config import RunConfig
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import recipe_names, recipe_path
-from llmdistill.errors import UserError
+from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
 
@@ -153,25 +153,30 @@ def _as_list(value: str) -> str:
     return value if value.startswith(("[", "--")) or value == "null" else f"[{value}]"
 
 
-def build(parsed: Any, kind: type[_Config], methods: MethodTable | None = None) -> _Config:
+def build(parsed: Any, kind: type[_Config], methods: MethodTable | None = None, *, prefix: str = "") -> _Config:
     """The frozen configuration of a parsed command line, nested parts included.
 
     Args:
         parsed: what the parser gave.
         kind: the configuration.
         methods: of one that `add_config` added, the same methods.
+        prefix: what the user types before a field's name, for messages.
 
     Raises:
         UserError: settings that contradict each other.
     """
     own = [field for field in fields(kind) if methods is None or field.name != "method_settings"]  # type: ignore[arg-type]
-    values = {field.name: _part(field, getattr(parsed, field.name)) for field in own}
+    values = {field.name: _part(field, getattr(parsed, field.name), prefix) for field in own}
     if methods is not None:
-        values["method_settings"] = {name: build(getattr(parsed, name), kind) for name, kind in _sections(methods)}
-    return checked(kind, values, methods)
+        values["method_settings"] = {
+            name: build(getattr(parsed, name), kind, prefix=f"{prefix}{name}.") for name, kind in _sections(methods)
+        }
+    return checked(kind, values, methods, prefix=prefix)
 
 
-def checked(kind: type[_Config], values: Mapping[str, Any], methods: MethodTable | None = None) -> _Config:
+def checked(
+    kind: type[_Config], values: Mapping[str, Any], methods: MethodTable | None = None, *, prefix: str = ""
+) -> _Config:
     """A configuration with the values of its fields.
 
     Raises:
@@ -181,6 +186,8 @@ def checked(kind: type[_Config], values: Mapping[str, Any], methods: MethodTable
         config: Any = kind(**values)
         if methods is not None:
             config.check_methods(methods)
+    except FieldError as error:
+        raise UserError(f"{prefix}{error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
     return cast(_Config, config)
@@ -191,10 +198,11 @@ def _sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
     return [(name, method.settings) for name, method in methods.items() if method.settings is not None]
 
 
-def _part(field: Field[Any], value: Any) -> Any:
+def _part(field: Field[Any], value: Any, prefix: str) -> Any:
     """A field's value; the parts of a configuration name their type in their default factory."""
-    is_part = is_dataclass(field.default_factory)
-    return build(value, field.default_factory) if is_part else value  # type: ignore[arg-type]
+    if not is_dataclass(field.default_factory):
+        return value
+    return build(value, field.default_factory, prefix=f"{prefix}{field.name}.")
 
 
 def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
@@ -216,7 +224,7 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
         parsed = parser.parse_object({**asdict(section), **values})  # type: ignore[call-overload]
     except (ArgumentError, ValueError, TypeError) as error:
         raise UserError(f"{prefix}{one_sentence(str(error))}") from error
-    return build(parsed, type(section))
+    return build(parsed, type(section), prefix=prefix)
 
 
 def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "") -> None:

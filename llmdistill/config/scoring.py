@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmdistill.errors import FieldError
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
@@ -29,11 +31,11 @@ class GenerationConfig:
         """Refuse what cannot be generated.
 
         Raises:
-            ValueError: a number is out of its range, or sampling has no seed.
+            FieldError: a number is out of its range, or sampling has no seed.
         """
         for key, least in (("no_repeat_ngram_size", 0), ("batch_size", 1), ("limit", 1)):
             value = getattr(self, key)
             if value is not None and value < least:
-                raise ValueError(f"scoring.{key} is {value}: give {least} or more")
+                raise FieldError(f"{key} is {value}: give {least} or more")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"scoring.seeds is {self.seeds}: give at least one, each once and none below 0")
+            raise FieldError(f"seeds is {self.seeds}: give at least one, each once and none below 0")

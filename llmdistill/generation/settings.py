@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from llmdistill.errors import FieldError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseConfig:
@@ -43,9 +45,9 @@ class ResponseConfig:
         """Refuse what cannot be generated; what a token may be drawn from is looked at by Decoding.
 
         Raises:
-            ValueError: a number is out of its range.
+            FieldError: a number is out of its range.
         """
         for key, least in (("seed", 0), ("limit", 1), ("batch_size", 1)):
             value = getattr(self, key)
             if value is not None and value < least:
-                raise ValueError(f"{key} is {value}: give {least} or more")
+                raise FieldError(f"{key} is {value}: give {least} or more")

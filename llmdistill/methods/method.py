@@ -85,13 +85,19 @@ class Method:
             sequence_terms=self.sequence_terms,
             teacher=teacher,
             factors={
-                name: weight if divisors is None else weight / divisors[self.positions[name]]
+                name: weight if divisors is None else _divided(weight, divisors[self.positions[name]])
                 for name, weight in self.weights.items()
             },
         )
 
     def _terms(self) -> list[LayerTerm | losses.TokenTerm | SequenceTerm]:
         return [*self.layer_terms, *self.token_terms, *self.sequence_terms]
+
+
+def _divided(weight: float, divisor: Tensor) -> Tensor:
+    """In fp32. A plain `weight / divisor` would multiply by the reciprocal, which rounds twice."""
+    divisor = divisor.float()
+    return divisor.new_full((), weight) / divisor
 
 
 def _request(taps: Iterable[Tap]) -> dict[Aspect, frozenset[int]]:

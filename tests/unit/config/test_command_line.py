@@ -46,6 +46,8 @@ def test_default_folder_names_recipe_and_ds_config(tmp_path):
         (["--method", "magic"], "method: 'magic' does not fit"),
         (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
         (["--train.warmup_steps", "-1"], "train.warmup_steps is -1: give 0 or more"),
+        (["--scoring.batch_size", "0"], "^scoring.batch_size is 0: give 1 or more"),
+        (["--scoring.seeds", "1,1"], r"^scoring.seeds is \[1, 1\]: give at least one, each once"),
         (["--data.max_length", "10"], "data.max_prompt_length is .* leave room"),
         (["--recipe", "nowhere"], "--recipe nowhere: .* shipped are .*quickstart"),
     ],
