@@ -294,18 +294,23 @@ def config_from_dict(values: Mapping[str, Any], methods: MethodTable) -> RunConf
         UserError: settings that contradict each other.
     """
     built = _parts(RunConfig, {name: value for name, value in values.items() if name not in methods})
-    built["method_settings"] = {name: _from_dict(kind, values.get(name, {})) for name, kind in _sections(methods)}
+    built["method_settings"] = {
+        name: _from_dict(kind, values.get(name, {}), f"{name}.") for name, kind in _sections(methods)
+    }
     return checked(RunConfig, built, methods)
 
 
-def _from_dict(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
-    return checked(kind, _parts(kind, values))
+def _from_dict(kind: type[_Config], values: Mapping[str, Any], prefix: str) -> _Config:
+    return checked(kind, _parts(kind, values, prefix), prefix=prefix)
 
 
-def _parts(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _parts(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a configuration's fields, nested parts built."""
     parts = {field.name: field.default_factory for field in fields(kind) if is_dataclass(field.default_factory)}
-    built = {name: _from_dict(parts[name], value) if name in parts else value for name, value in values.items()}  # type: ignore[arg-type]
+    built = {
+        name: _from_dict(parts[name], value, f"{prefix}{name}.") if name in parts else value  # type: ignore[arg-type]
+        for name, value in values.items()
+    }
     if "betas" in built:
         built["betas"] = tuple(built["betas"])
     return built
