@@ -29,7 +29,7 @@ from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_o
 from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.guest import guest
 from llmdistill.tasks.answers import check_sets, score_sets
-from llmdistill.tasks.text import score_texts
+from llmdistill.tasks.perplexity import score_texts
 
 __all__ = ["Distilled", "compress", "distill", "evaluate"]
 
@@ -174,23 +174,13 @@ def distill(
 
 
 def _run(config: RunConfig, world: World) -> None:
-    from llmdistill import train
-    from llmdistill.run import assemble
-    from llmdistill.run.artifacts import claim_folder
+    from llmdistill.experiments.distillation import distil as distil_plans
     from llmdistill.run.plan import make_plans
     from llmdistill.runtime.terminal import quiet_libraries
 
     quiet_libraries()
     plans = make_plans(config)
-    data = assemble.read_data(plans[0])
-    for plan in plans:
-        assemble.check_machine(plan, world)
-    data = assemble.tokenise_texts(plans[0], data, world)
-    plans = [assemble.count_steps(plan, data, world) for plan in plans]
-    with claim_folder(plans[-1].config, world):
-        for plan in plans[:-1]:
-            train.part_of_run(plan, data, world)
-        train.distil(plans[-1], data, world)
+    distil_plans(plans, plans[0].task.read(plans[0].models), world)
 
 
 def evaluate(

@@ -29,13 +29,14 @@ def fingerprint(reference: str | Path) -> str:
     each safetensors file the size, the header (names, shapes and places of all tensors), up to 64 evenly spaced
     samples of 64 KiB, and 4 KiB from the middle of each tensor are read. So any tensor that was trained on, replaced
     or reordered shows; a change of a few bytes between the samples of a large file can be missed, and so it can in a
-    data file over 64 MiB. The fingerprint of a peft adapter includes that of its base.
+    data file over 64 MiB. A folder with nothing but a config.json, as a dry run needs it, is known by that. The
+    fingerprint of a peft adapter includes that of its base.
 
     Args:
         reference: a path, or a name on the hub or in the package.
 
     Raises:
-        UserError: a model's folder without safetensors, or a damaged file in it.
+        UserError: an adapter's folder without safetensors, or a damaged file.
     """
     path = Path(reference)
     if path.is_file():
@@ -77,7 +78,7 @@ def _model_fingerprint(folder: Path) -> str:
     else:
         config = _read_config(folder / "config.json")
         weights = sorted(folder.glob("*.safetensors"))
-    if not all(file.is_file() for file in weights) or not weights:
+    if not all(file.is_file() for file in weights):
         raise UserError(f"{folder}: no safetensors there; a model's weights must be saved as safetensors")
     tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
     files = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]

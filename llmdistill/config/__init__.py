@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.data import DataConfig, TextConfig
+from llmdistill.config.data import DataConfig, TaskConfig, TextConfig
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.scoring import GenerationConfig
 from llmdistill.config.student import FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
@@ -20,6 +20,7 @@ __all__ = [
     "LoraConfig",
     "RunConfig",
     "StudentConfig",
+    "TaskConfig",
     "TasksConfig",
     "TeacherConfig",
     "TextConfig",
@@ -67,7 +68,7 @@ class RunConfig:
         """
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}: give 0 or more")
-        if self.train.epochs is not None and self.data.kind != "text":
+        if self.train.epochs is not None and self.data.kind == "instructions":
             raise ValueError("train.epochs counts passes over a text, but data.kind is instructions: give train.steps")
         if len(set(self.methods())) < len(self.methods()):
             raise ValueError(f"also is {self.also}, with method {self.method}: name each method once")
@@ -81,6 +82,15 @@ class RunConfig:
         """The same run with some settings of a method changed."""
         changed = replace(self.method_settings[method], **changes)
         return replace(self, method_settings={**self.method_settings, method: changed})
+
+    def _check_without_teacher(self, teachers: Collection[str]) -> None:
+        if self.data.kind != "task" or set(teachers) & set(self.methods()):
+            raise ValueError(
+                f"teacher.model is null, but method {' + '.join(self.methods())} on {self.data.kind} needs a teacher: "
+                "name one, or fine-tune on a task by method sft"
+            )
+        if self.student.model is None:
+            raise ValueError("teacher.model is null, so no student can be made of it: name student.model")
 
     def check_methods(self, known: MethodTable) -> None:
         """Check the methods against the table of all that there are.
@@ -99,6 +109,8 @@ class RunConfig:
                 f"data.on_policy is {self.data.on_policy}, but method {self.method} learns from given answers: "
                 f"the student's own need a teacher to judge them ({judges})"
             )
+        if self.teacher.model is None:
+            self._check_without_teacher(teachers)
         if self.also and self.method not in teachers:
             raise ValueError(
                 f"also is {self.also}, but method {self.method} has no teacher: make one of them the method"

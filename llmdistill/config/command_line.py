@@ -239,6 +239,26 @@ def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "")
             raise UserError(f"{prefix}{key}: there is no such setting{_nearest(key, known, prefix)}")
 
 
+def set_value(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value of a configuration as plain JSON values.
+
+    Args:
+        values: as `to_dict` gives them.
+        key: dotted.
+        value: the new one.
+
+    Raises:
+        UserError: there is no such setting.
+    """
+    *parents, name = key.split(".")
+    block: Any = values
+    for parent in parents:
+        block = block.get(parent) if isinstance(block, dict) else None
+    if not isinstance(block, dict) or name not in block:
+        raise UserError(f"{key}: there is no such setting{_nearest(key, dict.fromkeys(_flatten(values), False), '')}")
+    block[name] = value
+
+
 def extended(parser: ArgumentParser, path: Path) -> list[Path]:
     """A recipe and all that it extends, the last of them first: each one's settings win over those before it.
 

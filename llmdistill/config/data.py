@@ -44,14 +44,40 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A task with examples, splits and metrics of its own, such as those of GLUE. The student gets a head for it."""
+
+    name: str | None = None
+    """The task, such as rte, cola or sst2."""
+    dir: str | None = None
+    """Folder of the task's files (of GLUE its own download, with a folder a task: RTE/train.tsv ...); without it the
+    hub's data set."""
+    limit: int | None = None
+    """Learn only the first so many training examples, for a quick look."""
+    copy_classifier: bool | None = None
+    """Start the classifier as the fine-tuned teacher's (KroneckerBERT §3.7) in place of random numbers. Without it:
+    where the method says so and both have the same shape."""
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.task.limit is {self.limit}: give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet or CSV that
     hold instruction, input (may be empty) and output (a string or a list of them), or prompt and completion, or
     messages. Text is plain text files or such rows with a text in them."""
 
-    kind: Literal["instructions", "text"] = "instructions"
-    """instructions: answers are learnt (decoders); text: a corpus, of which a decoder learns each next word and an
-    encoder masked ones (settings under data.text)."""
+    kind: Literal["instructions", "text", "task"] = "instructions"
+    """instructions: answers are learnt (decoders); text: a corpus, of which a decoder learns each next token and an
+    encoder masked ones (settings under data.text); task: a model is fine-tuned on a task with labels, such as one of
+    GLUE (settings under data.task)."""
     train: str = "embedded:train"
     """Training set; of an instruction with several answers the first is learnt."""
     valid: str | None = None
@@ -83,6 +109,8 @@ class DataConfig:
     """What happens to prompts over max_prompt_length: stop, leave them out, or keep their end. Always said."""
     text: TextConfig = field(default_factory=TextConfig)
     """Where kind is text."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """Where kind is task."""
 
     def __post_init__(self) -> None:
         """Refuse limits that leave no room.
@@ -92,6 +120,8 @@ class DataConfig:
         """
         if self.kind == "text":
             self._check_text()
+        elif self.kind == "task":
+            self._check_task()
         elif not 0 < self.max_prompt_length < self.max_length:
             raise ValueError(
                 f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
@@ -109,9 +139,24 @@ class DataConfig:
                 "not packed, leave one of them out"
             )
 
+    def _check_task(self) -> None:
+        if self.task.name is None:
+            raise ValueError("data.kind is task, but data.task.name is missing: name a task, such as rte")
+        if self.max_length < 1:
+            raise ValueError(f"data.max_length is {self.max_length}: give 1 or more, 128 is usual")
+        if self.train != DataConfig.train or self.valid is not None:
+            key = "valid" if self.train == DataConfig.train else "train"
+            raise ValueError(f"data.{key} names a file, but a task brings its own splits: leave it out")
+        self._check_unused()
+
     def _check_text(self) -> None:
         if self.max_length < 8:
             raise ValueError(f"data.max_length is {self.max_length}: text is packed to 8 tokens or more")
+        self._check_unused()
+        if self.train.startswith("embedded:"):
+            raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")
+
+    def _check_unused(self) -> None:
         for key, off in (
             ("tests", {}),
             ("on_policy", 0),
@@ -120,6 +165,4 @@ class DataConfig:
             ("packing", False),
         ):
             if getattr(self, key) != off:
-                raise ValueError(f"data.{key} is for instructions, but data.kind is text: leave it out")
-        if self.train.startswith("embedded:"):
-            raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")
+                raise ValueError(f"data.{key} is for instructions, but data.kind is {self.kind}: leave it out")

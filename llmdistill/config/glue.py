@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,8 +25,8 @@ class GlueConfig(GridConfig):
     """Tasks, separated by commas, such as rte,cola,sst2; default: all nine."""
     output_dir: str | None = None
     """Folder of all that is written; default: runs/glue/MODEL, with the method's name where there is a teacher."""
-    ds_config: str | None = None
-    """DeepSpeed configuration: a JSON file, or one that ships by its name; default: zero1."""
+    ds_config: str = "zero1"
+    """DeepSpeed configuration: a JSON file, or one that ships by its name."""
     method: str | None = None
     """sft: the labels alone; the others learn from the teacher, as set under their names. Default: kd with a teacher,
     sft without. Where a method does not look at the output, as minilm and minilmv2, the labels are learnt beside it."""
@@ -55,19 +55,9 @@ class GlueConfig(GridConfig):
         Raises:
             ValueError: a number is out of its range, or the methods contradict the teacher or each other.
         """
-        for key in ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"--{key} {value}: give 1 or more")
-        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"--warmup_ratio {self.warmup_ratio}: give a share between 0 and 1")
-        if self.weight_decay is not None and self.weight_decay < 0:
-            raise ValueError(f"--weight_decay {self.weight_decay}: give 0 or more")
-        _check_list("tasks", self.tasks, fits=True, wanted="such as rte,cola")
-        _check_list("learning_rates", self.learning_rates, fits=_least(self.learning_rates) > 0, wanted="all over 0")
-        _check_list("epochs", self.epochs, fits=_least(self.epochs) >= 1, wanted="all 1 or more")
-        _check_list("seeds", self.seeds, fits=_least(self.seeds) >= 0, wanted="none below 0")
-        _check_list("tsne", self.tsne, fits=True, wanted="such as runs/glue/TEACHER")
+        super().__post_init__()
+        self._check_list("tasks", self.tasks, wanted="such as rte,cola")
+        self._check_list("tsne", self.tsne, wanted="such as runs/glue/TEACHER")
         self._check_methods()
 
     def _check_methods(self) -> None:
@@ -97,12 +87,3 @@ class GlueConfig(GridConfig):
                 raise ValueError(
                     f"--{name}.teacher_layer auto searches on a text, and there is none here: name a layer"
                 )
-
-
-def _least(values: Collection[float] | None) -> float:
-    return min(values) if values else 1
-
-
-def _check_list(key: str, values: Collection[object] | None, *, fits: bool, wanted: str) -> None:
-    if values is not None and (not values or len(set(values)) < len(values) or not fits):
-        raise ValueError(f"--{key} {list(values)}: give one or more, each once, {wanted}")

@@ -73,9 +73,10 @@ class LoraConfig:
 class TeacherConfig:
     """The model to learn from. It runs in evaluation mode and without gradients."""
 
-    model: str = "embedded:teacher"
+    model: str | None = "embedded:teacher"
     """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base;
-    embedded:teacher is the small one that ships with the package."""
+    embedded:teacher is the small one that ships with the package. null: a run without a teacher, by method sft on a
+    task, of a model that student.model names."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
     sharding: Literal["replicated", "zero3"] = "replicated"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 ProtocolName = Literal["makd", "minilmv2", "kroneckerbert", "custom"]
 
@@ -46,6 +47,45 @@ class GridConfig:
     method kroneckerbert, where both have the same shape."""
     tsne_layer: int | None = None
     """Layer, from 1, whose output t-SNE draws; default: the middle one of each model."""
+    run_settings: dict[str, Any] = field(default_factory=dict)
+    """Further settings of every run by their keys in a run's configuration (llmdistill train --help), such as
+    {train.compile: true, student.lora.rank: 8, teacher.sharding: zero3, train.save_every: 200}."""
+
+    prefix: ClassVar[str] = "--"
+    """What stands before a setting's name where a user types it."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        for key in ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{self.prefix}{key} {value}: give 1 or more")
+        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"{self.prefix}warmup_ratio {self.warmup_ratio}: give a share between 0 and 1")
+        if self.weight_decay is not None and self.weight_decay < 0:
+            raise ValueError(f"{self.prefix}weight_decay {self.weight_decay}: give 0 or more")
+        self._check_list("learning_rates", self.learning_rates, wanted="all over 0", over=0)
+        self._check_list("epochs", self.epochs, wanted="all 1 or more", least=1)
+        self._check_list("seeds", self.seeds, wanted="none below 0", least=0)
+
+    def _check_list(
+        self,
+        key: str,
+        values: Collection[Any] | None,
+        *,
+        wanted: str,
+        least: float | None = None,
+        over: float | None = None,
+    ) -> None:
+        if values is None:
+            return
+        fits = all((least is None or value >= least) and (over is None or value > over) for value in values)
+        if not values or len(set(values)) < len(values) or not fits:
+            raise ValueError(f"{self.prefix}{key} {list(values)}: give one or more, each once, {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +111,14 @@ class TasksConfig(GridConfig):
     tsne: bool = False
     """Draw what a layer makes of each task's dev set, for the teacher and each row (KroneckerBERT Figure 4)."""
 
+    prefix: ClassVar[str] = "tasks."
+
     def __post_init__(self) -> None:
-        """Refuse rows that cannot be meant.
+        """Check the settings.
 
         Raises:
-            ValueError: none at all, or one twice.
+            ValueError: a number is out of its range, no row, or one twice.
         """
+        super().__post_init__()
         if not self.rows or len(set(self.rows)) < len(self.rows):
             raise ValueError(f"tasks.rows is {self.rows}: give two_stages, no_pretraining, no_kd, or some, each once")

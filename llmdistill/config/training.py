@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DEFAULT_STEPS = 1000
 """Where neither steps nor epochs say how long to train."""
+
+
+LOG_LINES = 4
+"""Lines of the log where log_every does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +21,9 @@ class TrainConfig:
     steps: int = DEFAULT_STEPS
     """Optimizer steps of the whole run."""
     epochs: int | None = None
-    """Passes over the training text in place of steps, which then must not be given too. They become a number of steps,
-    rounded up, once the text is tokenised. Only where data.kind is text."""
+    """Passes over the training set in place of steps, which then must not be given too. They become a number of steps,
+    rounded up, once the set is read (of a task each pass is rounded up by itself). Not where data.kind is
+    instructions."""
     global_batch_size: int = 64
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     micro_batch_size: int | None = None
@@ -28,6 +34,8 @@ class TrainConfig:
     """Decay of the learning rate after the warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up; a run shorter than that ends on the way up."""
+    warmup_ratio: float | None = None
+    """Share of the steps that are warm-up, rounded up to whole steps, in place of warmup_steps."""
     min_learning_rate: float = 0.0
     """Learning rate at the end of a cosine or linear decay."""
     weight_decay: float = 0.0
@@ -45,8 +53,8 @@ class TrainConfig:
     compile: bool = False
     """Compile the layers of student and teacher (torch.compile): the first steps take minutes, for the sake of those
     after them. Not under ZeRO-3. With dropout other random numbers are drawn than without it."""
-    log_every: int = 10
-    """Steps between two lines of the log."""
+    log_every: int | None = 10
+    """Steps between two lines of the log; null makes four lines in all."""
     validate_every: int = 100
     """Steps between two looks at the loss on data.valid, where there is one; the last step always looks."""
     save_every: int | None = 100
@@ -77,8 +85,21 @@ class TrainConfig:
         for key in ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self, key) < 0:
                 raise ValueError(f"train.{key} is {getattr(self, key)}: give 0 or more")
+        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"train.warmup_ratio is {self.warmup_ratio}: give a share between 0 and 1")
+        if self.warmup_ratio is not None and self.warmup_steps != 0:
+            raise ValueError(
+                f"train.warmup_ratio is {self.warmup_ratio} and train.warmup_steps {self.warmup_steps}: both say how "
+                "long the warm-up is; leave one out"
+            )
         if self.epochs is not None and self.steps != DEFAULT_STEPS:
             raise ValueError(
                 f"train.epochs is {self.epochs} and train.steps {self.steps}: both say how long to train; leave one "
                 f"out (a recipe's is undone by --train.epochs null, or by --train.steps {DEFAULT_STEPS}, the default)"
             )
+
+    def with_steps(self, steps: int) -> TrainConfig:
+        """The same settings for a known number of steps: without epochs, warmup_ratio or an open log_every."""
+        warmup = self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
+        log_every = math.ceil(steps / LOG_LINES) if self.log_every is None else self.log_every
+        return replace(self, steps=steps, epochs=None, warmup_steps=warmup, warmup_ratio=None, log_every=log_every)

@@ -28,7 +28,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     """The whole comparison as plain data."""
     base = study.base()
     rows = [
-        _base_row(study, findings, "teacher", "teacher", locate(study.recipe.teacher.model)),
+        _base_row(study, findings, "teacher", "teacher", locate(str(study.recipe.teacher.model))),
         _base_row(study, findings, "none", "untrained student", Path(study.untrained()), key="untrained"),
     ]
     for variant in study.trained():
@@ -47,7 +47,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
             )
         )
     sets = list(study.recipe.data.tests)
-    model_type = load_config(locate(study.recipe.teacher.model)).model_type
+    model_type = load_config(locate(str(study.recipe.teacher.model))).model_type
     printed = paper.get(model_type)
     return Comparison(
         title=title,

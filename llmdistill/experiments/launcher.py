@@ -46,7 +46,7 @@ class InProcess:
     """Runs trials one after the other in this process or group of processes, which saves short trials their start."""
 
     world: World
-    train: Callable[[RunConfig], None]
+    train: Callable[[RunConfig], object]
     """The whole run of a configuration; every rank calls it."""
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:

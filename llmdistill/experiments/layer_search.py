@@ -20,7 +20,7 @@ from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 
 
-def search_layer(plan: Plan, run: Callable[[Plan], None], world: World) -> Plan:
+def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Plan:
     """The plan with the teacher's layer found; every rank must call it.
 
     For each candidate the student learns its relations for some steps, from the same weights and the same batches.

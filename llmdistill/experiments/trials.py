@@ -11,7 +11,7 @@ import yaml
 
 from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import config_from_dict, to_dict
+from llmdistill.config.command_line import config_from_dict, set_value, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import digest
@@ -179,12 +179,3 @@ def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:
     """The values under the last part of their keys."""
     texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
     return [f"{key.rsplit('.', 1)[-1]}{sign}{text}" for key, text in texts.items()]
-
-
-def set_value(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a nested value by its dotted key."""
-    *parents, name = key.split(".")
-    for parent in parents:
-        values = values[parent]
-    assert name in values, f"{key} is no setting"
-    values[name] = value

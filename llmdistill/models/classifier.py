@@ -47,8 +47,8 @@ def copies_classifier(
             ", ".join(f"{name} {' x '.join(map(str, size))}" for name, size in each.items()) for each in shapes
         )
         raise UserError(
-            f"--copy_classifier true: the teacher's classifier ({teacher_shapes}) is not of the shape of the "
-            f"student's ({student_shapes}); take a student of the teacher's architecture and width, or leave it out"
+            f"data.task.copy_classifier is true: the teacher's classifier ({teacher_shapes}) is not of the shape of "
+            f"the student's ({student_shapes}); take a student of the teacher's architecture and width, or leave it out"
         )
     return shapes[0] == shapes[1]
 

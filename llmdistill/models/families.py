@@ -154,3 +154,13 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     if window is None or layer_types is None:  # Mistral has no layer types: all its layers slide
         return (window,) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def max_positions(config: PreTrainedConfig, limit: int) -> int:
+    """Tokens of a sequence that a model has positions for, at most a limit."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        return limit
+    if config.model_type in ("roberta", "xlm-roberta"):  # they count from behind the padding token's
+        positions -= config.pad_token_id + 1
+    return min(int(positions), limit)

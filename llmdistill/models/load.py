@@ -251,6 +251,19 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
     )
 
 
+def check_tokens(teacher: str | Path, student: str | Path) -> None:
+    """Whether a teacher sees the student's tokens.
+
+    Raises:
+        UserError: their tokenizers differ.
+    """
+    if load_tokenizer(teacher).get_vocab() != load_tokenizer(student).get_vocab():
+        raise UserError(
+            f"teacher.model {teacher}: its tokenizer is not that of {student}, and both see the same tokens; give a "
+            "teacher with the student's tokenizer"
+        )
+
+
 def brings_tokenizer(path: str | Path) -> bool:
     """Whether a model comes with a tokenizer, an adapter with its base's; what is on the hub is taken to."""
     folder, adapter = _local_folder(path), adapter_folder(path)

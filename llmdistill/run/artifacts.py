@@ -126,9 +126,6 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     if metrics is None or kept is None:
         return None
     new = run_record(config, kept["world_size"])
-    if config.train.epochs is not None:
-        # They became steps once the data were read.
-        new["config"]["train"] |= {"steps": kept["config"]["train"]["steps"], "epochs": None}
     _compare(folder, kept, new)
     old, asked = metrics["asked"], plain(scores_asked(config))
     # A trial that became a final run has the test sets' scores too; it stays finished as a trial.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from llmdistill.factorize.counting import forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
 from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.families import family_of, shape_of
-from llmdistill.models.load import Head, brings_tokenizer, compare_vocabularies, load_config
+from llmdistill.models.load import Head, brings_tokenizer, check_tokens, compare_vocabularies, load_config
 from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
 from llmdistill.objective import Objective
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import TORCH_DTYPES, BatchSplit, split_batch, student_ds_config
-from llmdistill.tasks.scores import VALID
+from llmdistill.tasks import make_task
+from llmdistill.tasks.base import Models, Task
 
 _LABEL_TERMS = ("label", "sequence_label")
 """Terms that compare the student with the data, not with its teacher."""
@@ -37,6 +40,10 @@ class Plan:
     """What a run will do."""
 
     config: RunConfig
+    """With the numbers of steps once the training set is read."""
+    asked: RunConfig
+    """As it was given; by it the run's folder knows the run again."""
+    task: Task
     ds_config: dict[str, Any]
     split: BatchSplit
     world_size: int
@@ -51,6 +58,8 @@ class Plan:
     """Where the student's tokenizer is: in its own folder, else in the teacher's."""
     before: Plan | None = None
     """The run whose student is this run's teacher, where the same command does both."""
+    copies_classifier: bool = False
+    """Whether the student's classifier starts as the teacher's."""
     vocabulary: int | None = None
     """Logits that teacher and student have in common; None where they are not compared."""
     notes: list[str] = field(default_factory=list)
@@ -64,8 +73,20 @@ class Plan:
 
     @property
     def teacher_path(self) -> Path:
-        """Where the teacher is."""
-        return locate(self.config.teacher.model)
+        """Where the teacher is; without one, the student, whose tokenizer it stands for."""
+        return locate(str(self.config.teacher.model or self.config.student.model))
+
+    @property
+    def models(self) -> Models:
+        """What the task needs to know of the models."""
+        return Models(
+            teacher=self.teacher_config,
+            student=self.student_config,
+            teacher_path=self.teacher_path,
+            tokenizer_path=self.tokenizer_path,
+            causal=self.causal,
+            objective=self.objective,
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,6 +111,8 @@ class Plan:
     @property
     def student_head(self) -> Head:
         """What the student needs on top: the heads whose outputs are terms of the loss, and a decoder's own always."""
+        if self.task.head is not None:
+            return self.task.head
         if not self.trains and not self.causal:
             return _saved_head(self.teacher_config if self.config.student.model is None else self.student_config)
         return self._head(set(self.method.positions.values()))
@@ -97,6 +120,8 @@ class Plan:
     @property
     def teacher_head(self) -> Head:
         """What the teacher needs on top: the heads whose outputs the student is compared with."""
+        if self.task.head is not None:
+            return self.task.head
         positions = self.method.positions.items()
         return self._head({place for name, place in positions if name.split(".")[-1] not in _LABEL_TERMS})
 
@@ -109,16 +134,20 @@ class Plan:
 
     @property
     def scored(self) -> list[str]:
-        """The models whose answers are scored; a run on text has none."""
-        return list(self.config.scoring.models) if self.config.data.kind == "instructions" else []
+        """The models that are scored."""
+        there = {"teacher": self.config.teacher.model is not None}
+        return [name for name in self.config.scoring.models if name in self.task.scored and there.get(name, True)]
 
-    def record(self) -> dict[str, Any]:
-        """What the run's folder keeps to know its run again."""
-        return {"config": command_line.to_dict(self.config), "ds_config": self.ds_config, "world_size": self.world_size}
+    def scores_asked(self) -> dict[str, Any]:
+        """What the run is to score and how, as plain JSON values."""
+        return command_line.scores_asked(self.config)
 
     def headline(self, data_report: str) -> str:
         """The run in a few lines, for the terminal."""
         sizes, train, split = self.sizes, self.config.train, self.split
+        teacher = self.config.teacher.model
+        taught = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
+        task = self.config.data.train if self.config.data.kind != "task" else self.config.data.task.name
         dtype = str(self.dtype).removeprefix("torch.")
         lora = self.config.student.lora
         adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
@@ -126,10 +155,10 @@ class Plan:
         stage = self.ds_config.get("zero_optimization", {}).get("stage", 0)
         return (
             f"Run folder  {self.folder}\n"
-            f"Teacher     {self.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
+            f"Teacher     {taught}\n"
             f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
             f"Method      {' + '.join(self.config.methods())}: {', '.join(self.method.weights)}\n"
-            f"Data        {self.config.data.train}, {data_report.rstrip('.')}{own}\n"
+            f"Data        {task}, {data_report.rstrip('.')}{own}\n"
             f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {self.world_size} rank(s) x "
             f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
             + "".join(f"\nNote        {note}" for note in self.notes)
@@ -164,7 +193,9 @@ class Plan:
         notes, epochs = list(self.notes), self.config.train.epochs
         if epochs is not None:
             config["train"]["steps"] = None
-            notes.append(f"the steps of train.epochs {epochs}, and so the cost, are known once the text is tokenised")
+            notes.append(
+                f"the steps of train.epochs {epochs}, and so the cost, are known once the training set is read"
+            )
         return {
             **self.sizes,
             "batch": batch,
@@ -176,12 +207,15 @@ class Plan:
         }
 
 
-def make_plan(config: RunConfig, before: Plan | None = None) -> Plan:
+def make_plan(
+    config: RunConfig, before: Plan | None = None, *, pending: Mapping[str, PreTrainedConfig] | None = None
+) -> Plan:
     """Resolve and check a run before anything expensive.
 
     Args:
         config: the run.
         before: the plan of the run whose student is this run's teacher, which need not exist yet.
+        pending: the configurations of further models that need not exist yet, by the paths that name them.
 
     Raises:
         UserError: settings that cannot work.
@@ -190,25 +224,35 @@ def make_plan(config: RunConfig, before: Plan | None = None) -> Plan:
     ds_config = read_ds_config(config.ds_config)
     split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
     resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
-    if VALID in config.data.tests:
-        raise UserError(
-            f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
-        )
-    if before is None:
-        teacher_config = _model_config(config, "teacher.model", config.teacher.model)
-    else:
+    entry = METHODS[config.method]
+    task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
+    if before is not None:
         teacher_config = before.student_config
-    student_config, sizes = _student(config, teacher_config)
-    objective = _objective(config, teacher_config)
+    elif config.teacher.model is None:
+        teacher_config = _model_config(task, "student.model", str(config.student.model), pending)
+    else:
+        teacher_config = _model_config(task, "teacher.model", config.teacher.model, pending)
+    student_config, sizes = _student(config, task, teacher_config, pending)
+    names = config.methods()
+    objective = task.objective(teacher_config, uses_output=any(METHODS[name].uses_output for name in names))
     searched = _searched(config)
     # Any layer stands for the one that the search will find.
     settled = config if searched is None else config.with_settings(searched, teacher_layer="last")
-    method = build_method(config.methods(), settled.method_settings, teacher_config, student_config, objective)
+    method = build_method(names, settled.method_settings, teacher_config, student_config, objective)
+    if not objective.tokens and "sequences" not in method.positions.values():
+        # Nothing else would teach the classifier.
+        method = build_method([*names, "sft"], settled.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
-    if method.needs_teacher and config.student.model is not None:
-        vocabulary, note = compare_vocabularies(locate(config.teacher.model), locate(config.student.model))
+    taught, student = config.teacher.model if method.needs_teacher else None, config.student.model
+    if taught is not None and student is not None and not {taught, student} & (pending or {}).keys():
+        if task.head is None:
+            vocabulary, note = compare_vocabularies(locate(taught), locate(student))
+        else:
+            check_tokens(locate(taught), locate(student))
     planned = Plan(
         config=config,
+        asked=config,
+        task=task,
         ds_config=resolved,
         split=split,
         world_size=world_size,
@@ -217,8 +261,9 @@ def make_plan(config: RunConfig, before: Plan | None = None) -> Plan:
         teacher_config=teacher_config,
         student_config=student_config,
         objective=objective,
-        tokenizer_path=tokenizer_path(config) if before is None else before.tokenizer_path,
+        tokenizer_path=Path(str(student)) if student in (pending or {}) else _tokenizer_path(config, before),
         before=before,
+        copies_classifier=_copies_classifier(config, task, student_config, teacher_config),
         vocabulary=vocabulary,
         notes=[] if note is None else [note],
     )
@@ -253,24 +298,41 @@ def _searched(config: RunConfig) -> str | None:
     return next((name for name in names if config.method_settings[name].teacher_layer == "auto"), None)
 
 
-def _model_config(config: RunConfig, key: str, reference: str) -> PreTrainedConfig:
-    loaded = load_config(locate(reference))
-    if config.data.kind == "instructions" and not family_of(loaded).causal:
-        raise UserError(
-            f"{key} {reference} is an encoder ({loaded.model_type}), and instruction data "
-            "train decoders only: take a decoder, or learn from text (data.kind=text)"
-        )
+def _tokenizer_path(config: RunConfig, before: Plan | None) -> Path:
+    return tokenizer_path(config) if before is None else before.tokenizer_path
+
+
+def _model_config(
+    task: Task, key: str, reference: str, pending: Mapping[str, PreTrainedConfig] | None
+) -> PreTrainedConfig:
+    known = None if pending is None else pending.get(reference)
+    loaded = load_config(locate(reference)) if known is None else known
+    task.check_model(key, reference, loaded)
     return loaded
 
 
-def _student(config: RunConfig, teacher: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def _copies_classifier(config: RunConfig, task: Task, student: PreTrainedConfig, teacher: PreTrainedConfig) -> bool:
+    if task.num_outputs is None:
+        return False
+    return copies_classifier(
+        config.data.task.copy_classifier,
+        student,
+        None if config.teacher.model is None else teacher,
+        task.num_outputs,
+        by_default=any(METHODS[name].copies_classifier for name in config.methods()),
+    )
+
+
+def _student(
+    config: RunConfig, task: Task, teacher: PreTrainedConfig, pending: Mapping[str, PreTrainedConfig] | None
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The student's config, and what is said of the sizes."""
     settings = config.student
     if settings.model is None and settings.shape is None:
         # A factorised student has its teacher's shape.
         return teacher, summarise(teacher, settings.factorize, settings.method)
     if settings.model is not None:
-        student, how = _model_config(config, "student.model", settings.model), "given"
+        student, how = _model_config(task, "student.model", settings.model, pending), "given"
     else:
         assert settings.shape is not None
         shape = parse_shape(settings.shape)
@@ -287,25 +349,6 @@ def _student(config: RunConfig, teacher: PreTrainedConfig) -> tuple[PreTrainedCo
     return student, {**sizes, "forward_flops": forward_flops(reference)}
 
 
-def _objective(config: RunConfig, teacher: PreTrainedConfig) -> Objective:
-    """Words, and pairs of segments where they are asked for, or where a BERT's next-sentence head is there to learn.
-
-    Raises:
-        UserError: pairs for an architecture that has no next-sentence head.
-    """
-    if config.data.kind != "text":
-        return Objective()
-    wanted = config.data.text.next_sentence
-    uses_output = any(METHODS[name].uses_output for name in config.methods())
-    if wanted is None:
-        wanted = uses_output and (teacher.architectures or [""])[0] == "BertForPreTraining"
-    if wanted and teacher.model_type != "bert":
-        raise UserError(
-            f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: only bert has one"
-        )
-    return Objective(tokens=True, sequences="classes" if wanted else None)
-
-
 def _check_teacher_head(plan: Plan) -> None:
     """Before any weights are read, as far as a config tells: one of a bare encoder does.
 
@@ -313,7 +356,7 @@ def _check_teacher_head(plan: Plan) -> None:
         UserError: terms on the output of a teacher that has no head.
     """
     name = (plan.teacher_config.architectures or [""])[0]
-    needs_none = plan.causal or plan.before is not None or not plan.method.needs_teacher
+    needs_none = plan.causal or plan.before is not None or not plan.method.needs_teacher or plan.task.head is not None
     if needs_none or plan.teacher_head == "none" or not name.endswith("Model"):
         return
     positions = plan.method.positions.items()
@@ -336,4 +379,4 @@ def tokenizer_path(config: RunConfig) -> Path:
     """Where the student's tokenizer is: with the student, else with the teacher."""
     if config.student.model is not None and brings_tokenizer(locate(config.student.model)):
         return locate(config.student.model)
-    return locate(config.teacher.model)
+    return locate(str(config.teacher.model or config.student.model))

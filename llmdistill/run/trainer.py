@@ -69,7 +69,7 @@ class Trainer:
         """
         clock = Stopwatch(self.world.device)
         since = _Since(self.world.device, list(self.method.weights))
-        began = time.perf_counter()
+        began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
         for step in range(start, self.settings.steps):
             set_learning_rate(self.engine, learning_rate(self.settings, step))
             # All randomness of a step follows from its number, so a resumed run repeats it.
@@ -79,7 +79,7 @@ class Trainer:
             since.add(terms, counts, sum(batch.input_ids.numel() for batch in micro_batches))
             done = step + 1
             validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
-            if validates or self._is_due(done, self.settings.log_every):
+            if validates or self._is_due(done, log_every):
                 elapsed = time.perf_counter() - began
                 eta = elapsed / (done - start) * (self.settings.steps - done)
                 row = self._row(done, since, clock.take())

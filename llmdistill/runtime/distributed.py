@@ -30,6 +30,11 @@ class World:
     command: str = ""
     """What was typed or called to start the run, for its report."""
 
+    @classmethod
+    def alone(cls) -> World:
+        """A process without peers, on the CPU."""
+        return cls(rank=0, size=1, device=torch.device("cpu"))
+
     @property
     def is_main(self) -> bool:
         """Whether this is the rank that prints and writes."""

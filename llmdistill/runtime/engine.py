@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
-from llmdistill.models.load import Head, load_model
 from llmdistill.runtime.distributed import World, barrier
 from llmdistill.runtime.ds_config import resolve_ds_config
 
@@ -180,25 +179,26 @@ def save_student(
     engine: Any,
     world: World,
     *,
-    template: Path | str,
+    template: Callable[[torch.dtype], PreTrainedModel],
+    source: Path | str,
     output: Path,
     lora: LoraConfig | None = None,
-    head: Head = "lm_head",
 ) -> None:
     """Write the student as a Hugging Face model, its adapters merged, its projectors left out.
 
     Args:
         engine: the trained student.
         world: this process; every rank must call it.
-        template: the folder or hub name that the student was loaded from; its structure is what is written.
+        template: loads the student as it was before training; its structure is what is written.
+        source: the folder or hub name that it was loaded from, whose tokenizer is copied.
         output: where to.
         lora: the adapters it was trained with; without a rank it has none.
-        head: what stands on it.
     """
     has_adapters = lora is not None and lora.rank is not None
     state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
     if state is not None:
-        model = load_model(template, dtype=next(iter(state.values())).dtype, head=head, new_head=True)
+        with torch.random.fork_rng(devices=[]):  # a head that the source lacks is drawn, and then overwritten
+            model = template(next(iter(state.values())).dtype)
         if lora is not None and has_adapters:
             add_lora(model, lora, seed=0)  # whatever the seed: the trained ones take their place
             load_adapters(model, state)
@@ -207,5 +207,5 @@ def save_student(
             model.load_state_dict(state)
         with new_folder(output) as partial:
             model.save_pretrained(partial)
-            copy_companions(template, partial)
+            copy_companions(source, partial)
     barrier()

@@ -1,1 +1,60 @@
-"""What is learnt and how it is scored, a file a task, with the metrics beside them."""
+"""What is learnt and how it is scored, a file a task, with the metrics beside them.
+
+A new task is a class of `base.Task` in a file of its own, and an entry in TASKS.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from llmdistill.errors import UserError
+
+if TYPE_CHECKING:
+    from llmdistill.config import RunConfig
+    from llmdistill.tasks.base import Task
+
+_GLUE = "llmdistill.tasks.glue:Glue"
+
+TASKS: dict[str, type[Task] | str] = {
+    "instructions": "llmdistill.tasks.instructions:Instructions",
+    "text": "llmdistill.tasks.text:Text",
+    **dict.fromkeys(("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"), _GLUE),
+}
+"""The tasks: by data.kind, or, where that is task, by data.task.name (in lower case, letters and digits). A class, or
+where it is, so that a command loads no task that it does not need."""
+
+
+def make_task(config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> Task:
+    """The task of a run.
+
+    Args:
+        config: the run.
+        trains: whether the run learns, and does not only score.
+        teacher_writes: whether the training set is to be the teacher's own answers.
+
+    Raises:
+        UserError: there is no such task, or its settings are wrong.
+    """
+    name = config.data.kind if config.data.kind != "task" else task_key(str(config.data.task.name))
+    found = TASKS[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = cast("type[Task]", getattr(import_module(module), attribute))
+    return found(config, trains=trains, teacher_writes=teacher_writes)
+
+
+def task_key(name: str, *, key: str = "data.task.name") -> str:
+    """The key in TASKS of a task by what a user may type for it (rte, SST-2).
+
+    Raises:
+        UserError: there is no such task.
+    """
+    known = [each for each in TASKS if each not in ("instructions", "text")]
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    if plain not in known:
+        near = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{key}: there is no task {name!r}{hint} (there are {', '.join(known)})")
+    return plain

@@ -9,8 +9,6 @@ from statistics import fmean
 from typing import Literal
 
 import numpy as np
-from scipy.stats import NearConstantInputWarning, pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from llmdistill.tasks.glue_files import Metric, task_named
 
@@ -39,28 +37,40 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
 
 
 def _accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:
+    from sklearn.metrics import accuracy_score
+
     return float(accuracy_score(targets, predictions))
 
 
 def _f1(predictions: np.ndarray, targets: np.ndarray) -> float:
+    from sklearn.metrics import f1_score
+
     return float(f1_score(targets, predictions, pos_label=1, zero_division=0))
 
 
 def _matthews(predictions: np.ndarray, targets: np.ndarray) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
     return float(matthews_corrcoef(targets, predictions)) if _vary(predictions, targets) else 0.0
 
 
 def _pearson(predictions: np.ndarray, targets: np.ndarray) -> float:
+    from scipy.stats import pearsonr
+
     return _correlation(pearsonr, predictions, targets)
 
 
 def _spearman(predictions: np.ndarray, targets: np.ndarray) -> float:
+    from scipy.stats import spearmanr
+
     return _correlation(spearmanr, predictions, targets)
 
 
 def _correlation(measure: Callable, predictions: np.ndarray, targets: np.ndarray) -> float:
     if not _vary(predictions, targets):
         return 0.0
+    from scipy.stats import NearConstantInputWarning
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NearConstantInputWarning)
         return float(measure(predictions.astype(np.float64), targets.astype(np.float64)).statistic)

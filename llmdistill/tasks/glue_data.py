@@ -1,22 +1,21 @@
-"""The tasks of a run: which ones are meant, and their examples."""
+"""The files of GLUE's tasks: which tasks are meant, and their examples."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
+from llmdistill.tasks import task_key
 from llmdistill.tasks.glue_files import TASKS, GlueTask, Split, read_split
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskData:
-    """A task with its examples."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskFiles:
+    """A task with its examples. Two of them are equal where their training and dev examples are."""
 
     name: str
     """In TASKS."""
@@ -28,54 +27,67 @@ class TaskData:
     digest: str
     """Tells other examples apart."""
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the training and dev examples are the same."""
+        return isinstance(other, TaskFiles) and (self.name, self.digest) == (other.name, other.digest)
+
+    def __hash__(self) -> int:
+        """Of the training and dev examples."""
+        return hash((self.name, self.digest))
+
     @property
     def task(self) -> GlueTask:
         """What GLUE says of it."""
         return TASKS[self.name]
 
 
-def find_tasks(names: Sequence[str] | None) -> list[str]:
-    """Names in TASKS, from what a user may type for them (rte, sst2, STS-B); all of them for None.
+def find_tasks(names: Sequence[str] | None, *, key: str) -> list[str]:
+    """Names of GLUE's tasks, from what a user may type for them (rte, sst2, STS-B); all of them for None.
+
+    Args:
+        names: what the user typed.
+        key: the setting, for messages.
 
     Raises:
         UserError: there is no such task, or one is named twice.
     """
     if names is None:
         return list(TASKS)
-    known = {_plain(name): name for name in TASKS}
-    found = []
-    for name in names:
-        if _plain(name) not in known:
-            near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"--tasks: GLUE has no task {name!r}{hint} (there are {', '.join(known)})")
-        found.append(known[_plain(name)])
+    found = [glue_name(task_key(name, key=key), key=key) for name in names]
     twice = next((name for name in found if found.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"--tasks: {twice} is named twice; name each task once")
+        raise UserError(f"{key}: {twice} is named twice; name each task once")
     return found
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+def glue_name(task: str, *, key: str = "data.task.name") -> str:
+    """GLUE's own name of a task in `tasks.TASKS`, such as SST-2 of sst2.
+
+    Raises:
+        UserError: the task is not one of GLUE.
+    """
+    named = {glue.hub: name for name, glue in TASKS.items()}
+    if task not in named:
+        raise UserError(f"{key}: {task} is no task of GLUE (these are {', '.join(named)})")
+    return named[task]
 
 
-def check_data_dir(data_dir: str | None, names: Sequence[str]) -> None:
+def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> None:
     """Whether the folder has a folder for each task. Raises UserError where it does not."""
     if data_dir is None:
         return
     if not Path(data_dir).is_dir():
-        raise UserError(f"--data_dir {data_dir}: no such folder; give that of GLUE's own download, or none for the hub")
+        raise UserError(f"{key} {data_dir}: no such folder; give that of GLUE's own download, or none for the hub")
     missing = [name for name in names if not (Path(data_dir) / name).is_dir()]
     if missing:
         there = [name for name in TASKS if (Path(data_dir) / name).is_dir()]
         raise UserError(
-            f"--data_dir {data_dir}: it has no folder {missing[0]} (of GLUE's tasks it has "
-            f"{', '.join(there) or 'none'}); add it, or name those that are there with --tasks"
+            f"{key} {data_dir}: it has no folder {missing[0]} (of GLUE's tasks it has "
+            f"{', '.join(there) or 'none'}); add it, or name a task that is there"
         )
 
 
-def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskData:
+def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
     """The examples of a task; of the training set only the first `limit`.
 
     Raises:
@@ -91,7 +103,7 @@ def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskData:
     digest = hashlib.sha256()
     for example in (example for examples in (train, *dev.values()) for example in examples):
         digest.update(repr((example.sentence1, example.sentence2, example.target)).encode())
-    return TaskData(name=name, train=train, dev=dev, test=test, digest=digest.hexdigest()[:16])
+    return TaskFiles(name=name, train=train, dev=dev, test=test, digest=digest.hexdigest()[:16])
 
 
 def _has_test(folder: Path) -> bool:

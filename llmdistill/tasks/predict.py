@@ -15,7 +15,7 @@ from llmdistill.data.pairs import EncodedPair, PairExample, pair_batches
 from llmdistill.files import write_text
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.classification import task_metrics
-from llmdistill.tasks.glue_files import TASKS, Split, column_of
+from llmdistill.tasks.glue_files import TASKS, column_of
 
 
 def predict(
@@ -56,14 +56,9 @@ def targets_of(examples: Sequence[PairExample]) -> np.ndarray:
     return np.array([example.target for example in examples])
 
 
-def score(
-    task: str, dev: Mapping[Split, Sequence[PairExample]], predictions: Mapping[Split, np.ndarray]
-) -> dict[str, dict[str, float]]:
-    """{column: {metric: value}} of the dev splits; the columns are those of papers' tables."""
-    return {
-        column_of(task, split): task_metrics(task, predictions[split], targets_of(examples))
-        for split, examples in dev.items()
-    }
+def score(task: str, examples: Sequence[PairExample], predictions: np.ndarray) -> dict[str, float]:
+    """The metrics of a split, times 100."""
+    return task_metrics(task, predictions, targets_of(examples))
 
 
 def main_score(task: str, scores: Mapping[str, Mapping[str, float]]) -> float:

@@ -1,71 +1,183 @@
-"""How well a model predicts a text: its cross-entropy and perplexity."""
+"""Text: a decoder learns each next token, an encoder masked ones; the result is the loss on a validation text."""
 
 from __future__ import annotations
 
-import math
-import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-import torch
-from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
-from llmdistill.config import TextConfig
-from llmdistill.data.corpus import tokenise
-from llmdistill.data.in_memory import Data, write_rows
-from llmdistill.data.text import validation_batches
+from llmdistill.config import DataConfig
+from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.data.text import TextLoader, validation_batches
 from llmdistill.embedded import locate
-from llmdistill.models.families import family_of
+from llmdistill.errors import UserError
+from llmdistill.models.load import load_tokenizer
+from llmdistill.objective import Objective
+from llmdistill.runtime.distributed import World, on_main
+from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
 
 
-@torch.no_grad()
-def score_text(model: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, float]:
-    """The mean cross-entropy in nats over the labels of some batches, e to its power, and how many labels they are.
+class Text(Task):
+    """A corpus of plain text."""
 
-    A decoder predicts each next token, an encoder the masked ones. The logits of a whole batch exist at once.
-    """
-    shift = family_of(model.config).causal
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for batch in batches:
-        located = batch.with_label_rows(shift=shift).to(model.device)
-        inputs = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
-        if located.token_type_ids is not None:
-            inputs["token_type_ids"] = located.token_type_ids
-        assert located.label_rows is not None
-        rows_NV = model(**inputs).logits.flatten(0, 1).index_select(0, located.label_rows)
-        labels_N = located.row_labels(shift=shift)
-        total += functional.cross_entropy(rows_NV.float(), labels_N, reduction="sum").double().cpu()
-        count += len(labels_N)
-    loss = float(total) / count
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
+    scored = ()
 
+    def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
+        """See Task: tokens, and pairs of segments where they are asked for or a BERT's next-sentence head is learnt."""
+        wanted = self.config.data.text.next_sentence
+        if wanted is None:
+            wanted = uses_output and (teacher.architectures or [""])[0] == "BertForPreTraining"
+        if wanted and teacher.model_type != "bert":
+            raise UserError(
+                f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: only bert has "
+                "one"
+            )
+        return Objective(tokens=True, sequences="classes" if wanted else None)
 
-def score_texts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, *, max_length: int, batch_size: int
-) -> dict[str, float]:
-    """`score_text` of a whole text, cut into sequences of up to max_length tokens.
-
-    Raises:
-        UserError: a text that cannot be read or is too short.
-    """
-    defaults = TextConfig()
-    with tempfile.TemporaryDirectory() as folder:
-        reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
-        batches = validation_batches(
-            tokenise(reference, tokenizer, cache_dir=folder),
-            tokenizer,
-            objective="next" if family_of(model.config).causal else "masked",
-            max_length=max_length,
-            mask_share=defaults.mask_share,
-            whole_words=defaults.whole_words,
-            next_sentence=False,
-            limit=sys.maxsize,
-            batch_size=batch_size,
-            rank=0,
-            world_size=1,
+    def read(self, models: Models) -> TextData:
+        """See Task; the texts themselves are read when they are tokenised."""
+        config = self.config
+        return TextData(
+            settings=config.data,
+            seed=config.seed,
+            trains=self.trains,
+            causal=models.causal,
+            next_sentence=models.objective.sequences is not None,
+            tokenizer=load_tokenizer(models.tokenizer_path),
+            report="",
         )
-    return score_text(model, batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(TaskData):
+    """The texts of a run."""
+
+    settings: DataConfig
+    seed: int
+    trains: bool
+    causal: bool
+    next_sentence: bool
+    """Whether batches are pairs of segments."""
+    tokenizer: PreTrainedTokenizerBase
+    report: str
+    train: Corpus | None = None
+    """None until it is tokenised."""
+    valid: Corpus | None = None
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See TaskData: none, as the validation loss in the log is the result."""
+        return {}
+
+    def of(self, models: Models) -> TextData:
+        """See TaskData."""
+        return replace(self, causal=models.causal, next_sentence=models.objective.sequences is not None)
+
+    def prepared(self, world: World) -> TextData:
+        """See TaskData: tokenised by one rank where the cache lacks it, then read by all.
+
+        Raises:
+            UserError: a text that cannot be read or is too short.
+        """
+        settings = self.settings
+
+        def tokenised(reference: str, fraction: float) -> Corpus:
+            make = partial(
+                tokenise,
+                locate(reference),
+                self.tokenizer,
+                field=settings.text.field,
+                cache_dir=settings.text.cache_dir,
+                fraction=fraction,
+                seed=self.seed,
+            )
+            on_main(lambda: make().report(), world)
+            return make()
+
+        fraction = settings.text.fraction
+        train = tokenised(settings.train, fraction)
+        valid = None if settings.valid is None else tokenised(settings.valid, 1.0)
+        share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
+        data = replace(self, train=train, valid=valid, report=share + train.report())
+        if self.trains:
+            data.num_sequences()  # where steps are given too: a text may be too short
+        return data
+
+    def num_sequences(self) -> int:
+        """Sequences of an epoch."""
+        return len(self.loader(Share(seed=self.seed, global_batch_size=1, micro_batch_size=1, rank=0, world_size=1)))
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See TaskData."""
+        return -(-epochs * self.num_sequences() // global_batch_size)
+
+    def loader(self, share: Share) -> TextLoader:
+        """See TaskData.
+
+        Raises:
+            UserError: the text is too short for a sequence.
+        """
+        assert self.train is not None, "the text is not tokenised yet"
+        try:
+            return TextLoader(self.train, self.tokenizer, **self._reading(), **vars(share))
+        except UserError as error:
+            fraction = self.settings.text.fraction
+            if fraction == 1:
+                raise
+            raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See TaskData."""
+        if self.valid is None:
+            return []
+        return validation_batches(
+            self.valid,
+            self.tokenizer,
+            **self._reading(),
+            limit=self.settings.text.valid_sequences,
+            batch_size=share.micro_batch_size,
+            rank=share.rank,
+            world_size=share.world_size,
+        )
+
+    def _reading(self) -> dict[str, Any]:
+        """How text becomes batches."""
+        return {
+            "objective": "next" if self.causal else "masked",
+            "max_length": self.settings.max_length,
+            "mask_share": self.settings.text.mask_share,
+            "whole_words": self.settings.text.whole_words,
+            "next_sentence": self.next_sentence,
+        }
+
+    def results(
+        self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """See TaskData: the validation loss before and after training, None without a validation text."""
+        losses = [row["valid_loss"] for row in log if "valid_loss" in row]
+        params = sizes["student_params"]
+        found: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
+        started = bool(log) and log[0]["step"] == 0
+        found["untrained"] = {"params": params, "valid_loss": losses[0] if started else None}
+        if log:
+            found["student"] = {"params": params, "valid_loss": losses[-1] if losses else None}
+        return found
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """See TaskData."""
+        return ScoreTable(
+            title="The method's loss on the validation text",
+            columns=["validation loss"],
+            rows={
+                name: ["" if result["valid_loss"] is None else f"{result['valid_loss']:.4f}"]
+                for name, result in results.items()
+            },
+            legend=(
+                "The validation loss is the method's own, so it says how far the student came and nothing between "
+                "methods."
+            ),
+        )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from llmdistill.artifacts import read_result, write_result
+from llmdistill.fingerprints import fingerprint
 from llmdistill.models.families import family_of
 from llmdistill.models.load import Head, load_config, load_model
 from llmdistill.report.record import describe_hardware
@@ -20,7 +21,6 @@ _CPU_REPEATS, _GPU_REPEATS = 5, 20
 
 def measure(
     models: Mapping[str, str],
-    fingerprints: Mapping[str, str],
     *,
     file: Path,
     speed: bool,
@@ -35,7 +35,6 @@ def measure(
 
     Args:
         models: folders or hub names by role; the first one's speed is what the others' are compared with.
-        fingerprints: of the models, by path.
         file: where the measurement is kept.
         speed: whether times are wanted.
         batch_size: sequences in a whole batch.
@@ -46,7 +45,7 @@ def measure(
     Raises:
         UserError: a model cannot be loaded, or has positions for fewer tokens.
     """
-    asked: dict[str, Any] = {"models": {role: fingerprints[path] for role, path in models.items()}, "dtype": str(dtype)}
+    asked: dict[str, Any] = {"models": {role: fingerprint(path) for role, path in models.items()}, "dtype": str(dtype)}
     if speed:
         asked |= {"batch_size": batch_size, "length": length, "hardware": describe_hardware(1)}
     kept = read_result(file, asked)

@@ -8,14 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from llmdistill.experiments.glue.grid import Choice, Grid, Trial, mean_and_std
 from llmdistill.files import write_text
+from llmdistill.report.record import record_lines
+from llmdistill.report.spread import plus_minus
+from llmdistill.report.tables import markdown_table, print_table
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
-from llmdistill.tasks.glue_data import TaskData
+from llmdistill.tasks.glue_data import TaskFiles
 from llmdistill.tasks.glue_files import TASKS, column_of
 from llmdistill.tasks.predict import chance_score
 
@@ -26,7 +27,9 @@ NAMES: dict[Convention, str] = {
 """Averages that a table may show, the first one whose columns are all there."""
 
 
-def summarise(data: TaskData, grid: Grid, results: Mapping[Trial, Mapping[str, Any]], choice: Choice) -> dict[str, Any]:
+def summarise(
+    data: TaskFiles, grid: Grid, results: Mapping[Trial, Mapping[str, Any]], choice: Choice
+) -> dict[str, Any]:
     """What results.json says of a task, as plain JSON values."""
     chosen = [results[trial]["dev"] for trial in choice.trials()]
     values = {
@@ -122,28 +125,12 @@ def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
 
 def spread(value: Mapping[str, Any], decimals: int) -> str:
     """The mean, and the standard deviation where there are several seeds."""
-    mean, std = (f"{value[key]:.{decimals}f}" for key in ("mean", "std"))
-    return f"{mean} ± {std}" if len(value["seeds"]) > 1 else mean
+    return plus_minus(value["mean"], value["std"] if len(value["seeds"]) > 1 else None, decimals)
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal; where that is too narrow for a row a model, with a column a model."""
-    terminal = console or Console()
-    header, rows = table_cells(results)
-    if _width(header, rows) > terminal.width:
-        header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
-    table = Table(title=_title(results), title_justify="left", box=box.HORIZONTALS, pad_edge=False)
-    for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    terminal.print(table)
-
-
-def _width(header: list[str], rows: list[list[str]]) -> int:
-    """Characters that a table needs so that nothing but its header is broken over lines, and that only at spaces."""
-    trials = [[*name.split(), *column] for name, *column in zip(header, *rows, strict=True)]
-    return sum(2 + max(map(len, column)) for column in trials)
+    print_table(_title(results), *table_cells(results), turned=True, console=console)
 
 
 def _title(results: Mapping[str, Any]) -> str:
@@ -177,22 +164,13 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
         "",
         f"- Method: {', '.join(results['methods'])}; protocol: {results['protocol']}",
         *([] if results["teacher"] is None else [f"- Teacher: {results['teacher']}"]),
-        f"- Command: `{run['command']}`",
-        f"- Hardware: {run['hardware']}",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in run['versions'].items())}",
-        f"- Finished: {run['finished']}",
+        *record_lines(run),
         "",
-        "Each run's course (metrics.jsonl), answers on dev (dev.tsv) and settings (result.json) are in its folder "
+        "Each run's course (metrics.jsonl), answers on dev (predictions/) and settings (run.json) are in its folder "
         "`TASK/lr-...-epochs-...-seed-...`, each task's best model in `TASK/best`.",
         "",
     ]
     write_text(folder / "report.md", "\n".join(lines))
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A table's lines, the first column to the left, the others to the right."""
-    rule = "|".join("---" if number == 0 else "---:" for number in range(len(header)))
-    return ["| " + " | ".join(header) + " |", f"|{rule}|", *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def _explained(results: Mapping[str, Any]) -> str:

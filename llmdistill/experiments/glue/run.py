@@ -8,35 +8,25 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from llmdistill.config.glue import GlueConfig
-from llmdistill.experiments.glue.check import check_engine, check_examples, check_layer, starts_as_teachers, task_method
-from llmdistill.experiments.glue.grid import grid_of
+from llmdistill.errors import UserError
 from llmdistill.experiments.glue.measure import measure
 from llmdistill.experiments.glue.results import averages, print_results, write_report
 from llmdistill.experiments.glue.study import TaskStudy
-from llmdistill.experiments.glue.teachers import (
-    BEST,
-    check_classes,
-    check_teacher,
-    short_names,
-    teacher_of,
-)
+from llmdistill.experiments.glue.teachers import BEST, short_names, teacher_of
 from llmdistill.files import write_json
-from llmdistill.fingerprints import fingerprint
-from llmdistill.models.load import load_config, load_tokenizer
+from llmdistill.models.families import shape_of
+from llmdistill.models.load import load_config
 from llmdistill.report.record import make_record
 from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
 from llmdistill.runtime.ds_config import read_ds_config
-from llmdistill.runtime.engine import TORCH_DTYPES, resolve_dtype
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
-from llmdistill.tasks.glue_data import check_data_dir, find_tasks, read_task
-
-DS_CONFIG = "ds_configs/zero1.json"
-"""What fine-tuning takes that names none."""
+from llmdistill.tasks.glue import check_classes
+from llmdistill.tasks.glue_data import check_data_dir, find_tasks
 
 
 def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
@@ -46,7 +36,7 @@ def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
         UserError: bad input, or a run of other settings in the folder.
     """
     quiet_transformers()
-    read_settings(config)  # a mistake in them need not wait for the other ranks
+    read_ds_config(config.ds_config)  # a mistake in it need not wait for the other ranks
     # With --json nothing but the result may stand on stdout.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         world = init_distributed()
@@ -65,39 +55,19 @@ def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
     print(f"The report is {root / 'report.md'}, all figures are in {root / 'results.json'}.")
 
 
-def evaluate(config: GlueConfig, world: World, *, command: str) -> dict[str, Any]:
+def evaluate(config: GlueConfig, world: World, *, command: str, prefix: str = "--") -> dict[str, Any]:
     """Check, fine-tune, choose, measure, write the report, inside of a process group; every rank must call it.
 
     Args:
         config: the run.
         world: this process.
         command: what the user typed, for the report.
+        prefix: what stands before a setting's name where the user typed it, for messages.
 
     Raises:
         UserError: bad input, or a run of other settings in the folder.
     """
-    return conduct(config, prepare(config, world), world, command=command)
-
-
-class Settings(NamedTuple):
-    """What a configuration names, read."""
-
-    tasks: list[str]
-    """In TASKS."""
-    ds_config: dict[str, Any]
-    ds_path: str
-
-
-def read_settings(config: GlueConfig) -> Settings:
-    """The tasks of a run and its DeepSpeed configuration.
-
-    Raises:
-        UserError: no such task or file, or no folder for a task.
-    """
-    tasks = find_tasks(config.tasks)
-    check_data_dir(config.data_dir, tasks)
-    ds_path = config.ds_config or DS_CONFIG
-    return Settings(tasks, read_ds_config(ds_path), ds_path)
+    return conduct(config, prepare(config, world, prefix=prefix), world, command=command)
 
 
 def output_dir(config: GlueConfig) -> Path:
@@ -109,59 +79,55 @@ def output_dir(config: GlueConfig) -> Path:
     return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
 
 
-def prepare(config: GlueConfig, world: World) -> dict[str, TaskStudy]:
-    """The tasks with their examples, teachers and methods, all checked before the first one is run.
+def prepare(config: GlueConfig, world: World, *, prefix: str = "--") -> dict[str, TaskStudy]:
+    """The study of each task, all checked before the first one is run.
+
+    Args:
+        config: what is fine-tuned on which tasks.
+        world: this process.
+        prefix: what stands before a setting's name where the user typed it, for messages.
 
     Raises:
         UserError: models, teachers, data or settings that are missing, broken or do not fit each other.
     """
-    tasks, ds_config, ds_path = read_settings(config)
-    student = load_config(config.model)
-    teachers = {task: None if config.teacher is None else teacher_of(config.teacher, task, tasks) for task in tasks}
-    configs: dict[str, PreTrainedConfig | None] = {}
-    for task, teacher in teachers.items():
-        configs[task] = None if teacher is None else check_teacher(teacher, config.model, task)
-        check_engine(config, task, ds_config, ds_path, world.size)
-    methods = {task: task_method(config, task, student, configs[task]) for task in tasks}
-    drawn = {task: _drawn(config, task, tasks) for task in tasks}
-    tokenizer = load_tokenizer(config.model)
-    data = {task: read_task(task, config.data_dir, config.limit) for task in tasks}
-    for task, each in data.items():
-        seeing = [student, *(found for found in [configs[task]] if found is not None)]
-        check_examples(each, tokenizer, grid_of(config, task).max_length, seeing)
-    paths = {path for path in (config.model, config.baseline, *teachers.values()) if path is not None}
-    fingerprints = on_main(lambda: {path: fingerprint(path) for path in paths}, world)
-    return {
+    tasks = find_tasks(config.tasks, key=f"{prefix}tasks")
+    check_data_dir(config.data_dir, tasks, key=f"{prefix}data_dir")
+    studies = {
         task: TaskStudy(
             config=config,
-            data=data[task],
+            task=task,
             root=output_dir(config),
-            method=methods[task],
-            teacher=teachers[task],
-            copies_classifier=starts_as_teachers(config, task, student, configs[task]),
-            drawn=drawn[task],
-            fingerprints=fingerprints,
-            ds_config=ds_config,
-            ds_path=ds_path,
-            dtype=cast(Any, resolve_dtype(config.dtype, ds_config)),
+            teacher=None if config.teacher is None else teacher_of(config.teacher, task, tasks, key=f"{prefix}teacher"),
+            drawn=_drawn(config, task, tasks, prefix),
             world=world,
         )
         for task in tasks
     }
+    for study in studies.values():
+        plan = study.plan()
+        plan.task.read(plan.models)
+    return studies
 
 
-def _drawn(config: GlueConfig, task: str, tasks: list[str]) -> dict[str, str]:
+def _drawn(config: GlueConfig, task: str, tasks: list[str], prefix: str) -> dict[str, str]:
     """What t-SNE draws: this run's best model, and before it those of the earlier runs that are named."""
     if config.tsne is None:
         return {}
-    root = output_dir(config)
-    models = [teacher_of(folder, task, tasks, key="--tsne") for folder in config.tsne]
+    root, key = output_dir(config), f"{prefix}tsne_layer"
+    models = [teacher_of(folder, task, tasks, key=f"{prefix}tsne") for folder in config.tsne]
     for path in models:
         found = load_config(path)
-        check_classes(found, task, named=f"--tsne {path}")
-        check_layer(config.tsne_layer, found, named=path)
-    check_layer(config.tsne_layer, load_config(config.model), named=config.model)
+        check_classes(found, task, named=f"{prefix}tsne {path}")
+        check_layer(config.tsne_layer, found, named=path, key=key)
+    check_layer(config.tsne_layer, load_config(config.model), named=config.model, key=key)
     return dict(zip(short_names([*config.tsne, str(root)]), [*models, str(root / task / BEST)], strict=True))
+
+
+def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key: str) -> None:
+    """Whether a model has the layer that t-SNE is to draw. UserError where it has not."""
+    num_layers = shape_of(config).num_layers
+    if layer is not None and layer > num_layers:
+        raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
 
 
 def conduct(config: GlueConfig, studies: dict[str, TaskStudy], world: World, *, command: str) -> dict[str, Any]:
@@ -196,10 +162,10 @@ def conduct(config: GlueConfig, studies: dict[str, TaskStudy], world: World, *, 
 def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
     runs = {name: len(study.grid.trials()) for name, study in studies.items()}
     counted = ", ".join(f"{name} {count}" for name, count in runs.items())
-    first = next(iter(studies.values()))
+    plan = next(iter(studies.values())).plan()
     teacher = "" if config.teacher is None else f" from {config.teacher}"
-    terms = ", ".join(first.method.weights)
-    classifier = "; the classifier starts as the teacher's" if first.copies_classifier else ""
+    terms = ", ".join(plan.method.weights)
+    classifier = "; the classifier starts as the teacher's" if plan.copies_classifier else ""
     return (
         f"Model       {config.model}\n"
         f"Method      {' + '.join(config.methods())}{teacher} (terms: {terms}){classifier}\n"
@@ -210,14 +176,12 @@ def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
 
 def _measure(config: GlueConfig, study: TaskStudy) -> dict[str, Any]:
     models = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
-    grid = grid_of(config, study.data.name)
     return measure(
         {role: path for role, path in models.items() if path is not None},
-        study.fingerprints,
         file=study.root / "sizes.json",
         speed=config.speed,
-        batch_size=grid.batch_size,
-        length=grid.max_length,
-        dtype=TORCH_DTYPES[study.dtype],
+        batch_size=study.grid.batch_size,
+        length=study.grid.max_length,
+        dtype=study.plan().dtype,
         device=study.world.device,
     )

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedConfig
-
 from llmdistill.errors import UserError
-from llmdistill.models.load import load_config, load_tokenizer
 from llmdistill.tasks.glue_files import TASKS
 
 BEST = "best"
 """Folder of a task's best model, in the task's."""
 
 
-def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str = "--teacher") -> str:
+def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:
     """The folder or hub name of a task's teacher, or of another model that is fine-tuned on it.
 
     Args:
@@ -46,37 +43,6 @@ def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str = "--t
             "{task} in it or an earlier run's folder, or name one task"
         )
     return teacher
-
-
-def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:
-    """Whether a fine-tuned model has the task's number of classes. UserError, with `named` in it, where it has not."""
-    found, wanted = config.num_labels, len(TASKS[task].classes) or 1
-    if found != wanted:
-        raise UserError(
-            f"{named}: it tells {found} classes apart, but {task} has {wanted}"
-            f"{'' if TASKS[task].classes else ' (a score)'}; give one that is fine-tuned on {task}"
-        )
-
-
-def check_teacher(teacher: str, model: str | Path, task: str) -> PreTrainedConfig:
-    """The config of a teacher that answers the task, in the student's tokens.
-
-    Raises:
-        UserError: it cannot be read, has another number of classes, or another tokenizer.
-    """
-    config = load_config(teacher)
-    check_classes(config, task, named=f"--teacher {teacher}")
-    check_tokens(teacher, model)
-    return config
-
-
-def check_tokens(teacher: str | Path, model: str | Path) -> None:
-    """Whether a teacher sees the student's tokens. UserError where their tokenizers differ."""
-    if load_tokenizer(teacher).get_vocab() != load_tokenizer(model).get_vocab():
-        raise UserError(
-            f"--teacher {teacher}: its tokenizer is not that of {model}, and both see the same tokens; give a teacher "
-            "with the student's tokenizer"
-        )
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from llmdistill.models.load import load_config, load_model, load_tokenizer
 from llmdistill.models.taps import Recorder
 from llmdistill.report.clusters import Cloud, plot_clusters
 from llmdistill.report.plots import save_plot
-from llmdistill.tasks.glue_data import TaskData
+from llmdistill.tasks.glue_data import TaskFiles
 from llmdistill.tasks.predict import targets_of
 
 EXAMPLES = 1000
@@ -33,7 +33,7 @@ _PERPLEXITY = 30.0
 
 def draw(
     models: Mapping[str, str],
-    data: TaskData,
+    data: TaskFiles,
     *,
     folder: Path,
     name: str,
@@ -102,7 +102,7 @@ def middle_layer(path: str) -> int:
 @torch.no_grad()
 def layer_features(
     path: str,
-    data: TaskData,
+    data: TaskFiles,
     rows: list[int],
     *,
     layer: int,

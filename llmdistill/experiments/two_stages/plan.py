@@ -5,29 +5,27 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from llmdistill.config.glue import GlueConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.check import check_engine, check_examples, check_layer, starts_as_teachers, task_method
-from llmdistill.experiments.glue.finetune import num_classes
 from llmdistill.experiments.glue.grid import grid_of
-from llmdistill.experiments.glue.run import evaluate
-from llmdistill.experiments.glue.teachers import BEST, check_classes, check_tokens, teacher_of
-from llmdistill.experiments.two_stages.settings import TEACHER, named_as_settings, row_configs, tasks_folder
+from llmdistill.experiments.glue.run import check_layer, evaluate
+from llmdistill.experiments.glue.study import TaskStudy
+from llmdistill.experiments.glue.teachers import BEST, teacher_of
+from llmdistill.experiments.two_stages.settings import TEACHER, row_configs, tasks_folder
 from llmdistill.experiments.two_stages.table import ROWS, collect, print_rows, write_rows
-from llmdistill.methods import Method
-from llmdistill.models.load import load_config, load_tokenizer
+from llmdistill.models.load import check_tokens, load_config
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.runtime.ds_config import read_ds_config
-from llmdistill.runtime.engine import TORCH_DTYPES, resolve_dtype
 from llmdistill.runtime.terminal import print_main
-from llmdistill.tasks.glue_data import TaskData, check_data_dir, find_tasks, read_task
+from llmdistill.tasks.glue import check_classes, num_outputs
+from llmdistill.tasks.glue_data import check_data_dir, find_tasks, read_task
 from llmdistill.tasks.glue_files import TASKS
 
 
@@ -40,15 +38,13 @@ class TasksPlan:
     last: Plan
     """The run whose student is fine-tuned."""
     tasks: list[str]
-    """In TASKS."""
+    """GLUE's names."""
     configs: Mapping[str, GlueConfig]
     """The fine-tuning of each row, in order."""
-    methods: Mapping[str, Mapping[str, Method]]
-    """What each row learns by on each task."""
+    plans: Mapping[str, Mapping[str, Plan]]
+    """The first trial of each row and task."""
     given: Mapping[str, str]
     """The teacher of each task, as far as the user named them: folder or hub name."""
-    copied: bool
-    """Whether the students' classifiers start as their teachers'."""
 
     def describe(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
@@ -56,13 +52,14 @@ class TasksPlan:
             row: {
                 "model": config.model,
                 "teacher": config.teacher,
-                "terms": dict(next(iter(self.methods[row].values())).weights),
+                "terms": dict(next(iter(self.plans[row].values())).method.weights),
                 "runs": sum(len(grid_of(config, task).trials()) for task in self.tasks),
             }
             for row, config in self.configs.items()
         }
+        copied = any(plan.copies_classifier for plans in self.plans.values() for plan in plans.values())
         folder = str(tasks_folder(self.last))
-        return {"names": self.tasks, "folder": folder, "copy_classifier": self.copied, "rows": rows}
+        return {"names": self.tasks, "folder": folder, "copy_classifier": copied, "rows": rows}
 
     def check_data(self) -> None:
         """Read all that the second stage will, so that it does not fail after hours of the first.
@@ -70,19 +67,14 @@ class TasksPlan:
         Raises:
             UserError: a data set that is missing or malformed, or examples or tokens that do not fit the models.
         """
-        config = next(iter(self.configs.values()))
         student = self.last.tokenizer_path
-        tokenizer = load_tokenizer(student)
-        with named_as_settings():
-            for path in set(self.given.values()):
-                check_tokens(path, student)
-            if TEACHER in self.configs:
-                check_tokens(self.first.teacher_path, student)
-            check_data_dir(config.data_dir, self.tasks)
-            for task in self.tasks:
-                teacher = load_config(self.given[task]) if task in self.given else self.first.teacher_config
-                data = read_task(task, config.data_dir, config.limit)
-                check_examples(data, tokenizer, grid_of(config, task).max_length, [teacher, self.last.student_config])
+        for path in set(self.given.values()):
+            check_tokens(path, student)
+        if TEACHER in self.configs:
+            check_tokens(self.first.teacher_path, student)
+        for plans in self.plans.values():
+            for plan in plans.values():
+                plan.task.read(replace(plan.models, tokenizer_path=student, teacher_path=student))
 
     def run(self, world: World) -> None:
         """Fine-tune every row on every task, and write and print their table; every rank must call it.
@@ -94,10 +86,9 @@ class TasksPlan:
         """
         gc.collect()  # the engine of the first stage is a knot of references
         results = {}
-        with named_as_settings():
-            for row, config in self.configs.items():
-                print_main(f"\nTasks       {ROWS[row].title}", world)
-                results[row] = evaluate(config, world, command=world.command)
+        for row, config in self.configs.items():
+            print_main(f"\nTasks       {ROWS[row].title}", world)
+            results[row] = evaluate(config, world, command=world.command, prefix=self.last.config.tasks.prefix)
         figures = self._draw(world) if self.last.config.tasks.tsne else {}
         if world.is_main:
             table = collect(results, figures, run=str(self.last.folder))
@@ -112,22 +103,20 @@ class TasksPlan:
         from llmdistill.experiments.glue.tsne import draw  # scikit-learn's manifolds take a second to import
 
         config, folder = next(iter(self.configs.values())), tasks_folder(self.last)
-        dtype = TORCH_DTYPES[resolve_dtype(config.dtype, read_ds_config(self.last.config.ds_config))]
         figures = {}
         for task in self.tasks:
             models = {ROWS[TEACHER].title: self.given[task]} if task in self.given else {}
             rows = sorted(self.configs, key=list(ROWS).index)
             models |= {ROWS[row].title: str(folder / row / task / BEST) for row in rows}
-            data: TaskData = read_task(task, config.data_dir, config.limit)
             figure = partial(
                 draw,
                 models,
-                data,
+                read_task(task, config.data_dir, config.limit),
                 folder=folder / "tsne",
                 name=task,
                 layer=config.tsne_layer,
                 max_length=grid_of(config, task).max_length,
-                dtype=dtype,
+                dtype=next(iter(self.plans.values()))[task].dtype,
                 device=world.device,
             )
             figures[task] = {"file": f"tsne/{task}.png", **on_main(figure, world)}
@@ -150,50 +139,40 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
             f"tasks.names is {settings.names}, but method {last.config.method} trains no student for a second stage: "
             "take another method, or fine-tune a model by eval/glue.py"
         )
-    with named_as_settings():
-        tasks = find_tasks(settings.names)
-        configs = row_configs(plans, tasks)
-        taught = any(config.teacher is not None for config in configs.values())
-        named = settings.teacher if taught else None
-        given = {} if named is None else {task: teacher_of(named, task, tasks) for task in tasks}
-        teachers = {task: _teacher_config(first, task, given.get(task)) for task in tasks}
-        student = last.student_config
-        methods = {
-            row: _check_row(config, last, first.teacher_config if row == TEACHER else student, teachers)
-            for row, config in configs.items()
-        }
-        copied = [
-            starts_as_teachers(config, task, student, teachers[task])
-            for config in configs.values()
-            for task in tasks
-            if config.teacher is not None
-        ]
-    return TasksPlan(
-        first=first, last=last, tasks=tasks, configs=configs, methods=methods, given=given, copied=any(copied)
-    )
+    tasks = find_tasks(settings.names, key="tasks.names")
+    check_data_dir(settings.data_dir, tasks, key="tasks.data_dir")
+    configs = row_configs(plans, tasks)
+    taught = any(config.teacher is not None for config in configs.values())
+    named = settings.teacher if taught else None
+    given = {} if named is None else {task: teacher_of(named, task, tasks, key="tasks.teacher") for task in tasks}
+    studies = {
+        row: {task: _study(config, task, first, last, given) for task in tasks} for row, config in configs.items()
+    }
+    return TasksPlan(first=first, last=last, tasks=tasks, configs=configs, plans=studies, given=given)
 
 
-def _teacher_config(first: Plan, task: str, given: str | None) -> PreTrainedConfig:
-    """The config of a task's fine-tuned teacher, which is yet to be made where none is given."""
-    if given is not None:
-        found = load_config(given)
-        check_classes(found, task, named=f"--teacher {given}")
-        return found
-    config = copy.deepcopy(first.teacher_config)
-    config.num_labels = num_classes(TASKS[task])
-    return config
-
-
-def _check_row(
-    config: GlueConfig, last: Plan, student: PreTrainedConfig, teachers: Mapping[str, PreTrainedConfig]
-) -> dict[str, Method]:
-    """The method of each task of a row, whose model need not exist yet."""
-    ds_path = last.config.ds_config
-    ds_config = read_ds_config(ds_path)
+def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> Plan:
+    """The plan of a row's first trial on a task; neither its model nor its teacher need exist yet."""
+    own = str(first.teacher_path)
+    student = first.teacher_config if config.model == own else last.student_config
     if last.config.tasks.tsne:
-        check_layer(config.tsne_layer, student, named=config.model)
-    methods = {}
-    for task, teacher in teachers.items():
-        check_engine(config, task, ds_config, ds_path, last.world_size)
-        methods[task] = task_method(config, task, student, None if config.teacher is None else teacher)
-    return methods
+        check_layer(config.tsne_layer, student, named=config.model, key="tasks.tsne_layer")
+    pending = {config.model: student}
+    teacher = None
+    if config.teacher is not None:
+        teacher = given.get(task, str(Path(config.teacher) / task / BEST))
+        if task in given:
+            check_classes(load_config(given[task]), task, named=f"tasks.teacher {given[task]}")
+        else:
+            pending[teacher] = _fine_tuned(first.teacher_config, task)
+    study = TaskStudy(
+        config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, drawn={}, world=World.alone()
+    )
+    return study.plan(pending)
+
+
+def _fine_tuned(config: PreTrainedConfig, task: str) -> PreTrainedConfig:
+    """The config of a teacher that is yet to be fine-tuned on a task."""
+    config = copy.deepcopy(config)
+    config.num_labels = num_outputs(TASKS[task])
+    return config

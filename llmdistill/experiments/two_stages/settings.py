@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from llmdistill.config import RunConfig, TasksConfig, command_line
+from llmdistill.config import RunConfig, command_line
 from llmdistill.config.glue import GlueConfig
 from llmdistill.config.tasks import GridConfig
 from llmdistill.embedded import locate
@@ -83,17 +81,3 @@ def _methods(config: RunConfig) -> dict[str, Any]:
         if name in (method, *also)
     }
     return {"method": method, "also": also, "method_settings": sections}
-
-
-@contextmanager
-def named_as_settings() -> Iterator[None]:
-    """Inside, a mistake in an argument of eval/glue.py is told as one in the section `tasks`."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(re.sub(r"--(\w+)", _key, str(error))) from error
-
-
-def _key(flag: re.Match[str]) -> str:
-    names = {field.name: f"tasks.{field.name}" for field in fields(TasksConfig)} | {"tasks": "tasks.names"}
-    return names.get(flag.group(1), flag.group(1))

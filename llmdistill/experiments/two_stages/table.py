@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from llmdistill.experiments.glue.grid import mean_and_std
-from llmdistill.experiments.glue.results import markdown_table, spread
+from llmdistill.experiments.glue.results import spread
 from llmdistill.experiments.two_stages.settings import TEACHER
 from llmdistill.files import write_json, write_text
+from llmdistill.report.record import record_lines
+from llmdistill.report.tables import markdown_table, print_table
 
 _TITLE = "Dev sets x 100"
 
@@ -107,13 +107,7 @@ def table_cells(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def print_rows(table: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal."""
-    header, rows = table_cells(table)
-    shown = Table(title=f"{_TITLE}, {_seeds(table)}", title_justify="left", box=box.HORIZONTALS, pad_edge=False)
-    for number, name in enumerate(header):
-        shown.add_column(name, justify="left" if number < 3 else "right", no_wrap=number == 0)
-    for row in rows:
-        shown.add_row(*row)
-    (console or Console()).print(shown)
+    print_table(f"{_TITLE}, {_seeds(table)}", *table_cells(table), left=range(3), console=console)
 
 
 def _seeds(table: Mapping[str, Any]) -> str:
@@ -148,10 +142,7 @@ def write_rows(folder: Path, table: Mapping[str, Any]) -> None:
         "",
         *(f"**Warning: {warning}**\n" for warning in table["warnings"]),
         *(["## A layer's output by t-SNE", "", *figures] if figures else []),
-        f"- Command: `{run['command']}`",
-        f"- Hardware: {run['hardware']}",
-        f"- Versions: {', '.join(f'{name} {version}' for name, version in run['versions'].items())}",
-        f"- Finished: {run['finished']}",
+        *record_lines(run),
         "",
         "Each row has a folder with its own report, and the best model of each task in `TASK/best` there.",
         "",

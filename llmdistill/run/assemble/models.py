@@ -16,6 +16,7 @@ from llmdistill.factorize.budget import embedding_size
 from llmdistill.factorize.checkpoint import merge_adapter
 from llmdistill.factorize.shape import make_student
 from llmdistill.models.adapters import add_lora, is_adapter
+from llmdistill.models.classifier import read_classifier, set_classifier
 from llmdistill.models.load import load_model
 from llmdistill.models.shapes import parse_shape
 from llmdistill.models.taps import Recorder
@@ -75,7 +76,15 @@ def make_teacher(plan: Plan, world: World) -> LiveTeacher:
 
 def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:
     """A model to score, in the number format it was trained in."""
-    return load_model(str(folder), dtype=plan.dtype, device=world.device)
+    return load_model(str(folder), dtype=plan.dtype, device=world.device, head=plan.task.head or "lm_head")
+
+
+def load_student(plan: Plan, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The student with the head that the run needs; one that its folder lacks is drawn from torch's generator."""
+    num_outputs = plan.task.num_outputs
+    model = load_model(str(folder), dtype=dtype, head=plan.student_head, new_head=True, num_classes=num_outputs)
+    plan.task.configure(model)
+    return model
 
 
 def check_machine(plan: Plan, world: World) -> None:
@@ -94,7 +103,9 @@ def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
     config = plan.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # of a head that the student's folder lacks, the same on every rank
-        student = load_model(str(student_folder), dtype=plan.dtype, head=plan.student_head, new_head=True)
+        student = load_student(plan, student_folder, plan.dtype)
+    if plan.copies_classifier:
+        set_classifier(student, read_classifier(str(plan.teacher_path)))
     if config.student.lora.rank is not None:
         add_lora(student, config.student.lora, config.seed)
     projectors = add_projectors(student, plan.method.projections, config.seed)

@@ -1,22 +1,19 @@
-"""A run's trainer and score book, put together."""
+"""A run's trainer, put together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from llmdistill.data.instruct import Encoded
-from llmdistill.data.sampler import TrainLoader
-from llmdistill.data.stream import StreamLoader
-from llmdistill.data.text import TextLoader
+from llmdistill.batch import Loader
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.forward import TappedModel
-from llmdistill.run.assemble.data import RunData, make_validation, prepare_loader
+from llmdistill.run.assemble.data import prepare_loader, share_of
 from llmdistill.run.assemble.models import make_engine, make_recorder
 from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.scores import ScoreBook
+from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.live import LiveTeacher
 
 
@@ -24,8 +21,8 @@ def make_trainer(
     plan: Plan,
     student_folder: Path,
     teacher: Callable[[], LiveTeacher],
-    data: RunData,
-    train_loader: TrainLoader[Encoded] | StreamLoader | TextLoader,
+    data: TaskData,
+    loader: Loader,
     world: World,
 ) -> Trainer:
     """Student engine, taps, loader and method, put together; `teacher` is called only where the method needs one."""
@@ -43,16 +40,11 @@ def make_trainer(
         student=TappedModel(engine, recorder, vocabulary=plan.vocabulary),
         teacher=tapped_teacher,
         method=method,
-        loader=prepare_loader(plan, train_loader, engine, data, world),
+        loader=prepare_loader(plan, loader, engine, data, world),
         settings=config.train,
         seed=config.seed,
         folder=plan.folder,
         world=world,
-        validation=make_validation(plan, data, world),
-        validation_method=make_sft() if config.data.kind == "instructions" else None,
+        validation=data.validation(share_of(plan, world)),
+        validation_method=make_sft() if plan.task.validates_labels else None,
     )
-
-
-def make_score_book(plan: Plan, data: RunData, world: World) -> ScoreBook:
-    """The scoring of the run's models."""
-    return ScoreBook(plan.folder, data.tests, data.valid, plan.config.scoring, plan.config.data, world)

@@ -54,7 +54,7 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--data.tests", "{}"], "data.tests is empty"),
         (["--data.valid", "null"], "data.valid is missing"),
         (["--sizes", "9999"], "9999"),
-        (["--ds_config", "nowhere.json"], "there is no such file"),
+        (["--ds_config", "nowhere.json"], "neither a file nor a shipped configuration"),
         (["--data.kind", "text", "--data.train", "a.txt", "--data.tests", "{}"], "compare them with `llmdistill"),
     ],
 )

@@ -9,14 +9,16 @@ import pytest
 from rich.console import Console
 
 from llmdistill.report.layers import LayerScore, plot_layers, print_layers
-from llmdistill.report.table import (
-    chance_warnings,
-    finish_report,
-    plot_training,
-    print_table,
-    text_scores,
-    training_cost,
-)
+from llmdistill.report.table import finish_report, plot_training, training_cost
+from llmdistill.tasks.base import ScoreTable
+
+MODELS = ("teacher", "untrained", "student")
+
+
+def rouge_table(metrics):
+    scored = {name: metrics[name] for name in MODELS if name in metrics}
+    rows = {name: [f"{score:.1f}" for score in model["rougeL"].values()] for name, model in scored.items()}
+    return ScoreTable(title="ROUGE-L", columns=["seen", "unseen", "skills"], rows=rows, legend="F1 of answers.")
 
 
 @pytest.fixture
@@ -45,10 +47,11 @@ def metrics():
     }
 
 
-def test_table_fits_a_terminal_of_eighty_columns(metrics):
-    out = io.StringIO()
-    print_table(metrics, Console(file=out, width=80))
-    text = out.getvalue()
+def test_table_fits_a_terminal_of_eighty_columns(tmp_path, metrics, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    finish_report(tmp_path / "r", metrics, rouge_table(metrics))
+    text = capsys.readouterr().out.split("The table is in")[0].split("The table in")[0]
+    text = "\n".join(line for line in text.splitlines() if "report.md" not in line and "table" not in line)
     for cell in (
         "teacher",
         "untrained",
@@ -66,7 +69,7 @@ def test_table_fits_a_terminal_of_eighty_columns(metrics):
 
 
 def test_report_is_markdown_and_json(tmp_path, metrics):
-    finish_report(tmp_path, metrics)
+    finish_report(tmp_path, metrics, rouge_table(metrics))
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     report = (tmp_path / "report.md").read_text()
     assert "| trained | 521,152 | 43% | 97.3 | 48.6 | 32.4 | 3,585 | 1,234 |" in report
@@ -78,13 +81,13 @@ def test_only_scored_models_have_rows(tmp_path, metrics, capsys):
     del metrics["teacher"], metrics["student"]
     metrics["run"]["training"] = None
     metrics["warnings"] = ["look out"]
-    finish_report(tmp_path, metrics)
+    finish_report(tmp_path, metrics, rouge_table(metrics))
     report = (tmp_path / "report.md").read_text()
     assert "| untrained | 521,152 | 43% |" in report
     assert "teacher |" not in report
     assert "**Warning: look out**" in report
     del metrics["untrained"]
-    finish_report(tmp_path, metrics)
+    finish_report(tmp_path, metrics, rouge_table(metrics))
     assert "No model was to be scored" in capsys.readouterr().out
 
 
@@ -97,15 +100,6 @@ def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak(tmp_p
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert training_cost(file) == {"tokens": 60, "tokens_per_second": 7, "peak_memory_bytes": 100}
-
-
-def test_a_teacher_at_chance_is_warned_of():
-    good = {"valid": {"rougeL": 50.0, "chance": 12.0, "above_chance": True}}
-    bad = {"valid": {"rougeL": 12.5, "chance": 12.0, "above_chance": False}}
-    assert chance_warnings({}) == chance_warnings(good) == []
-    (warning,) = chance_warnings(bad)
-    assert "at chance" in warning
-    assert "12.5" in warning
 
 
 def text_log(folder, *rows):
@@ -128,24 +122,21 @@ def text_row(step, loss, **more):
 
 def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metrics, capsys):
     rows = [{"step": 0, "valid_loss": 3.5}, text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
-    file = text_log(tmp_path, *rows)
-    scores = text_scores(file, {"teacher_params": 200, "student_params": 50})
-    assert [scores[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, 3.5, 1.25]
-    run = {**metrics["run"], "teacher_params": 200}
-    plot_training(file)
-    finish_report(tmp_path, {**scores, "warnings": [], "run": run})
+    plot_training(text_log(tmp_path, *rows))
+    scores = {
+        name: {"params": params, "valid_loss": loss}
+        for name, params, loss in zip(MODELS, (200, 50, 50), (None, 3.5, 1.25), strict=True)
+    }
+    shown = {
+        name: ["" if model["valid_loss"] is None else f"{model['valid_loss']:.4f}"] for name, model in scores.items()
+    }
+    table = ScoreTable(title="Loss", columns=["validation loss"], rows=shown, legend="The method's own loss.")
+    finish_report(tmp_path, {**scores, "warnings": [], "run": {**metrics["run"], "teacher_params": 200}}, table)
     assert (tmp_path / "curves.png").stat().st_size > 1000
     report = (tmp_path / "report.md").read_text()
     assert "| untrained | 50 | 25% | 3.5000 |  |" in report
     assert "| trained | 50 | 25% | 1.2500 | 3,585 |" in report
-    assert "ROUGE-L" not in report + capsys.readouterr().out
-
-
-def test_without_a_validation_text_there_is_no_loss_to_show(tmp_path):
-    file = text_log(tmp_path, text_row(10, 2.0))
-    scores = text_scores(file, {"teacher_params": 200, "student_params": 50})
-    assert [scores[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, None, None]
-    assert "student" not in text_scores(tmp_path / "none.jsonl", {"teacher_params": 2, "student_params": 1})
+    assert "gen tok/s" not in report + capsys.readouterr().out
 
 
 def test_the_layers_curve_marks_the_best(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ from llmdistill.runtime.engine import build_engine, full_state_dict, parameter_g
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 LORA = LoraConfig(rank=2, alpha=4.0)
 TOKENS = torch.arange(24).view(2, 12)
+
+
+def load_with_head(source: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return load_model(source, dtype=dtype, new_head=True)
+
+
+def write(model: PreTrainedModel, *, source: Path, output: Path, lora: LoraConfig) -> None:
+    template = partial(load_with_head, source)
+    save_student(Engine(model), WORLD, template=template, source=source, output=output, lora=lora)
 
 
 class Engine:
@@ -105,7 +115,14 @@ def test_full_state_is_the_models(student: Path) -> None:
 def test_trained_adapters_are_written_merged(student: Path, tmp_path: Path) -> None:
     model = adapted(student)
     expected = model(TOKENS).logits
-    save_student(Engine(model), WORLD, template=student, output=tmp_path / "student", lora=LORA)
+    save_student(
+        Engine(model),
+        WORLD,
+        template=partial(load_with_head, student),
+        source=student,
+        output=tmp_path / "student",
+        lora=LORA,
+    )
     assert torch.allclose(load_model(tmp_path / "student", dtype=torch.float32)(TOKENS).logits, expected, atol=1e-5)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (student, tmp_path / "student")]
     assert configs[0] == configs[1]
@@ -118,7 +135,14 @@ def test_a_student_without_adapters_is_written_whole(student: Path, tmp_path: Pa
     for parameter in model.parameters():
         parameter.data += 0.01
     expected = model(TOKENS).logits
-    save_student(Engine(model), WORLD, template=student, output=tmp_path / "student", lora=LoraConfig())
+    save_student(
+        Engine(model),
+        WORLD,
+        template=partial(load_with_head, student),
+        source=student,
+        output=tmp_path / "student",
+        lora=LoraConfig(),
+    )
     assert torch.equal(load_model(tmp_path / "student", dtype=torch.float32)(TOKENS).logits, expected)
 
 
@@ -132,7 +156,14 @@ def test_a_student_that_is_an_adapter_folder(tmp_path: Path, student: Path) -> N
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "../untrained"}))
     trained = adapted(tmp_path / "adapter")
-    save_student(Engine(trained), WORLD, template=tmp_path / "adapter", output=tmp_path / "student", lora=LORA)
+    save_student(
+        Engine(trained),
+        WORLD,
+        template=partial(load_with_head, tmp_path / "adapter"),
+        source=tmp_path / "adapter",
+        output=tmp_path / "student",
+        lora=LORA,
+    )
     written = load_model(tmp_path / "student", dtype=torch.float32)
     assert torch.allclose(written(TOKENS).logits, trained(TOKENS).logits, atol=1e-5)
     assert (tmp_path / "student" / "tokenizer.json").is_file()

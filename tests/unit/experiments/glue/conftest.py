@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers import models as token_models
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from llmdistill.config import TrainConfig
-from llmdistill.experiments.glue import finetune, run
+from llmdistill.experiments.glue import run
+from llmdistill.run.assemble import models as assembled
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import parameter_groups
 
@@ -65,15 +67,15 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     """Runs use it, in this process alone; it counts how often it is built."""
     monkeypatch.setattr(Engine, "built", 0)
-    monkeypatch.setattr(finetune, "build_engine", Engine)
+    monkeypatch.setattr(assembled, "build_engine", Engine)
     world = World(rank=0, size=1, device=torch.device("cpu"))
-    monkeypatch.setattr(run, "init_distributed", lambda: world)
+    monkeypatch.setattr(run, "init_distributed", lambda *_: world)
     monkeypatch.setattr(run, "shut_down", lambda: None)
     return Engine
 
 
 def save_tokenizer(folder: Path, words: list[str] = TOKENS) -> None:
-    backend = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    backend = Tokenizer(token_models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",

@@ -61,12 +61,12 @@ def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
         (["--learning_rates", "0"], "all over 0"),
         (["--epochs", "0"], "all 1 or more"),
         (["--batch_size", "0"], "--batch_size 0: give 1 or more"),
-        (["--batch_size", "6", "--micro_batch_size", "4"], "--batch_size 6 does not divide by"),
+        (["--batch_size", "6", "--micro_batch_size", "4"], "train.global_batch_size 6 does not divide by"),
         (["--warmup_ratio", "2"], "--warmup_ratio 2.0: give a share"),
         (["--max_length", "3"], "max_length is 3"),
         (["--learning_rate", "1"], "did you mean --learning_rates?"),
         (["--protocol", "paper"], "protocol: 'paper' does not fit"),
-        (["--ds_config", "nowhere.json"], "there is no such file"),
+        (["--ds_config", "nowhere.json"], "neither a file nor a shipped configuration"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, engine, encoder, data, tmp_path, arguments, said) -> None:

@@ -8,9 +8,11 @@ from llmdistill.tasks.glue_files import TASKS
 
 
 def test_tasks_by_what_users_type() -> None:
-    assert find_tasks(["rte", "cola", "sst2", "STS-B", "mnli"]) == [*("RTE", "CoLA", "SST-2", "STS-B", "MNLI")]
-    assert find_tasks(None) == list(TASKS)
-    assert [find_tasks([task.hub]) for task in TASKS.values()] == [[name] for name in TASKS]
+    assert find_tasks(["rte", "cola", "sst2", "STS-B", "mnli"], key="--tasks") == [
+        *("RTE", "CoLA", "SST-2", "STS-B", "MNLI")
+    ]
+    assert find_tasks(None, key="--tasks") == list(TASKS)
+    assert [find_tasks([task.hub], key="--tasks") for task in TASKS.values()] == [[name] for name in TASKS]
 
 
 @pytest.mark.parametrize(
@@ -23,16 +25,16 @@ def test_tasks_by_what_users_type() -> None:
 )
 def test_tasks_that_are_none(names, said) -> None:
     with pytest.raises(UserError, match=said):
-        find_tasks(names)
+        find_tasks(names, key="--tasks")
 
 
 def test_folders_that_are_not_there(data) -> None:
-    check_data_dir(str(data), ["RTE", "CoLA"])
-    check_data_dir(None, list(TASKS))
+    check_data_dir(str(data), ["RTE", "CoLA"], key="--data_dir")
+    check_data_dir(None, list(TASKS), key="--data_dir")
     with pytest.raises(UserError, match="no such folder"):
-        check_data_dir(str(data / "nowhere"), ["RTE"])
+        check_data_dir(str(data / "nowhere"), ["RTE"], key="--data_dir")
     with pytest.raises(UserError, match=r"no folder WNLI.*it has CoLA, STS-B, MNLI, RTE"):
-        check_data_dir(str(data), ["RTE", "WNLI"])
+        check_data_dir(str(data), ["RTE", "WNLI"], key="--data_dir")
 
 
 def test_a_task_s_splits(data) -> None:

@@ -70,8 +70,9 @@ def test_chance_is_the_best_single_answer() -> None:
 
 
 def test_mnli_is_judged_by_its_matched_split() -> None:
-    dev = {"dev": examples(0, 1, 2, 0), "dev_mismatched": examples(0, 1)}
-    found = score("MNLI", dev, {"dev": np.array([0, 1, 2, 2]), "dev_mismatched": np.array([0, 2])})
+    matched = score("MNLI", examples(0, 1, 2, 0), np.array([0, 1, 2, 2]))
+    mismatched = score("MNLI", examples(0, 1), np.array([0, 2]))
+    found = {"MNLI-m": matched, "MNLI-mm": mismatched}
     assert found == {"MNLI-m": {"accuracy": 75.0}, "MNLI-mm": {"accuracy": 50.0}}
     assert main_score("MNLI", found) == 75.0
     assert main_score("MRPC", {"MRPC": {"accuracy": 1.0, "f1": 2.0}}) == 2.0

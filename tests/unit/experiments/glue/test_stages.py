@@ -106,11 +106,10 @@ def test_the_rows_of_the_table_are_their_runs(arguments, first_stage, engine, ca
     taught = fingerprint(str(folder / "teacher/RTE/best"))
     models = {"two_stages": "student", "no_pretraining": "untrained", "no_kd": "student"}
     for row, model in models.items():
-        settings = read(folder / row / "RTE/lr-0.01-epochs-1-seed-1/result.json")["asked"]
-        assert settings["model"] == fingerprint(str(first_stage / model))
-        assert settings["teacher"] == (None if row == "no_kd" else taught)
-        assert settings.get("copy_classifier") == (None if row == "no_kd" else True)
-        assert settings["methods"] == (["sft"] if row == "no_kd" else ["kroneckerbert"])
+        record = read(folder / row / "RTE/lr-0.01-epochs-1-seed-1/run.json")
+        assert record["inputs"]["student.model"] == fingerprint(str(first_stage / model))
+        assert record["inputs"].get("teacher.model") == (None if row == "no_kd" else taught)
+        assert record["config"]["method"] == ("sft" if row == "no_kd" else "kroneckerbert")
     scores = [row["dev"]["RTE"]["accuracy"]["mean"] for row in table["rows"].values()]
     report = (folder / "report.md").read_text()
     assert all(f"{score:.1f} ± " in report for score in scores)
@@ -130,8 +129,9 @@ def test_what_is_finished_is_not_run_again(arguments, first_stage, engine) -> No
     tasks = "names: [rte], rows: [two_stages, no_kd]"
     second_stage(arguments(tasks))
     assert engine.built == 3
+    (first_stage / "tasks/two_stages/RTE/lr-0.01-epochs-1-seed-1/metrics.jsonl").unlink()
     before = read(first_stage / "tasks/report.json")["rows"]
-    (first_stage / "tasks/two_stages/RTE/lr-0.01-epochs-1-seed-1/result.json").unlink()
+    (first_stage / "tasks/two_stages/RTE/lr-0.01-epochs-1-seed-1/metrics.json").unlink()
     second_stage(arguments(tasks))
     assert engine.built == 4
     assert read(first_stage / "tasks/report.json")["rows"] == before
@@ -174,14 +174,14 @@ def test_another_method_may_teach_the_tasks(arguments, capsys) -> None:
 @pytest.mark.parametrize(
     ("tasks", "more", "said"),
     [
-        ("names: [rta]", [], "tasks.names: GLUE has no task 'rta'; did you mean rte?"),
+        ("names: [rta]", [], "tasks.names: there is no task 'rta'; did you mean rte?"),
         ("names: [rte, RTE]", [], "tasks.names: RTE is named twice"),
         ("names: [wnli]", [], "it has no folder WNLI"),
         ("names: [rte], rows: []", [], "tasks.rows is []: give two_stages"),
         ("names: [rte], rows: [no_kd, no_kd]", [], "each once"),
         ("names: [rte], seeds: [1, 1]", [], "tasks.seeds [1, 1]: give one or more, each once"),
         ("names: [rte], warmup_ratio: 2.0", [], "tasks.warmup_ratio 2.0: give a share"),
-        ("names: [rte], micro_batch_size: 5", [], "tasks.batch_size 16 does not divide by"),
+        ("names: [rte], micro_batch_size: 5", [], "train.global_batch_size 16 does not divide by"),
         ("names: [rte], tsne: true, tsne_layer: 3", [], "tasks.tsne_layer 3: "),
         ("names: [rte], teacher: nowhere/at/all", [], "nowhere/at/all: no such folder"),
         ("names: [rte, cola], teacher: {encoder}", [], "one model, but 2 tasks"),
@@ -206,7 +206,7 @@ def test_mistakes_are_found_before_the_first_stage(
 ) -> None:
     (tmp_path / "text.txt").write_text("w1 w2 w3\n")
     monkeypatch.setattr(
-        "llmdistill.runtime.distributed.init_distributed", lambda: pytest.fail("the first stage has begun")
+        "llmdistill.runtime.distributed.init_distributed", lambda *_: pytest.fail("the first stage has begun")
     )
     other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"]) if "other" in tasks else ""
     tasks = tasks.replace("{encoder}", str(encoder)).replace("{other}", str(other))
@@ -242,7 +242,7 @@ def test_examples_are_read_before_the_first_stage(arguments, data, tmp_path, tra
 
 def test_other_settings_of_the_tasks_are_refused_by_their_name(arguments, first_stage, engine) -> None:
     second_stage(arguments("names: [rte], rows: [no_kd]"))
-    with pytest.raises(ValueError, match=r"weight_decay was 0\.01 and is now 0\.5; give another output_dir"):
+    with pytest.raises(ValueError, match=r"train\.weight_decay was 0\.01 and is now 0\.5; choose another output_dir"):
         second_stage(arguments("names: [rte], rows: [no_kd], weight_decay: 0.5"))
 
 

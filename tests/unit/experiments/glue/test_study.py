@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from llmdistill.commands.glue import main
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize import compress
 
+DEV = Path("predictions/student/dev.tsv")
 QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "4", "--batch_size", "16", "--speed", "false"]
 
 
@@ -51,12 +53,12 @@ def test_a_task_is_learnt_and_its_numbers_are_those_of_its_answers(evaluate, tmp
     results, said = evaluate("--tasks", "rte", "--seeds", "1,2,3", "--epochs", "2")
     task = results["tasks"]["RTE"]
     runs = [tmp_path / f"out/RTE/lr-0.01-epochs-2-seed-{seed}" for seed in (1, 2, 3)]
-    by_hand = [100 * accuracy_score(*reversed(answers(run / "dev.tsv"))) for run in runs]
+    by_hand = [100 * accuracy_score(*reversed(answers(run / DEV))) for run in runs]
     found = task["dev"]["RTE"]["accuracy"]
     assert found["seeds"] == pytest.approx(by_hand)
     assert found["mean"] == pytest.approx(statistics.mean(by_hand))
     assert found["std"] == pytest.approx(statistics.stdev(by_hand))
-    targets = answers(runs[0] / "dev.tsv")[1]
+    targets = answers(runs[0] / DEV)[1]
     assert task["chance"] == pytest.approx(100 * max(targets.mean(), 1 - targets.mean()))
     assert found["mean"] > task["chance"] + 10
     assert len({terms(run)[0]["loss"] for run in runs}) == 3, "a seed changes classifier, order and dropout"
@@ -70,13 +72,13 @@ def test_the_best_model_is_kept_with_the_task_s_labels(evaluate, data, tmp_path)
     task, best = results["tasks"]["RTE"], tmp_path / "out/RTE/best"
     seeds = task["dev"]["RTE"]["accuracy"]["seeds"]
     assert task["best_run"] == f"lr-0.01-epochs-4-seed-{1 + seeds.index(max(seeds))}"
-    assert not list(tmp_path.glob("out/RTE/lr-*/model"))
+    assert not list(tmp_path.glob("out/RTE/lr-*/student"))
     model = AutoModelForSequenceClassification.from_pretrained(best).eval()
     tokenizer = AutoTokenizer.from_pretrained(best)
     assert model.config.id2label == {0: "entailment", 1: "not_entailment"}
     rows = [line.split("\t") for line in (data / "RTE/dev.tsv").read_text().splitlines()[1:]]
     said = [int(model(**tokenizer(row[1], row[2], return_tensors="pt")).logits.argmax()) for row in rows]
-    assert said == answers(tmp_path / f"out/RTE/{task['best_run']}/dev.tsv")[0].tolist()
+    assert said == answers(tmp_path / f"out/RTE/{task['best_run']}" / DEV)[0].tolist()
     # The same model's answers to the test set, in the server's form.
     assert task["predictions"] == ["predictions/RTE.tsv"]
     tests = [line.split("\t") for line in (data / "RTE/test.tsv").read_text().splitlines()[1:]]
@@ -101,35 +103,35 @@ def test_a_second_call_runs_nothing_and_says_the_same(evaluate, engine) -> None:
 def test_an_interrupted_run_is_done_again_alone(evaluate, engine, tmp_path) -> None:
     whole, _ = evaluate("--tasks", "rte", "--seeds", "1,2")
     run = tmp_path / "out/RTE/lr-0.01-epochs-4-seed-2"
-    (run / "result.json").unlink()
-    (run / "model").mkdir(exist_ok=True)
-    (run / "model/rest").touch()
+    for rest in ("metrics.json", "metrics.jsonl"):
+        (run / rest).unlink()
+    shutil.rmtree(run / "student", ignore_errors=True)
+    shutil.rmtree(run / "scores")
     again, _ = evaluate("--tasks", "rte", "--seeds", "1,2")
     assert engine.built == 3
     assert again["tasks"]["RTE"]["dev"] == whole["tasks"]["RTE"]["dev"]
-    assert not list(tmp_path.rglob("rest"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--batch_size", "8"], "batch_size was 16 and is now 8"),
-        (["--limit", "50"], "examples was"),
-        (["--weight_decay", "0.5"], "weight_decay was 0.01 and is now 0.5"),
+        (["--batch_size", "8"], "train.global_batch_size was 16 and is now 8"),
+        (["--limit", "50"], "data.task.limit was None and is now 50"),
+        (["--weight_decay", "0.5"], "train.weight_decay was 0.01 and is now 0.5"),
     ],
 )
 def test_a_finished_run_of_other_settings_is_refused(evaluate, engine, arguments, said) -> None:
     evaluate("--tasks", "rte")
     _, error = evaluate("--tasks", "rte", *arguments, code=2)
-    assert "this run was done with other settings" in error
+    assert "it holds a run of another configuration" in error
     assert said in error
-    assert "--output_dir" in error
+    assert "choose another output_dir" in error
     assert engine.built == 1
 
 
 def test_another_model_is_refused(evaluate, make_encoder) -> None:
     evaluate("--tasks", "rte")
-    assert "model was" in evaluate("--tasks", "rte", model=make_encoder(width=24), code=2)[1]
+    assert "student.model was" in evaluate("--tasks", "rte", model=make_encoder(width=24), code=2)[1]
 
 
 def test_the_settings_with_the_best_mean_are_chosen_and_a_grid_can_grow(evaluate, engine, tmp_path) -> None:
@@ -143,8 +145,8 @@ def test_the_settings_with_the_best_mean_are_chosen_and_a_grid_can_grow(evaluate
     assert (task["learning_rate"], task["epochs"]) == (1e-2, 4)
     assert [entry["mean"] for entry in task["grid"]][:2] == [entry["mean"] for entry in poor["tasks"]["RTE"]["grid"]]
     assert task["grid"][2]["mean"] == task["dev"]["RTE"]["accuracy"]["mean"] > task["grid"][0]["mean"]
-    kept = json.loads((tmp_path / "out/RTE/best/glue.json").read_text())
-    assert kept["run"] == task["best_run"] != poor["tasks"]["RTE"]["best_run"]
+    kept = json.loads((tmp_path / "out/RTE/best/result.json").read_text())
+    assert kept["asked"]["run"] == task["best_run"] != poor["tasks"]["RTE"]["best_run"]
     sent = (tmp_path / "out/predictions/RTE.tsv").read_text()
     # Without it the first choice is right again; its model was dropped, so that one run is repeated.
     again, said = evaluate("--tasks", "rte", "--learning_rates", "1e-9,2e-9", "--seeds", "1,2")
@@ -156,14 +158,14 @@ def test_the_settings_with_the_best_mean_are_chosen_and_a_grid_can_grow(evaluate
 
 def test_models_are_kept_where_that_is_wanted(evaluate, tmp_path) -> None:
     evaluate("--tasks", "rte", "--seeds", "1,2", "--keep_models", "true")
-    assert len(list(tmp_path.glob("out/RTE/lr-*/model/model.safetensors"))) == 2
+    assert len(list(tmp_path.glob("out/RTE/lr-*/student/model.safetensors"))) == 2
     assert (tmp_path / "out/RTE/best/model.safetensors").is_file()
 
 
 def test_scores_are_predicted_as_such(evaluate, tmp_path) -> None:
     results, _ = evaluate("--tasks", "stsb", "--epochs", "10")
     task = results["tasks"]["STS-B"]
-    predictions, targets = answers(tmp_path / "out/STS-B/lr-0.01-epochs-10-seed-1/dev.tsv")
+    predictions, targets = answers(tmp_path / "out/STS-B/lr-0.01-epochs-10-seed-1" / DEV)
     assert task["dev"]["STS-B"]["pearson"]["mean"] == pytest.approx(100 * pearsonr(predictions, targets).statistic)
     assert task["dev"]["STS-B"]["pearson"]["mean"] > 50
     assert task["chance"] == 0
@@ -177,12 +179,12 @@ def test_mnli_is_chosen_by_the_matched_split_and_reports_both(evaluate, tmp_path
     task = results["tasks"]["MNLI"]
     run = tmp_path / "out/MNLI/lr-0.01-epochs-4-seed-1"
     for column, split, size in (("MNLI-m", "dev", 30), ("MNLI-mm", "dev_mismatched", 20)):
-        predictions, targets = answers(run / f"{split}.tsv")
+        predictions, targets = answers(run / f"predictions/student/{split}.tsv")
         assert len(predictions) == size
         assert task["dev"][column]["accuracy"]["mean"] == pytest.approx(100 * accuracy_score(targets, predictions))
     assert task["grid"][0]["mean"] == task["dev"]["MNLI-m"]["accuracy"]["mean"]
     assert task["predictions"] == ["predictions/MNLI-m.tsv", "predictions/MNLI-mm.tsv"]
-    predictions, targets = answers(tmp_path / "out/CoLA/lr-0.01-epochs-4-seed-1/dev.tsv")
+    predictions, targets = answers(tmp_path / "out/CoLA/lr-0.01-epochs-4-seed-1" / DEV)
     matthews = 100 * matthews_corrcoef(targets, predictions)
     assert results["tasks"]["CoLA"]["dev"]["CoLA"]["matthews"]["mean"] == pytest.approx(matthews)
     plain = (task["dev"]["MNLI-m"]["accuracy"]["mean"] + matthews) / 2
@@ -235,7 +237,7 @@ def test_a_teacher_at_chance_is_warned_of_and_scored_once(evaluate, tmp_path, mo
     assert "scores at chance on RTE" in " ".join(said.split())
     assert "scores at chance on RTE" in results["warnings"][0]
     assert "Warning: the teacher" in (tmp_path / "out/report.md").read_text()
-    monkeypatch.setattr("llmdistill.experiments.glue.study.load_teacher", None)
+    monkeypatch.setattr("llmdistill.run.assemble.models.load_teacher", None)
     again, _ = evaluate("--tasks", "rte", "--teacher", str(tmp_path / "teacher"))
     assert again["tasks"] == results["tasks"]
 
@@ -248,7 +250,7 @@ def test_micro_batches_do_not_change_what_is_learnt(evaluate, tmp_path, make_enc
     quick = ["--tasks", "stsb", "--epochs", "10"]
     evaluate(*quick, model=model, folder="whole")
     evaluate(*quick, "--micro_batch_size", "4", model=model, folder="parts")
-    name = "STS-B/lr-0.01-epochs-10-seed-1/dev.tsv"
+    name = "STS-B/lr-0.01-epochs-10-seed-1/predictions/student/dev.tsv"
     whole, parts = (answers(tmp_path / folder / name)[0] for folder in ("whole", "parts"))
     np.testing.assert_allclose(whole, parts, atol=1e-3)
     assert np.ptp(whole) > 1
@@ -274,9 +276,9 @@ def test_the_first_weights_of_the_classifier_follow_from_the_seed(evaluate, tmp_
     def classifier(folder: str) -> torch.Tensor:
         return AutoModelForSequenceClassification.from_pretrained(tmp_path / folder).classifier.weight
 
-    first = classifier("out/CoLA/lr-1e-12-epochs-1-seed-1/model")
+    first = classifier("out/CoLA/lr-1e-12-epochs-1-seed-1/student")
     assert torch.equal(first, classifier("again/CoLA/best"))
-    assert not torch.allclose(first, classifier("out/CoLA/lr-1e-12-epochs-1-seed-2/model"), atol=1e-4)
+    assert not torch.allclose(first, classifier("out/CoLA/lr-1e-12-epochs-1-seed-2/student"), atol=1e-4)
 
 
 def test_the_learning_rate_rises_and_falls_linearly(evaluate, data, tmp_path) -> None:

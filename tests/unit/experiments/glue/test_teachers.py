@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.teachers import check_teacher, teacher_of
+from llmdistill.experiments.glue.teachers import teacher_of as find_teacher
+from llmdistill.models.load import check_tokens, load_config
+from llmdistill.tasks.glue import check_classes
+
+teacher_of = partial(find_teacher, key="--teacher")
 
 
 def make(folder: Path, **config) -> Path:
@@ -36,11 +41,19 @@ def test_teachers_that_are_none(tmp_path) -> None:
         teacher_of(str(tmp_path / "bert"), "RTE", ["RTE", "CoLA"])
 
 
-def test_a_teacher_must_know_the_classes_and_the_tokens(encoder, make_encoder, tmp_path) -> None:
-    check_teacher(str(encoder), str(encoder), "RTE")
-    for task, said in (("MNLI", "tells 2 classes apart, but MNLI has 3"), ("STS-B", r"STS-B has 1 \(a score\)")):
-        with pytest.raises(UserError, match=said):
-            check_teacher(str(encoder), str(encoder), task)
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [("MNLI", "tells 2 classes apart, but MNLI has 3"), ("STS-B", r"STS-B has 1 \(a score\)")],
+)
+def test_a_teacher_must_know_the_classes(encoder, task, said) -> None:
+    config = load_config(encoder)
+    check_classes(config, "RTE", named="--teacher here")
+    with pytest.raises(UserError, match=f"--teacher here: it {said}|{said}"):
+        check_classes(config, task, named="--teacher here")
+
+
+def test_a_teacher_must_see_the_student_s_tokens(encoder, make_encoder) -> None:
+    check_tokens(encoder, encoder)
     other = make_encoder(words=["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "no", "yes"])
     with pytest.raises(UserError, match="its tokenizer is not that of"):
-        check_teacher(str(other), str(encoder), "RTE")
+        check_tokens(other, encoder)

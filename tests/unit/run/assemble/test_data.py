@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,11 @@ def parse(tmp_path: Path) -> Callable[..., RunConfig]:
 
 def counted(config: RunConfig) -> Plan:
     plan = make_plan(config)
-    return assemble.count_steps(plan, assemble.tokenise_texts(plan, assemble.read_data(plan), WORLD), WORLD)
+    return assemble.count_steps(plan, prepared(plan))
+
+
+def prepared(plan: Plan) -> Any:
+    return plan.task.read(plan.models).prepared(WORLD)
 
 
 SEQUENCES = 78
@@ -66,15 +71,15 @@ def test_epochs_are_steps_rounded_up(parse, epochs: int, steps: int) -> None:
     assert (train.steps, train.epochs) == (steps, None)
     assert learning_rate(train, steps - 1) == pytest.approx(0.5 / steps), "the decay ends with the last epoch"
     assert plan.estimate()["tokens"] == steps * 8 * 12
-    assert plan.record()["config"]["train"]["steps"] == steps
-    assert f"{epochs} epoch(s) of 78 sequences are {steps} steps" in plan.headline("a text")
-    assert counted(parse("--train.epochs", str(epochs))).record() == plan.record(), "a resumed run finds its steps"
+    assert f"{epochs} epoch(s) are {steps} steps" in plan.headline("a text")
+    assert counted(parse("--train.epochs", str(epochs))).config == plan.config, "a resumed run finds its steps"
+    assert plan.asked.train.epochs == epochs, "the folder knows the run by what was asked"
 
 
 def test_epochs_are_those_of_the_fraction(parse) -> None:
     config = parse("--train.epochs", "2", "--data.text.fraction", "0.2")
     plan = make_plan(config)
-    data = assemble.tokenise_texts(plan, assemble.read_data(plan), WORLD)
+    data = prepared(plan)
     assert data.report == "20 % of it: 6 documents, 6 segments, 150 tokens"
     # 155 tokens with the separators are 16 sequences, the last of five left out.
     assert counted(config).config.train.steps == -(-2 * 15 // 8)
@@ -83,9 +88,9 @@ def test_epochs_are_those_of_the_fraction(parse) -> None:
 def test_the_validation_text_stays_whole(parse, tmp_path: Path) -> None:
     config = parse("--data.text.fraction", "0.2", "--data.valid", str(tmp_path / "text.txt"))
     plan = make_plan(config)
-    data = assemble.tokenise_texts(plan, assemble.read_data(plan), WORLD)
-    assert len(data.text.documents) - 1 == 6
-    assert len(data.valid_text.documents) - 1 == 30
+    data = prepared(plan)
+    assert len(data.train.documents) - 1 == 6
+    assert len(data.valid.documents) - 1 == 30
 
 
 def test_without_epochs_the_plan_stays(parse) -> None:

@@ -1,0 +1,43 @@
+"""A whole distillation: the assistants' runs, the search for the teacher's layer, and the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llmdistill.experiments.layer_search import search_layer
+from llmdistill.run import assemble
+from llmdistill.run.artifacts import claim_folder
+from llmdistill.run.job import execute, run_plan
+from llmdistill.run.plan import Plan
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.terminal import print_main
+from llmdistill.tasks.base import TaskData
+
+
+def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callable[[World], None] | None = None) -> None:
+    """Do the runs of a configuration, in a process group that is there; every rank must call it.
+
+    What is finished already is not done again.
+
+    Args:
+        plans: as `make_plans` gives them.
+        data: the examples, read.
+        world: this process.
+        then: what follows in the claimed folder, such as the second stage on tasks.
+
+    Raises:
+        UserError: bad input, a folder of another run, or a loss that is no longer finite.
+    """
+    for plan in plans:
+        assemble.check_machine(plan, world)
+    data = data.prepared(world)
+    *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
+    with claim_folder(last.asked, world):
+        for plan in assistants:
+            print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
+            run_plan(plan, data.of(plan.models), world)
+        if last.searched is not None:
+            last = search_layer(last, lambda part: run_plan(part, data.of(part.models), world), world)
+        execute(last, data.of(last.models), world)
+        if then is not None:
+            then(world)

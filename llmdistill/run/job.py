@@ -1,0 +1,149 @@
+"""One run from its plan to its report: score the teacher, make the student, train it, score again, report."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from llmdistill.config import RunConfig
+from llmdistill.report.metrics_log import read_metrics_log
+from llmdistill.report.table import finish_report, plot_training, run_record
+from llmdistill.run import assemble
+from llmdistill.run.artifacts import claim_folder, finished_metrics
+from llmdistill.run.checkpoints import load_checkpoint
+from llmdistill.run.log import RunLog
+from llmdistill.run.plan import Plan, make_plan
+from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.engine import save_student
+from llmdistill.runtime.terminal import print_main, warn_main
+from llmdistill.tasks.base import TaskData
+from llmdistill.tasks.scores import ScoreBook
+from llmdistill.teacher.live import LiveTeacher
+
+
+def run_config(config: RunConfig, world: World, before: Plan | None = None) -> dict[str, Any]:
+    """Do a run from its configuration, in a process group that is there; every rank must call it.
+
+    One that is finished in its folder is not done again.
+
+    Args:
+        config: the run.
+        world: this process.
+        before: the plan of the run whose student is this run's teacher.
+
+    Returns:
+        what its metrics.json says.
+
+    Raises:
+        UserError: bad input, a folder of another run, or a loss that is no longer finite.
+    """
+    plan = make_plan(config, before)
+    assemble.check_machine(plan, world)
+    data = plan.task.read(plan.models).prepared(world)
+    return run_plan(assemble.count_steps(plan, data), data, world)
+
+
+def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
+    """Do a run from its plan unless it is finished; every rank must call it. Returns what its metrics.json says."""
+    with claim_folder(plan.asked, world):
+        if on_main(lambda: finished_metrics(plan.asked), world) is None:
+            execute(plan, data, world)
+            gc.collect()  # an engine is a knot of references, and several would not fit
+        metrics = on_main(lambda: finished_metrics(plan.asked), world)
+    assert metrics is not None
+    return metrics
+
+
+def execute(plan: Plan, data: TaskData, world: World) -> None:
+    """The run itself, in its claimed folder: what is there of it is not done again; every rank must call it."""
+    began = time.perf_counter()
+    print_main(plan.headline(data.report), world)
+    book = ScoreBook(plan.folder, data, world)
+    scored, params, summaries = plan.scored, plan.sizes["student_params"], {}
+    # Loaded when it is first needed: a run that is scored and finished needs it no more.
+    teacher = cache(lambda: assemble.make_teacher(plan, world))
+    if "teacher" in scored:
+        summaries["teacher"] = book.score(
+            "teacher",
+            lambda: teacher().model,
+            data.teacher_tokenizer(),
+            params=plan.sizes["teacher_params"],
+            sharded=plan.config.teacher.sharding == "zero3",
+        )
+    warnings = data.warnings(summaries.get("teacher"))
+    for warning in warnings:
+        warn_main(warning, world)
+    if not plan.method.needs_teacher:
+        teacher.cache_clear()
+    untrained, trained = assemble.prepare_student(plan, world), plan.folder / "student"
+    if "untrained" in scored:
+        load = partial(assemble.load_scored, untrained, plan, world)
+        summaries["untrained"] = book.score("untrained", load, data.tokenizer, params=params)
+    if plan.trains:
+        if not (trained / "config.json").is_file():
+            _train(plan, untrained, trained, teacher, data, world)
+        if "student" in scored:
+            load = partial(assemble.load_scored, trained, plan, world)
+            summaries["student"] = book.score("student", load, data.tokenizer, params=params)
+    if world.is_main:
+        _report(plan, data, summaries, warnings, world, seconds=time.perf_counter() - began)
+
+
+def _train(
+    plan: Plan,
+    untrained: Path,
+    trained: Path,
+    teacher: Callable[[], LiveTeacher],
+    data: TaskData,
+    world: World,
+) -> None:
+    """Train from the last checkpoint, or the start, to the end, and write the student."""
+    loader = data.loader(assemble.share_of(plan, world))
+    trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
+    start = load_checkpoint(trainer.engine, plan.folder)
+    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)
+    if start == 0 and trainer.validation and not plan.task.validates_labels:
+        log.start(trainer.validation_loss())
+    trainer.run(start, log)
+    log.close()
+    told = data.after_training(loader)
+    if told is not None:
+        print_main(f"Data        {told}", world)
+    save_student(
+        trainer.engine,
+        world,
+        template=partial(assemble.load_student, plan, untrained),
+        source=untrained,
+        output=trained,
+        lora=plan.config.student.lora,
+    )
+    trainer.engine.destroy()
+
+
+def _report(
+    plan: Plan,
+    data: TaskData,
+    summaries: dict[str, dict[str, Any]],
+    warnings: list[str],
+    world: World,
+    *,
+    seconds: float,
+) -> None:
+    log = read_metrics_log(plan.folder)
+    record = run_record(
+        plan.config.scoring.decoding, world, plan.folder / "metrics.jsonl", plan.sizes["teacher_params"]
+    )
+    results = data.results(summaries, log, plan.sizes)
+    if not plan.task.scored:  # the curves are the result
+        plot_training(plan.folder / "metrics.jsonl")
+    metrics = {
+        **results,
+        "asked": plan.scores_asked(),
+        "warnings": warnings,
+        "run": {**record, "seconds": round(seconds, 2)},
+    }
+    finish_report(plan.folder, metrics, data.table(results))

@@ -1,0 +1,245 @@
+"""GLUE: a model with a classifier is fine-tuned on one of its tasks and scored on the dev split by GLUE's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import Batch
+from llmdistill.config import RunConfig
+from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs, encode_pairs, steps_per_epoch
+from llmdistill.data.sampler import TrainLoader
+from llmdistill.errors import UserError
+from llmdistill.models.families import max_positions
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import load_tokenizer
+from llmdistill.models.taps import Recorder
+from llmdistill.objective import Objective
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks import task_key
+from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
+from llmdistill.tasks.glue_data import TaskFiles, check_data_dir, glue_name, read_task
+from llmdistill.tasks.glue_files import TASKS, GlueTask, column_of
+from llmdistill.tasks.predict import chance_score, main_score, predict, score, write_answers
+
+
+class Glue(Task):
+    """One of GLUE's tasks."""
+
+    head = "sequence"
+    scored = ("teacher", "student")
+
+    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
+        """Find the task.
+
+        Raises:
+            UserError: there is no folder for it.
+        """
+        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
+        self.name = glue_name(task_key(str(config.data.task.name)))
+        check_data_dir(config.data.task.dir, [self.name], key="data.task.dir")
+
+    @property
+    def task(self) -> GlueTask:
+        """What GLUE says of it."""
+        return TASKS[self.name]
+
+    @property
+    def num_outputs(self) -> int:
+        """The task's classes, or one score."""
+        return num_outputs(self.task)
+
+    def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """See Task. A teacher must have been fine-tuned on a task with as many classes."""
+        if key == "teacher.model":
+            check_classes(config, self.name, named=f"{key} {reference}")
+
+    def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
+        """See Task: a class or a score for each sequence."""
+        return Objective(tokens=False, sequences="classes" if self.task.classes else "scores")
+
+    def configure(self, model: PreTrainedModel) -> None:
+        """See Task: the names of the classes."""
+        classes = self.task.classes
+        if classes:
+            model.config.id2label = dict(enumerate(classes))
+            model.config.label2id = {label: index for index, label in enumerate(classes)}
+        model.config.problem_type = "single_label_classification" if classes else "regression"
+
+    def read(self, models: Models) -> GlueData:
+        """See Task.
+
+        Raises:
+            UserError: a file is missing or malformed, or an example has more tokens than a model has positions.
+        """
+        settings, max_length = self.config.data.task, self.config.data.max_length
+        files = read_task(self.name, settings.dir, settings.limit)
+        tokenizer = load_tokenizer(models.tokenizer_path)
+        check_examples(files, tokenizer, max_length, [models.student, models.teacher])
+        return GlueData(
+            files=files,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            encoded=_encoded(files, str(models.tokenizer_path), max_length),
+            batch_size=self.config.train.micro_batch_size or self.config.train.global_batch_size,
+            teacher_name=str(self.config.teacher.model),
+            report=f"{len(files.train):,} examples",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueData(TaskData):
+    """The examples of one of GLUE's tasks."""
+
+    files: TaskFiles
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    encoded: Mapping[str, Sequence[EncodedPair]]
+    """train and the dev splits as the student's tokens."""
+    batch_size: int
+    """Sequences per rank and forward pass of scoring."""
+    teacher_name: str
+    report: str
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See TaskData: the dev splits."""
+        asked = {"examples": self.files.digest, "max_length": self.max_length}
+        return {split: asked for split in self.files.dev}
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See TaskData; each epoch is rounded up by itself, as papers count them."""
+        return epochs * steps_per_epoch(len(self.files.train), global_batch_size)
+
+    def loader(self, share: Share) -> TrainLoader[EncodedPair]:
+        """See TaskData."""
+        return TrainLoader(self.encoded["train"], collate=collate_pairs, pad_token_id=self._pad_token_id, **vars(share))
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See TaskData: none, as dev is scored by the task's metrics."""
+        return []
+
+    @property
+    def _pad_token_id(self) -> int:
+        padding: Any = self.tokenizer.pad_token_id
+        return int(padding)
+
+    def score_set(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        predictions: Path,
+        world: World,
+        *,
+        sharded: bool,
+    ) -> dict[str, Any]:
+        """See TaskData: the task's metrics on a dev split."""
+        examples = self.files.dev[name]  # type: ignore[index]
+        answers = predict(
+            TappedModel(model, Recorder(model, {})),
+            self.encoded[name],
+            self.files.name,
+            pad_token_id=self._pad_token_id,
+            batch_size=self.batch_size,
+            world=world,
+        )
+        if world.is_main:
+            write_answers(predictions / f"{name}.tsv", examples, answers)
+        return {"metrics": score(self.files.name, examples, answers), "examples": len(examples)}
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See TaskData.
+
+        Returns:
+            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric that chooses settings, "chance": that of the best
+            constant answer}``.
+        """
+        name = self.files.name
+        dev = {column_of(name, split): scores[split]["metrics"] for split in self.files.dev}
+        return {"dev": dev, "score": main_score(name, dev), "chance": chance_score(name, self.files.dev["dev"])}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        """See TaskData."""
+        shown = "  ".join(
+            f"{column} {metric} {value:.2f}"
+            for column, metrics in summary["dev"].items()
+            for metric, value in metrics.items()
+        )
+        return f"Dev scores of the {model}: {shown}"
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See TaskData: a teacher at chance."""
+        if teacher is None or teacher["score"] > teacher["chance"]:
+            return []
+        return [
+            f"the teacher {self.teacher_name} scores at chance on {self.files.name}: {self.files.task.metrics[0]} "
+            f"{teacher['score']:.1f} on dev, where one answer to everything gets {teacher['chance']:.1f}. Nothing can "
+            "be learnt from it: fine-tune it first, or check that its classes are in GLUE's order"
+        ]
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """See TaskData."""
+        columns = [column_of(self.files.name, split) for split in self.files.dev]
+        metrics = self.files.task.metrics
+        return ScoreTable(
+            title="Dev sets x 100",
+            columns=[f"{column} {metric}" for column in columns for metric in metrics],
+            rows={
+                name: [f"{result['dev'][column][metric]:.1f}" for column in columns for metric in metrics]
+                for name, result in results.items()
+            },
+            legend=f"GLUE's metrics on dev, x 100; {len(self.files.train):,} training examples.",
+        )
+
+
+def num_outputs(task: GlueTask) -> int:
+    """Outputs of a task's classifier: its classes, or one score."""
+    return len(task.classes) or 1
+
+
+def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:
+    """Whether a fine-tuned model has the task's number of classes. UserError, with `named` in it, where it has not."""
+    found, wanted = config.num_labels, num_outputs(TASKS[task])
+    if found != wanted:
+        raise UserError(
+            f"{named}: it tells {found} classes apart, but {task} has {wanted}"
+            f"{'' if TASKS[task].classes else ' (a score)'}; give one that is fine-tuned on {task}"
+        )
+
+
+def check_examples(
+    files: TaskFiles, tokenizer: PreTrainedTokenizerBase, max_length: int, models: Sequence[PreTrainedConfig]
+) -> None:
+    """Whether a task's examples fit the models that will see them.
+
+    Raises:
+        UserError: max_length leaves no room beside the tokenizer's special tokens, or an example is longer than a
+            model has positions for.
+    """
+    encode_pairs(files.train[:1], tokenizer, max_length)
+    positions = min(max_positions(config, max_length) for config in models)
+    if positions == max_length:
+        return
+    examples = [
+        *files.train,
+        *(example for split in (files.dev, files.test) for each in split.values() for example in each),
+    ]
+    longest = max(len(item) for item in encode_pairs(examples, tokenizer, max_length))
+    if longest > positions:
+        raise UserError(
+            f"data.max_length is {max_length}: an example of {files.name} has {longest} tokens, but a model has "
+            f"positions for {positions}; give {positions} or less"
+        )
+
+
+@lru_cache(maxsize=2)  # trials of a study in one process have the same examples
+def _encoded(files: TaskFiles, tokenizer: str, max_length: int) -> Mapping[str, Sequence[EncodedPair]]:
+    loaded = load_tokenizer(tokenizer)
+    splits: list[tuple[str, Sequence[PairExample]]] = [("train", files.train), *files.dev.items()]
+    return {split: encode_pairs(examples, loaded, max_length) for split, examples in splits}

@@ -1,0 +1,278 @@
+"""Instructions: a decoder learns answers, and is scored by ROUGE-L of the answers that it generates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import Batch, Loader
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig
+from llmdistill.data.collate import collate, collate_packed
+from llmdistill.data.instruct import Encoded, Example, InstructData, encode
+from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.sources import read_examples
+from llmdistill.data.stream import StreamLoader, check_stream
+from llmdistill.data.validation import validation_batches
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.fingerprints import fingerprint
+from llmdistill.generation.provenance import check_teacher
+from llmdistill.models.families import family_of
+from llmdistill.models.load import load_tokenizer
+from llmdistill.objective import TOKENS, Objective
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.answers import check_sets, score_set
+from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
+from llmdistill.tasks.chance import measure_chance
+
+VALID = "valid"
+"""Name of the validation set among the scores and predictions of a run."""
+
+
+class Instructions(Task):
+    """Answers to instructions."""
+
+    validates_labels = True
+
+    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
+        """Check the names of the test sets.
+
+        Raises:
+            UserError: one is called as the validation set is.
+        """
+        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
+        if VALID in config.data.tests:
+            raise UserError(
+                f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
+            )
+
+    def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """See Task. Only decoders answer."""
+        if not family_of(config).causal:
+            raise UserError(
+                f"{key} {reference} is an encoder ({config.model_type}), and instruction data "
+                "train decoders only: take a decoder, or learn from text (data.kind=text)"
+            )
+
+    def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
+        """See Task: the tokens of the answers."""
+        return TOKENS
+
+    def read(self, models: Models) -> InstructionData:
+        """See Task.
+
+        Raises:
+            UserError: a missing, malformed or empty file, or prompts over the limit.
+        """
+        data, scoring = self.config.data, self.config.scoring
+        teacher_tokenizer = load_tokenizer(models.teacher_path)
+        shared = models.tokenizer_path == models.teacher_path
+        tokenizer = teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path)
+        limits = limits_of(data)
+        valid = [] if data.valid is None else read_examples(locate(data.valid))
+        valid_items = encode(valid, tokenizer, **limits).items if valid else []
+        tests = {name: read_examples(locate(path)) for name, path in data.tests.items()}
+        scored = {**({VALID: valid} if valid else {}), **tests}
+        for each in [tokenizer] if shared else [tokenizer, teacher_tokenizer]:
+            check_sets(scored, each, scoring, **limits)
+        if data.streaming:
+            check_stream(locate(data.train))
+        train = None
+        if self.trains and not data.streaming:
+            train = encode(read_examples(locate(data.train)), tokenizer, **limits)
+        warnings = []
+        if self.teacher_writes:
+            warning = check_teacher(locate(data.train), models.teacher_path)
+            warnings = [] if warning is None else [warning]
+        return InstructionData(
+            settings=data,
+            scoring=scoring,
+            tokenizer=tokenizer,
+            teachers_tokenizer=teacher_tokenizer,
+            train=train,
+            valid=valid,
+            valid_items=valid_items,
+            tests=tests,
+            report=_report(data, train),
+            data_warnings=warnings,
+        )
+
+
+def limits_of(data: DataConfig) -> dict[str, Any]:
+    """The limits on lengths, as the functions that encode take them."""
+    return {
+        "max_prompt_length": data.max_prompt_length,
+        "max_length": data.max_length,
+        "long_prompts": data.long_prompts,
+    }
+
+
+def _report(data: DataConfig, train: InstructData | None) -> str:
+    if train is not None:
+        return train.report()
+    return "streamed while training" if data.streaming else "not read, as nothing is trained"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionData(TaskData):
+    """The examples of a run on instructions."""
+
+    settings: DataConfig
+    scoring: GenerationConfig
+    tokenizer: PreTrainedTokenizerBase
+    teachers_tokenizer: PreTrainedTokenizerBase
+    train: InstructData | None
+    """None where the training set is streamed, or nothing is trained."""
+    valid: Sequence[Example]
+    """Scored in one pass (the first seed's), as it only serves to choose settings; may be empty."""
+    valid_items: Sequence[Encoded]
+    """The validation set as the student's tokens."""
+    tests: Mapping[str, Sequence[Example]]
+    report: str
+    data_warnings: Sequence[str]
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See TaskData."""
+        return {name: self._asked(name) for name in self._examples()}
+
+    def _examples(self) -> dict[str, Sequence[Example]]:
+        return {**({VALID: self.valid} if self.valid else {}), **self.tests}
+
+    def _generation(self, name: str) -> GenerationConfig:
+        return replace(self.scoring, seeds=self.scoring.seeds[:1]) if name == VALID else self.scoring
+
+    def _asked(self, name: str) -> dict[str, Any]:
+        reference = self.settings.valid if name == VALID else self.settings.tests[name]
+        settings = {key: value for key, value in asdict(self._generation(name)).items() if key != "models"}
+        return {"reference": fingerprint(str(reference)), **settings, **limits_of(self.settings)}
+
+    def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
+        """See TaskData."""
+        return self.teachers_tokenizer
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See TaskData; the configuration refuses epochs of instructions."""
+        raise AssertionError("epochs of instructions")
+
+    def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
+        """See TaskData."""
+        data, packing = self.settings, self.settings.packing
+        arguments: dict[str, Any] = {
+            **vars(share),
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "collate": partial(collate_packed, max_length=data.max_length) if packing else collate,
+            "spread": packing,
+            "bucket_steps": 1 if packing else data.bucket_steps,
+        }
+        if self.train is not None:
+            return TrainLoader(self.train.items, **arguments)
+        return StreamLoader(
+            locate(data.train), self.tokenizer, **limits_of(data), shuffle_buffer=data.shuffle_buffer, **arguments
+        )
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See TaskData."""
+        pad_token_id: Any = self.tokenizer.pad_token_id
+        return validation_batches(
+            self.valid_items,
+            pad_token_id=pad_token_id,
+            batch_size=share.micro_batch_size,
+            rank=share.rank,
+            world_size=share.world_size,
+        )
+
+    def score_set(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        predictions: Path,
+        world: World,
+        *,
+        sharded: bool,
+    ) -> dict[str, Any]:
+        """See TaskData: ROUGE-L of generated answers, and of the validation set whether they fit their questions."""
+        file = predictions / f"{name}.jsonl"
+        score = score_set(
+            model,
+            tokenizer,
+            self._examples()[name],
+            self._generation(name),
+            **limits_of(self.settings),
+            predictions_path=file,
+            rank=world.rank,
+            world_size=world.size,
+            synced=sharded,
+        ).to_dict()
+        return {**score, **_chance(file)} if name == VALID and world.is_main else score
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See TaskData.
+
+        Returns:
+            ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "generation_tokens_per_second"}``, and
+            ``"valid": {"rougeL", "chance", "above_chance"}`` where there is a validation set.
+        """
+        seconds = sum(score["tokens"] / score["tokens_per_second"] for score in scores.values())
+        tokens = sum(score["tokens"] for score in scores.values())
+        summary: dict[str, Any] = {
+            "rougeL": {name: scores[name]["rougeL"] for name in self.tests},
+            "rougeL_std": {name: scores[name]["std"] for name in self.tests},
+            "generation_tokens_per_second": tokens / seconds if scores else 0.0,
+        }
+        if VALID in scores:
+            summary["valid"] = {key: scores[VALID][key] for key in ("rougeL", "chance", "above_chance")}
+        return summary
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        """See TaskData."""
+        shown = "  ".join(f"{name} {value:.1f}" for name, value in summary["rougeL"].items())
+        chosen = f"  validation {summary['valid']['rougeL']:.1f}" if VALID in summary else ""
+        return f"ROUGE-L of the {model}: {shown + chosen or 'no test sets'}"
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See TaskData: answers of another teacher, and a teacher at chance."""
+        valid = None if teacher is None else teacher.get(VALID)
+        if valid is None or valid["above_chance"]:
+            return list(self.data_warnings)
+        return [
+            *self.data_warnings,
+            f"the teacher scores at chance on the validation set: ROUGE-L {valid['rougeL']:.1f}, where its answers "
+            f"score {valid['chance']:.1f} against the references of other questions. Nothing can be learnt from it, "
+            "and every comparison with it is meaningless: fine-tune it first (method sft), or check the format of its "
+            "prompts",
+        ]
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """See TaskData."""
+        return ScoreTable(
+            title="ROUGE-L (0-100) on each set",
+            columns=list(self.tests),
+            rows={name: [f"{result['rougeL'][each]:.1f}" for each in self.tests] for name, result in results.items()},
+            legend=(
+                f"ROUGE-L on {', '.join(self.tests) or 'no test set'}: F1 with stemming, best of the references, x "
+                f"100; decoding: {self.scoring.decoding}."
+            ),
+        )
+
+    def after_training(self, loader: Loader) -> str | None:
+        """See TaskData: what a streamed set left out."""
+        return loader.report() if isinstance(loader, StreamLoader) else None
+
+
+def _chance(predictions: Path) -> dict[str, Any]:
+    """Whether the answers just written fit their own questions; one question alone cannot tell."""
+    with predictions.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    if len(rows) < 2:
+        return {"chance": None, "above_chance": True}
+    answers = [next(iter(row["predictions"].values())) for row in rows]
+    chance = measure_chance(answers, [row["references"] for row in rows])
+    return {"chance": chance.other, "above_chance": chance.is_beaten}

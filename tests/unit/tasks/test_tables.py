@@ -1,0 +1,64 @@
+"""What each task says of its models' scores."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmdistill.config import DataConfig, GenerationConfig
+from llmdistill.tasks.instructions import InstructionData
+from llmdistill.tasks.text import TextData
+
+
+@pytest.fixture
+def instructions():
+    return InstructionData(
+        settings=DataConfig(),
+        scoring=GenerationConfig(decoding="greedy"),
+        tokenizer=None,
+        teachers_tokenizer=None,
+        train=None,
+        valid=[],
+        valid_items=[],
+        tests={"seen": [], "unseen": []},
+        report="",
+        data_warnings=["another model wrote the answers"],
+    )
+
+
+@pytest.fixture
+def text():
+    settings = DataConfig(kind="text", train="a.txt")
+    return TextData(settings=settings, seed=0, trains=True, causal=True, next_sentence=False, tokenizer=None, report="")
+
+
+def test_a_teacher_at_chance_is_warned_of(instructions):
+    good = {"valid": {"rougeL": 50.0, "chance": 12.0, "above_chance": True}}
+    bad = {"valid": {"rougeL": 12.5, "chance": 12.0, "above_chance": False}}
+    known = ["another model wrote the answers"]
+    assert instructions.warnings(None) == instructions.warnings({}) == instructions.warnings(good) == known
+    first, warning = instructions.warnings(bad)
+    assert first == known[0]
+    assert "at chance" in warning
+    assert "12.5" in warning
+
+
+def test_rouge_of_each_set_is_a_column(instructions):
+    table = instructions.table({"student": {"rougeL": {"seen": 97.34, "unseen": 48.65}}})
+    assert list(table.columns) == ["seen", "unseen"]
+    assert table.rows == {"student": ["97.3", "48.6"]}
+    assert "greedy" in table.legend
+
+
+def test_a_text_shows_its_validation_loss_before_and_after(text):
+    sizes = {"teacher_params": 200, "student_params": 50}
+    log = [{"step": 0, "valid_loss": 3.5}, {"step": 10, "valid_loss": 1.75}, {"step": 20, "valid_loss": 1.25}]
+    results = text.results({}, log, sizes)
+    assert [results[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, 3.5, 1.25]
+    assert text.table(results).rows == {"teacher": [""], "untrained": ["3.5000"], "student": ["1.2500"]}
+
+
+def test_without_a_validation_text_there_is_no_loss_to_show(text):
+    sizes = {"teacher_params": 200, "student_params": 50}
+    results = text.results({}, [{"step": 10, "loss": 2.0}], sizes)
+    assert [results[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, None, None]
+    assert "student" not in text.results({}, [], sizes)
