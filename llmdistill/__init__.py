@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 if TYPE_CHECKING:
+    from llmdistill import losses
     from llmdistill.api import Distilled, compress, distill, evaluate
     from llmdistill.errors import UserError
+    from llmdistill.run.hf_trainer import DistillationTrainer
+    from llmdistill.run.loss import DistillationLoss, LossOutput
 
 __version__ = "0.5.0"
 
 _PUBLIC: dict[str, str] = {
+    "DistillationLoss": "llmdistill.run.loss",
+    "DistillationTrainer": "llmdistill.run.hf_trainer",
     "Distilled": "llmdistill.api",
+    "LossOutput": "llmdistill.run.loss",
     "UserError": "llmdistill.errors",
     "compress": "llmdistill.api",
     "distill": "llmdistill.api",
@@ -26,7 +32,18 @@ _PUBLIC: dict[str, str] = {
 }
 """Public name -> the module that it is loaded from when it is first asked for."""
 
-__all__ = ["Distilled", "UserError", "__version__", "compress", "distill", "evaluate"]
+__all__ = [
+    "DistillationLoss",
+    "DistillationTrainer",
+    "Distilled",
+    "LossOutput",
+    "UserError",
+    "__version__",
+    "compress",
+    "distill",
+    "evaluate",
+    "losses",
+]
 
 # That module makes students known to transformers when it is loaded: as soon as transformers is, at once where that has
 # been imported before, and by itself where it is what imports transformers.
@@ -34,6 +51,8 @@ wrapt.register_post_import_hook(lambda _: import_module("llmdistill.factorize.hu
 
 
 def __getattr__(name: str) -> Any:
+    if name == "losses":
+        return import_module("llmdistill.losses")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -127,7 +127,7 @@ def distill(
 
         student = llmdistill.compress(teacher, rank=48)
         result = llmdistill.distill(teacher, student, rows, method="makd", steps=200, learning_rate=5e-4)
-        result.student.generate(...)
+        result.student.save_pretrained("distilled")
 
     Under a launcher (`deepspeed`, `torchrun`) every rank calls it, and it trains on all of them. Models in memory stay
     as they are; they go into the run through folders in `output_dir/inputs`.
@@ -194,7 +194,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a model: ROUGE-L of its answers to instructions, or how well it predicts a text.
 
-        llmdistill.evaluate(model, rows, decoding="greedy")["rougeL"]
+        scores = llmdistill.evaluate(model, rows, decoding="greedy")
+        print(scores["rougeL"])
 
     Args:
         model: a decoder; for text also an encoder with its masked-language-model head.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from jsonargparse import ArgumentError
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig
-from llmdistill.config.command_line import build, check_keys, one_sentence, run_parser
+from llmdistill.config.command_line import build, changed, check_keys, one_sentence, run_parser
 from llmdistill.config.methods import MethodTable
 from llmdistill.errors import UserError
 
@@ -43,6 +43,30 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
     except (ArgumentError, ValueError, TypeError) as error:
         raise UserError(one_sentence(str(error))) from error
     return build(parsed, RunConfig, methods)
+
+
+def method_settings(
+    names: Sequence[str], settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable
+) -> dict[str, Any]:
+    """The settings of some methods, by the method's name.
+
+    Args:
+        names: the methods, the main one first.
+        settings: by dotted key: `{"minilm.attention": 2.0}`.
+        keywords: of the main method, by their own names.
+        methods: all that there are, by name.
+
+    Raises:
+        UserError: a setting that no method of these has, or a value that does not fit.
+    """
+    given: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in {**settings, **{f"{names[0]}.{name}": each for name, each in keywords.items()}}.items():
+        method, _, name = key.partition(".")
+        if method not in given or methods[method].settings is None:
+            raise UserError(f"{key}: there is no such setting of {' and '.join(names)}; leave it out")
+        given[method][name] = value
+    kinds = {name: methods[name].settings for name in names}
+    return {name: changed(kind(), given[name], key=name) for name, kind in kinds.items() if kind is not None}
 
 
 def dotted(name: str, method: str, of_method: type[Any] | None) -> str:

@@ -1,5 +1,14 @@
 """Losses: pure functions of tensors and masks that give a sum and a count. None of them sees a model.
 
+    from llmdistill.losses import forward_kl, hidden_mse, output_divergence
+
+    output = output_divergence(student_logits, teacher_logits, labels, divergence=forward_kl, temperature=2.0)
+    hidden = hidden_mse(student_hidden, teacher_hidden, attention_mask)
+    (output.sum / output.count + hidden.sum / hidden.count).backward()
+
+Logits are (B, T, V), labels (B, T) with -100 where nothing is learnt and not shifted, hidden states (B, T, W), masks
+(B, T) with 1 at real tokens. Divide by the count of the whole global batch, and its split changes nothing.
+
 The names below are loaded when they are first asked for, so that methods can be listed, and their settings parsed,
 without torch.
 """
@@ -19,12 +28,18 @@ if TYPE_CHECKING:
         SOFT_CROSS_ENTROPY,
         TOTAL_VARIATION,
         Divergence,
+        forward_kl,
+        jsd,
         jsd_with_derivative,
         output_divergence,
+        reverse_kl,
+        skew_forward_kl,
         skew_forward_kl_with_derivative,
+        skew_reverse_kl,
         skew_reverse_kl_with_derivative,
+        total_variation,
     )
-    from llmdistill.losses.head import TokenTerm
+    from llmdistill.losses.head import HeadInputs, TokenLosses, TokenTerm, token_losses
     from llmdistill.losses.hidden import hidden_cosine, hidden_mse
     from llmdistill.losses.matrix import matrix_mse
     from llmdistill.losses.relation import RelationInputs, relation_kl, repeat_heads, side_by_side
@@ -35,15 +50,16 @@ if TYPE_CHECKING:
         sequence_score_mse,
         sequence_soft_cross_entropy,
     )
-    from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, add_losses
+    from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, SequenceTerm, add_losses
 
 _NAMES = {
     "attention": ("AttentionInputs", "attention_kl", "attention_score_mse"),
     "divergence": (
         *("FORWARD_KL", "REVERSE_KL", "SOFT_CROSS_ENTROPY", "TOTAL_VARIATION", "Divergence", "jsd_with_derivative"),
-        *("output_divergence", "skew_forward_kl_with_derivative", "skew_reverse_kl_with_derivative"),
+        *("forward_kl", "jsd", "output_divergence", "reverse_kl", "skew_forward_kl", "skew_forward_kl_with_derivative"),
+        *("skew_reverse_kl", "skew_reverse_kl_with_derivative", "total_variation"),
     ),
-    "head": ("TokenTerm",),
+    "head": ("HeadInputs", "TokenLosses", "TokenTerm", "token_losses"),
     "hidden": ("hidden_cosine", "hidden_mse"),
     "matrix": ("matrix_mse",),
     "relation": ("RelationInputs", "relation_kl", "repeat_heads", "side_by_side"),
@@ -51,7 +67,7 @@ _NAMES = {
         *("sequence_cross_entropy", "sequence_divergence", "sequence_mse", "sequence_score_mse"),
         "sequence_soft_cross_entropy",
     ),
-    "terms": ("LayerTerm", "RunningTerms", "SequenceTerm", "add_losses"),
+    "terms": ("LayerTerm", "Losses", "RunningTerms", "SequenceTerm", "add_losses"),
 }
 """Module -> the names that it is asked for."""
 

@@ -92,7 +92,8 @@ def build_minilmv2(
     Raises:
         UserError: the relation heads do not divide a width, the models see different things, or lack the layer.
     """
-    assert settings.teacher_layer != "auto", "the search for the teacher's layer comes first"
+    if settings.teacher_layer == "auto":
+        raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
     causal = same_direction(teacher, student, method="minilmv2")
     relations = {f"relation_{relation}": _sides(relation) for relation in settings.relations}
     _check_relation_heads(settings.relation_heads, relations.values(), shape_of(teacher), shape_of(student))

@@ -15,7 +15,7 @@ from llmdistill.losses.terms import Losses, RunningTerms
 from llmdistill.models.families import family_of
 from llmdistill.models.heads import LMHead, whole
 from llmdistill.models.packing import packed_mask
-from llmdistill.models.running import LayerLosses
+from llmdistill.models.running import LayerLosses, without_autocast
 from llmdistill.models.taps import Recorder
 
 
@@ -97,6 +97,11 @@ class TappedModel:
             {name: LossSum(loss.sum.detach(), loss.count) for name, loss in losses.items()},
         )
 
+    def remove(self) -> None:
+        """Take the taps off the model; this object is of no use afterwards."""
+        self._recorder.remove()
+        self._head.remove()
+
     def _run(self, batch: Batch) -> Any:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
         if batch.position_ids is None:
@@ -132,7 +137,7 @@ class TappedModel:
         labels_N = batch.row_labels(shift=self._shift)
         factors = _stacked([terms.factors[term.name] for term in terms.token_terms], labels_N.device)
         teacher = None if terms.teacher is None else terms.teacher.lm_head
-        with nullcontext() if teacher is None else whole(teacher):
+        with nullcontext() if teacher is None else whole(teacher), without_autocast(labels_N.device):
             return token_losses(head, teacher, labels_N, terms.token_terms, factors, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -27,7 +27,7 @@ class LMHead:
         self._last = _last_linear(model)
         if self._last is not None:
             entry = model.get_submodule(family_of(model.config).lm_head)
-            entry.register_forward_pre_hook(self._gather)
+            self._handle = entry.register_forward_pre_hook(self._gather)
             # An attribute of the instance: DeepSpeed's and peft's hooks around the call stay where they are.
             self._plain = self._last.forward
             self._last.forward = self._forward  # type: ignore[method-assign, assignment]
@@ -50,6 +50,12 @@ class LMHead:
             yield
         finally:
             self._rows_N = self._use = None
+
+    def remove(self) -> None:
+        """Leave the head as it was found; this object is of no use afterwards."""
+        if self._last is not None:
+            self._handle.remove()
+            del self._last.forward  # the class's own shows again
 
     def _gather(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._rows_N is None:

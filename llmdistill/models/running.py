@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmdistill.batch import LossSum, Taps
@@ -32,13 +35,21 @@ class LayerLosses:
         ready = [term for term in self._waiting if term.student <= self._came]
         self._waiting = [term for term in self._waiting if not term.student <= self._came]
         for term in ready:
-            loss = term.loss(taps, self._teacher, self._mask)
+            with without_autocast(self._mask.device):
+                loss = term.loss(taps, self._teacher, self._mask)
             self.sums[term.name] = add_losses(self.sums[term.name], loss) if term.name in self.sums else loss
         _drop(taps, {tap, *(each for term in ready for each in term.student)}, self._needed("student"))
         _drop(self._teacher, {each for term in ready for each in term.teacher}, self._needed("teacher"))
 
     def _needed(self, model: str) -> set[Tap]:
         return {tap for term in self._waiting for tap in getattr(term, model)}
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, operations keep their types: a caller's autocast would round the sums of a loss to bf16."""
+    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _drop(taps: Taps, done: set[Tap], needed: set[Tap]) -> None:

@@ -181,7 +181,8 @@ class Recorder:
         name = family_of(self.model.config).attention
         for index in sorted(layers_wanted):
             module = layers_of(self.model)[index].get_submodule(name)
-            assert not hasattr(module, _SINK), "the model is tapped already: remove() the other recorder first"
+            if hasattr(module, _SINK):
+                raise UserError("the model is tapped already: call remove() of the other DistillationLoss or recorder")
             setattr(module, _SINK, partial(self._keep_attention, index))
             self._tapped_attention.append(module)
         self._previous_attention = implementation

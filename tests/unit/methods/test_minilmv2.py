@@ -121,5 +121,5 @@ def test_other_kinds_and_windows_cannot_be_compared(models) -> None:
 
 def test_the_search_comes_first(models) -> None:
     config = models.bert(2, 16, 4, 4)
-    with pytest.raises(AssertionError, match="search"):
+    with pytest.raises(UserError, match="search"):
         build_minilmv2(Minilmv2Config(teacher_layer="auto"), config, config)

@@ -1,0 +1,234 @@
+"""A method's loss for a loop of one's own: the teacher's and the student's forward pass, and what is between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Positions
+from llmdistill.config.keywords import method_settings
+from llmdistill.config.methods import check_names, with_teacher
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.objective import Objective
+from llmdistill.runtime.engine import PROJECTORS, add_projectors
+
+Inputs = Mapping[str, Any]
+"""A batch as the collators of transformers make it: see `DistillationLoss.__call__`."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What `DistillationLoss` gives for a batch."""
+
+    loss: Tensor
+    """Scalar, at least fp32, with its graph: the sum of the terms times their weights."""
+    terms: dict[str, Tensor]
+    """Each term by name, unweighted and without a graph; scalars."""
+
+    def backward(self) -> None:
+        """The same as `loss.backward()`."""
+        self.loss.backward()
+
+
+class DistillationLoss:
+    """The loss of a method between two models in memory, as the main job computes it.
+
+        loss = llmdistill.DistillationLoss(teacher, student, method="makd")
+        optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4)  # after it: some methods add matrices to learn
+        for batch in loader:  # input_ids, attention_mask and labels, as the collators of transformers make them
+            result = loss(batch)
+            result.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The logits of a batch are never made whole, and of the inner tensors only those are kept that a term asks for. Both
+    models are tapped until `remove()`; outside a call they run as before. They must have been loaded with
+    `attn_implementation="sdpa"`, which is transformers' default. There is one backward pass a call.
+    """
+
+    def __init__(
+        self,
+        teacher: PreTrainedModel,
+        student: PreTrainedModel,
+        method: str = "makd",
+        *,
+        also: Sequence[str] = (),
+        vocabulary: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        **keywords: Any,
+    ) -> None:
+        """Build the method for two models, and tap them.
+
+        Args:
+            teacher: it is put into evaluation mode, and no gradient goes to it.
+            student: the model that learns. With a classifier on top (`...ForSequenceClassification`) labels are classes
+                or scores of whole sequences; with any other head they are tokens.
+            method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert or sft.
+            also: methods whose terms are added.
+            vocabulary: how many tokens both models have, from the first on, where they pad theirs to different sizes.
+            settings: by dotted key: `{"minilm.attention": 2.0}`.
+            seed: of the matrices that map the student's widths to the teacher's, where a method has any. They become
+                part of the student, are trained with it, and are not saved.
+            keywords: settings of the method by their own names: temperature, ratio, logits, teacher_layer ...
+
+        Raises:
+            UserError: settings that do not exist or fit, models that the method cannot compare, or one that is tapped
+                already.
+        """
+        self.teacher, self.student = teacher, student
+        self.objective = _objective_of(student)
+        names = [method, *also]
+        _check_methods(method, also)
+        own = method_settings(names, settings or {}, keywords, METHODS)
+        self.method: Method = build_method(names, own, teacher.config, student.config, self.objective)
+        _check_vocabularies(self.method, teacher, student, vocabulary)
+        teacher.eval()
+        self._forward: Callable[..., Any] = student
+        projectors = add_projectors(student, self.method.projections, seed).to(student.device)
+        ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
+        student._keys_to_ignore_on_save = {*(student._keys_to_ignore_on_save or ()), *ignored}
+        self._tapped = [_tapped(student, self._run_student, self.method.student_taps, vocabulary, projectors)]
+        if self.method.needs_teacher:
+            self._tapped.append(_tapped(teacher, teacher, self.method.teacher_taps, vocabulary))
+
+    def __call__(
+        self,
+        batch: Inputs,
+        *,
+        num_items_in_batch: Tensor | int | Mapping[Positions, Tensor] | None = None,
+        model: Callable[..., Any] | None = None,
+    ) -> LossOutput:
+        """Run both models on a batch.
+
+        Args:
+            batch: input_ids (B, T); attention_mask (B, T), 1 at real tokens, without it all are; labels (B, T), -100
+                where nothing is learnt and not shifted, or (B,) of a classifier; and, where the student has any,
+                token_type_ids, next_sentence_label (B,), and position_ids of a row that holds several sequences.
+            num_items_in_batch: what the sums are divided by. Without it each term is the mean over this batch. Of a
+                step of several batches or ranks, the counts that `counts` gives of all of them: then the losses of the
+                batches add up to that of the whole. The number of labels alone, as transformers' Trainer gives it, is
+                exact for terms on the labels, and weighs the others by the batch's share of the labels.
+            model: what is run in place of the student itself: the same student wrapped (DDP, accelerate, an engine).
+
+        Returns:
+            The loss, and the terms that it is made of.
+
+        Raises:
+            UserError: labels are missing where the method learns them.
+        """
+        located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
+        divisors = self._divisors(located, num_items_in_batch)
+        taught = None
+        if len(self._tapped) > 1:
+            if self.teacher.device != located.input_ids.device:
+                self.teacher.to(cast(Any, located.input_ids.device))
+            with torch.no_grad():
+                taught = self._tapped[1].teach(located, lm_head=self.method.needs_teacher_logits)
+        self._forward = self.student if model is None else model
+        try:
+            losses = self._tapped[0].learn(located, self.method.running(taught, located, divisors))
+        finally:
+            self._forward = self.student
+        terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
+        return LossOutput(losses.total, {name: terms[name] for name in self.method.weights})
+
+    def counts(self, batches: Iterable[Inputs]) -> dict[Positions, Tensor]:
+        """How many tokens, labels and sequences some batches have together: int64 scalars by name.
+
+        counts = loss.counts(batches)  # of a step with accumulation; over ranks, all-reduce each
+        for batch in batches:
+            loss(batch, num_items_in_batch=counts).loss.backward()
+        """
+        each = [self.as_batch(batch).counts() for batch in batches]
+        return {name: torch.stack([counts[name] for counts in each]).sum() for name in POSITIONS}
+
+    def as_batch(self, inputs: Inputs) -> Batch:
+        """A batch of transformers' collators as the package's own."""
+        input_ids: Tensor = inputs["input_ids"]
+        mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+        if mask is None:  # several sequences in a row, each of which begins at position 0, or rows without padding
+            mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
+        labels, targets = inputs.get("labels"), inputs.get("next_sentence_label")
+        if self.objective.tokens is False:
+            labels, targets = None, labels
+            if targets is not None and self.objective.sequences == "scores":
+                targets = targets.float().flatten()
+        if labels is None:
+            if "labels" in self.method.positions.values():
+                raise UserError(
+                    "the batch has no labels, which the method's terms on the output need: add labels (B, T)"
+                )
+            labels = torch.full_like(input_ids, IGNORE_INDEX)
+        return Batch(
+            input_ids=input_ids,
+            attention_mask=mask,
+            labels=labels,
+            token_type_ids=inputs.get("token_type_ids"),
+            position_ids=position_ids,
+            targets=targets,
+        )
+
+    def remove(self) -> None:
+        """Take the taps, and the matrices that a method added, off both models; the loss is of no use afterwards."""
+        for tapped in self._tapped:
+            tapped.remove()
+        if hasattr(self.student, PROJECTORS):
+            delattr(self.student, PROJECTORS)
+
+    def _run_student(self, **inputs: Any) -> Any:
+        return self._forward(**inputs)
+
+    def _divisors(
+        self, batch: Batch, given: Tensor | int | Mapping[Positions, Tensor] | None
+    ) -> dict[Positions, Tensor]:
+        counts: Mapping[Positions, Tensor] = batch.counts()
+        if isinstance(given, Mapping):
+            counts = {name: given[name].to(batch.input_ids.device) for name in POSITIONS}
+        elif given is not None:
+            main: Positions = "labels" if self.objective.tokens else "sequences"
+            scale = given / counts[main].clamp(min=1)
+            counts = {name: count * scale for name, count in counts.items()}
+        # A batch with few labels of many has divisors below 1; only what counts nothing is divided by 1.
+        return {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
+
+
+def _check_methods(method: str, also: Sequence[str]) -> None:
+    try:
+        check_names("method", [method], METHODS)
+        check_names("also", also, with_teacher(METHODS))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _tapped(
+    model: PreTrainedModel, forward: Callable[..., Any], taps: Any, vocabulary: int | None, projectors: Any = None
+) -> TappedModel:
+    return TappedModel(forward, Recorder(model, taps, projectors), vocabulary=vocabulary)
+
+
+def _objective_of(student: PreTrainedModel) -> Objective:
+    """What there is to learn, by the student's head."""
+    name = type(student).__name__
+    if name.endswith("ForSequenceClassification"):
+        return Objective(tokens=False, sequences="scores" if student.config.num_labels == 1 else "classes")
+    return Objective(tokens=True, sequences="classes" if name == "BertForPreTraining" else None)
+
+
+def _check_vocabularies(
+    method: Method, teacher: PreTrainedModel, student: PreTrainedModel, vocabulary: int | None
+) -> None:
+    sizes = teacher.config.vocab_size, student.config.vocab_size
+    if method.needs_teacher_logits and vocabulary is None and sizes[0] != sizes[1]:
+        raise UserError(
+            f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give models with "
+            "the same tokenizer, and if the larger one is only padded, vocabulary=the number of tokens that both have"
+        )

@@ -1,0 +1,417 @@
+"""The loss for somebody's own loop, and for transformers' Trainer, against full logits and hooks and the main job."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import llmdistill
+from llmdistill import DistillationLoss, DistillationTrainer, UserError
+from llmdistill.embedded import locate
+
+VOCABULARY = 50
+
+
+def make_llama(seed: int, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "attention_dropout": 0.0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+
+
+@pytest.fixture
+def models():
+    teacher = make_llama(0)
+    return teacher, llmdistill.compress(teacher, rank=8)
+
+
+def make_batch(seed: int = 0, rows: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, : 2 + seed % 4] = -100  # the prompt
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def naive_outputs(model, batch):
+    """Everything that MaKD compares, from hooks and eager attention."""
+    kept, hooks = {}, []
+    for name, module in model.named_modules():
+        kind = name.rsplit(".", 1)[-1]
+        if kind in ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "down_proj"):
+            layer = int(name.split(".")[2])
+            hooks.append(module.register_forward_hook(lambda *a, key=(kind, layer): kept.__setitem__(key, a[2])))
+    model.set_attn_implementation("eager")
+    outputs = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        output_attentions=True,
+        output_hidden_states=True,
+    )
+    model.set_attn_implementation("sdpa")
+    for hook in hooks:
+        hook.remove()
+    return outputs, kept
+
+
+def naive_makd(teacher, student, batch) -> dict[str, torch.Tensor]:
+    """Each term of MaKD on two-layer models, mean over tokens or labels (MaKD eq. 12-18)."""
+    with torch.no_grad():
+        of_teacher, taps_t = naive_outputs(teacher, batch)
+    of_student, taps_s = naive_outputs(student, batch)
+    real = batch["attention_mask"].bool()
+    names = {"query": "q", "key": "k", "value": "v", "ffn_up": "up", "ffn_gate": "gate", "ffn_down": "down"}
+    # A rotation does not change the error of queries and keys.
+    terms = {
+        name: functional.mse_loss(taps_s[f"{kind}_proj", 0][real], taps_t[f"{kind}_proj", 0][real])
+        for name, kind in names.items()
+    }
+    log_s, log_t = (
+        each.attentions[1].clamp(min=1e-30).log().transpose(1, 2)[real] for each in (of_student, of_teacher)
+    )
+    terms["attention"] = (log_s.exp() * (log_s - log_t)).sum(-1).mean()
+    captured = {}
+    for role, model in (("t", teacher), ("s", student)):  # the last hidden state of transformers is after the norm
+        hook = model.model.layers[1].register_forward_hook(lambda *a, role=role: captured.__setitem__(role, a[2]))
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        hook.remove()
+    layer_s, layer_t = (captured[role] if torch.is_tensor(captured[role]) else captured[role][0] for role in "st")
+    terms["hidden"] = functional.mse_loss(layer_s[real], layer_t.detach()[real])
+    chosen = batch["labels"][:, 1:] != -100
+    p, log_q = of_teacher.logits[:, :-1][chosen].softmax(-1), of_student.logits[:, :-1][chosen].log_softmax(-1)
+    terms["logits"] = -(p * log_q).sum(-1).mean()
+    return terms
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class TestDistillationLoss:
+    def test_makd_is_what_hooks_and_full_logits_give(self, models):
+        teacher, student = models
+        batch = make_batch()
+        expected = naive_makd(teacher, student, batch)
+        sum(expected.values()).backward()
+        wanted = gradients(student)
+        student.zero_grad()
+        loss = DistillationLoss(teacher, student)
+        result = loss(batch)
+        assert list(result.terms) == list(expected)
+        for name, term in expected.items():
+            assert float(result.terms[name]) == pytest.approx(float(term.detach()), rel=1e-4), name
+        assert float(result.loss.detach()) == pytest.approx(sum(float(term.detach()) for term in expected.values()))
+        result.backward()
+        found = gradients(student)
+        assert found.keys() == wanted.keys()
+        assert all(torch.allclose(found[name], wanted[name], rtol=1e-3, atol=1e-5) for name in found)
+        assert not gradients(teacher)
+
+    def test_settings_of_the_method_and_methods_beside_it(self, models):
+        teacher, student = models
+        batch = make_batch()
+        loss = DistillationLoss(
+            teacher, student, "kd", also=["minilm"], temperature=2.0, ratio=0.25, settings={"minilm.attention": 3.0}
+        )
+        result = loss(batch)
+        with torch.no_grad():
+            chosen = batch["labels"][:, 1:] != -100
+            inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+            log_p, log_q = (
+                (model(**inputs).logits[:, :-1][chosen] / 2.0).log_softmax(-1) for model in (teacher, student)
+            )
+            divergence = 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+            label = student(**batch).loss
+        terms = {name.rsplit(".", 1)[-1]: float(term) for name, term in result.terms.items()}
+        assert terms["forward_kl"] == pytest.approx(float(divergence), rel=1e-4)
+        assert terms["label"] == pytest.approx(float(label), rel=1e-4)
+        weighted = {name: loss.method.weights[name] * float(term) for name, term in result.terms.items()}
+        assert float(result.loss.detach()) == pytest.approx(sum(weighted.values()), rel=1e-5)
+        assert sorted(loss.method.weights.values()) == [0.25, 0.75, 1.0, 3.0]
+
+    def test_parts_of_a_step_add_up_to_the_whole(self, models):
+        loss = DistillationLoss(*models)
+        parts = [make_batch(1, rows=2), make_batch(2, rows=4)]
+        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        expected = loss(whole)
+        counts = loss.counts(parts)
+        found = [loss(part, num_items_in_batch=counts) for part in parts]
+        assert float(sum(each.loss.detach() for each in found)) == pytest.approx(
+            float(expected.loss.detach()), rel=1e-5
+        )
+        for name, term in expected.terms.items():
+            assert float(sum(each.terms[name] for each in found)) == pytest.approx(float(term), rel=1e-5)
+
+    def test_the_number_of_labels_alone(self, models):
+        loss = DistillationLoss(*models, "kd")
+        batch = make_batch()
+        labels = int((batch["labels"][:, 1:] != -100).sum())
+        whole, third = loss(batch), loss(batch, num_items_in_batch=3 * labels)
+        assert float(third.loss.detach()) == pytest.approx(float(whole.loss.detach()) / 3, rel=1e-5)
+        makd = DistillationLoss(make_llama(0), make_llama(1))
+        hidden = makd(batch).terms["hidden"], makd(batch, num_items_in_batch=3 * labels).terms["hidden"]
+        assert float(hidden[1]) == pytest.approx(float(hidden[0]) / 3, rel=1e-5)
+
+    def test_several_sequences_in_a_row(self, models):
+        """As DataCollatorWithFlattening gives them: no mask, positions from 0 in each."""
+        loss = DistillationLoss(*models)
+        rows = [torch.arange(3, 10), torch.arange(20, 32)]
+        flat = {
+            "input_ids": torch.cat(rows)[None],
+            "labels": torch.cat([torch.cat([torch.tensor([-100]), row[1:]]) for row in rows])[None],
+            "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+        }
+        apart = [{"input_ids": row[None], "labels": row[None]} for row in rows]
+        counts = loss.counts(apart)
+        expected = sum(loss(each, num_items_in_batch=counts).loss.detach() for each in apart)
+        assert float(loss(flat).loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+
+    def test_learnt_matrices_are_trained_and_not_saved(self, tmp_path):
+        teacher, student = make_llama(0), make_llama(1, hidden_size=16, num_key_value_heads=2)
+        loss = DistillationLoss(teacher, student, "tinybert")
+        loss(make_batch()).backward()
+        own = [parameter for name, parameter in student.named_parameters() if "projector" in name]
+        assert own
+        assert all(parameter.grad is not None for parameter in own)
+        student.save_pretrained(tmp_path)
+        loaded, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["unexpected_keys"]
+        assert not info["missing_keys"]
+        ids = make_batch()["input_ids"]
+        assert torch.equal(loaded(ids).logits, student(ids).logits)
+        loss.remove()
+        assert not [name for name, _ in student.named_parameters() if "projector" in name]
+
+    def test_outside_of_it_the_models_are_as_before(self, models):
+        teacher, student = models
+        ids = make_batch()["input_ids"]
+        before = student(ids).logits, teacher(ids).logits
+        loss = DistillationLoss(teacher, student)
+        assert torch.equal(student(ids).logits, before[0])
+        assert student.generate(ids[:1], max_new_tokens=3, do_sample=False).shape == (1, 13)
+        with pytest.raises(UserError, match="tapped already"):
+            DistillationLoss(teacher, student)
+        loss.remove()
+        assert student.config._attn_implementation == teacher.config._attn_implementation == "sdpa"
+        assert "forward" not in vars(student.lm_head)
+        assert torch.equal(student(ids).logits, before[0])
+        again = DistillationLoss(teacher, student, "kd")
+        assert torch.isfinite(again(make_batch()).loss)
+
+    def test_autocast_rounds_no_sum(self, models):
+        loss = DistillationLoss(*models)
+        expected = loss(make_batch())
+        with torch.autocast("cpu", torch.bfloat16):
+            result = loss(make_batch())
+        assert {term.dtype for term in result.terms.values()} == {torch.float32}
+        for name, term in expected.terms.items():
+            assert float(result.terms[name]) == pytest.approx(float(term), rel=0.05), name
+        result.backward()
+
+    def test_an_encoder_with_a_classifier(self):
+        def make(seed):
+            torch.manual_seed(seed)
+            config = BertConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=32,
+                num_labels=3,
+            )
+            return BertForSequenceClassification(config).eval()
+
+        teacher, student = make(0), make(1)
+        batch = {**make_batch(), "labels": torch.tensor([0, 2, 1])}
+        result = DistillationLoss(teacher, student, "kd", ratio=0.5)(batch)
+        with torch.no_grad():
+            inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+            log_p, log_q = (model(**inputs).logits.log_softmax(-1) for model in (teacher, student))
+            expected = 0.5 * (log_p.exp() * (log_p - log_q)).sum(-1).mean() + 0.5 * student(**batch).loss
+        assert float(result.loss.detach()) == pytest.approx(float(expected), rel=1e-4)
+
+    def test_bert_before_any_task(self):
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        )
+        model = BertForPreTraining(config).eval()
+        batch = {**make_batch(), "next_sentence_label": torch.tensor([0, 1, 0])}
+        result = DistillationLoss(model, model, "sft")(batch)
+        with torch.no_grad():
+            assert float(result.loss.detach()) == pytest.approx(float(model(**batch).loss), rel=1e-4)
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ({"method": "mkad"}, ["mkad"]),
+            ({"temprature": 2.0}, ["makd.temprature", "makd.temperature"]),
+            ({"settings": {"kd.ratio": 1.0}}, ["kd.ratio", "makd"]),
+            ({"method": "sft", "ratio": 1.0}, ["sft.ratio"]),
+        ],
+    )
+    def test_what_does_not_fit(self, models, arguments, words):
+        with pytest.raises(UserError) as error:
+            DistillationLoss(*models, **arguments)
+        assert all(word in str(error.value) for word in words)
+
+    def test_models_and_batches_that_do_not_fit(self, models):
+        with pytest.raises(UserError, match="labels"):
+            DistillationLoss(*models, "kd")({"input_ids": make_batch()["input_ids"]})
+        with pytest.raises(UserError, match="vocabulary"):
+            DistillationLoss(make_llama(0), make_llama(0, vocab_size=60), "kd")
+
+
+STEPS, MICRO, ACCUMULATION = 4, 4, 2
+ROWS = [
+    {"prompt": f"Number {i}" + " and" * (i % 5), "completion": f"is {i % 7}" + " more" * (i % 3)} for i in range(32)
+]
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    """A run of the main job, the models it began with, and its batches by step, as a collator would give them."""
+    from llmdistill.run import assemble
+    from llmdistill.run.plan import make_plans
+    from llmdistill.runtime.distributed import World
+
+    tokenizer = AutoTokenizer.from_pretrained(locate("embedded:teacher"))
+    teacher = make_llama(0, vocab_size=len(tokenizer))
+    student = llmdistill.compress(teacher, rank=8)
+    result = llmdistill.distill(
+        teacher,
+        student,
+        ROWS,
+        tokenizer=tokenizer,
+        output_dir=tmp_path_factory.mktemp("run") / "run",
+        steps=STEPS,
+        global_batch_size=MICRO * ACCUMULATION,
+        micro_batch_size=MICRO,
+        learning_rate=1e-3,
+        schedule="constant",
+        log_every=1,
+    )
+    (plan,) = make_plans(result.config)
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    loader = assemble.make_loader(plan, assemble.read_data(plan), world)
+    batches = [
+        {key: getattr(batch, key) for key in ("input_ids", "attention_mask", "labels")}
+        for step in range(STEPS)
+        for batch in loader.micro_batches(step)
+    ]
+    return teacher, student, batches, result
+
+
+def arguments(folder, **changes) -> TrainingArguments:
+    values = {
+        "per_device_train_batch_size": 1,  # of whole micro batches, see the collator
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+    }
+    return TrainingArguments(output_dir=str(folder), **{**values, **changes})
+
+
+def first(batches):
+    return batches[0]
+
+
+class TestTrainers:
+    def check(self, trainer, student, result):
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in result.history], rel=1e-4)
+        assert [row["grad_norm"] for row in rows] == pytest.approx(
+            [row["grad_norm"] for row in result.history], rel=1e-3
+        )
+        trained = result.student.state_dict()
+        for name, tensor in student.state_dict().items():
+            assert torch.allclose(tensor, trained[name], atol=2e-5), name
+        return rows
+
+    def test_a_ready_trainer_does_what_the_main_job_does(self, main_job, tmp_path):
+        teacher, student, batches, result = main_job
+        student = copy.deepcopy(student)
+        trainer = DistillationTrainer(
+            student, copy.deepcopy(teacher), arguments(tmp_path), train_dataset=batches, data_collator=first
+        )
+        trainer.train()
+        rows = self.check(trainer, student, result)
+        for name in trainer.distillation.method.weights:
+            assert [row[name] for row in rows] == pytest.approx([row[name] for row in result.history], rel=1e-4)
+
+    def test_a_trainer_of_ones_own_that_calls_the_loss(self, main_job, tmp_path):
+        teacher, student, batches, result = main_job
+        student = copy.deepcopy(student)
+        loss = DistillationLoss(copy.deepcopy(teacher), student)
+
+        class OwnTrainer(Trainer):
+            loss_is_scaled_for_ga = True
+
+            def get_batch_samples(self, *arguments):
+                batches, _ = super().get_batch_samples(*arguments)
+                return batches, loss.counts(batches)
+
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return loss(inputs, num_items_in_batch=num_items_in_batch, model=model).loss
+
+        trainer = OwnTrainer(student, arguments(tmp_path), train_dataset=batches, data_collator=first)
+        trainer.train()
+        self.check(trainer, student, result)
+
+    def test_evaluation_and_a_checkpoint(self, main_job, tmp_path):
+        teacher, student, batches, _ = main_job
+        student = copy.deepcopy(student)
+        trainer = DistillationTrainer(
+            student,
+            copy.deepcopy(teacher),
+            arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=1),
+            method="kd",
+            method_settings={"temperature": 2.0},
+            train_dataset=batches,
+            eval_dataset=batches[:1],
+            data_collator=first,
+        )
+        trainer.train()
+        figures = trainer.evaluate()
+        student.eval()
+        expected = trainer.distillation(batches[0])
+        assert figures["eval_loss"] == pytest.approx(float(expected.loss.detach()), rel=1e-4)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+        assert torch.equal(loaded(batches[0]["input_ids"]).logits, student(batches[0]["input_ids"]).logits)
+        assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())
