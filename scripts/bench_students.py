@@ -24,7 +24,7 @@ import torch
 import yaml
 from benching import Settings, Work, measure, median_ratio, parse
 from benching_table import Line, Table
-from step_rows import bert, gpt2, low_rank
+from step_setting import bert, gpt2, low_rank
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel

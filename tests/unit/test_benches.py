@@ -159,7 +159,8 @@ def test_naive_makd_is_the_same_loss_as_ours():
     ("task", "sizes"), [("kd", {"student_layers": 2, "labelled": 0.4}), ("encoder", {"student_layers": 2})]
 )
 def test_steps_leave_no_gradient_and_barely_move(task, sizes):
-    from step_rows import floor, make_setting, ours
+    from step_rows import floor, ours
+    from step_setting import make_setting
 
     row = {"task": task, "way": "ours", **TINY, **sizes}
     for way in (floor, ours):
@@ -171,7 +172,7 @@ def test_steps_leave_no_gradient_and_barely_move(task, sizes):
 
 
 def test_labelled_share_stands_at_the_end():
-    from step_rows import make_setting
+    from step_setting import make_setting
 
     row = {"task": "kd", "way": "floor", **TINY, "tokens": 10, "labelled": 0.4}
     setting = make_setting(row, torch.device("cpu"))
