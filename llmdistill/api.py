@@ -21,13 +21,16 @@ from llmdistill.config.command_line import changed
 from llmdistill.data.in_memory import Data, Kind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.experiments.distillation import distil as distil_plans
 from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.convert import compress_model
 from llmdistill.files import new_folder
 from llmdistill.models.load import load_config, load_model
 from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_of
-from llmdistill.runtime.distributed import World, init_distributed, on_main
+from llmdistill.run.plan import make_plans
+from llmdistill.runtime.distributed import init_distributed, on_main
 from llmdistill.runtime.guest import guest
+from llmdistill.runtime.terminal import quiet_libraries
 from llmdistill.tasks.answers import check_sets, score_sets
 from llmdistill.tasks.perplexity import score_texts
 
@@ -160,7 +163,9 @@ def distill(
     with guest():
         world = init_distributed(given.command(method))
         config = on_main(lambda: given.saved(config), world)
-        _run(config, world)
+        quiet_libraries()
+        plans = make_plans(config)
+        distil_plans(plans, plans[0].task.read(plans[0].models), world)
         folder = Path(str(config.output_dir))
         trained = load(folder / "student", load_config(folder / "student")).to(cast(Any, world.device))
     log = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -171,16 +176,6 @@ def distill(
         folder=folder,
         config=config,
     )
-
-
-def _run(config: RunConfig, world: World) -> None:
-    from llmdistill.experiments.distillation import distil as distil_plans
-    from llmdistill.run.plan import make_plans
-    from llmdistill.runtime.terminal import quiet_libraries
-
-    quiet_libraries()
-    plans = make_plans(config)
-    distil_plans(plans, plans[0].task.read(plans[0].models), world)
 
 
 def evaluate(

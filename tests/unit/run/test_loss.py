@@ -318,7 +318,7 @@ def main_job(tmp_path_factory):
     )
     (plan,) = make_plans(result.config)
     world = World(rank=0, size=1, device=torch.device("cpu"))
-    loader = assemble.make_loader(plan, assemble.read_data(plan), world)
+    loader = plan.task.read(plan.models).prepared(world).loader(assemble.share_of(plan, world))
     batches = [
         {key: getattr(batch, key) for key in ("input_ids", "attention_mask", "labels")}
         for step in range(STEPS)
