@@ -1,9 +1,10 @@
-"""What is known of each architecture: where its parts are, and the numbers that two models must share."""
+"""What is known of each architecture: where its parts are, how they are shaped, and the sizes of its models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, cast
 
 from llmdistill.errors import UserError
 
@@ -12,9 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+Axis = Literal["whole", "hidden", "ffn", "query", "key", "value", "context", "fused", "head"]
+"""What an axis of a parameter counts: things that a shape does not change (words, positions, classes), the width, the
+feed-forward width, all heads' features of queries, keys or values, of what attention gives (context), of queries, keys
+and values in a row (fused), or one head's features (head)."""
+
+_DECODER_HEADS: Mapping[str, tuple[Axis, ...]] = {"lm_head": ("whole", "hidden"), "score": ("whole", "hidden")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The parts of one architecture, as module names."""
+    """One architecture: its parts as module names, and what else differs between architectures."""
 
     layers: str
     """List of layers, from the base model."""
@@ -32,6 +41,17 @@ class Family:
     """From the whole model: its language-model head, where it has one."""
     causal: bool
     """Decoder (a token sees only what stands before it) or encoder."""
+    layer_axes: Mapping[str, tuple[Axis, ...]]
+    """Axes (outputs, inputs) of the modules of a layer, for students of another shape. Those of the feed-forward part
+    follow from the names above, and norms have the width unless they stand here."""
+    head_axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=lambda: _DECODER_HEADS)
+    """The same for what stands around the layers, from the whole model; embeddings are known by their type."""
+    ffn_size: str = "intermediate_size"
+    """The config's name for the feed-forward width; where the config leaves it open it is four times the width."""
+    positions_after_padding: bool = False
+    """Whether positions count from behind the padding token's number, so that there are fewer than the config says."""
+    next_sentence: str | None = None
+    """Class of the model with a next-sentence head, if there is such a head."""
 
 
 _LLAMA = Family(
@@ -43,6 +63,14 @@ _LLAMA = Family(
     ffn_down="mlp.down_proj",
     lm_head="lm_head",
     causal=True,
+    layer_axes={
+        "self_attn.q_proj": ("query", "hidden"),
+        "self_attn.k_proj": ("key", "hidden"),
+        "self_attn.v_proj": ("value", "hidden"),
+        "self_attn.o_proj": ("hidden", "context"),
+        "self_attn.q_norm": ("head",),
+        "self_attn.k_norm": ("head",),
+    },
 )
 _GPT2 = Family(
     layers="h",
@@ -53,6 +81,8 @@ _GPT2 = Family(
     ffn_down="mlp.c_proj",
     lm_head="lm_head",
     causal=True,
+    layer_axes={"attn.c_attn": ("fused", "hidden"), "attn.c_proj": ("hidden", "context")},
+    ffn_size="n_inner",
 )
 _BERT = Family(
     layers="encoder.layer",
@@ -63,8 +93,37 @@ _BERT = Family(
     ffn_down="output.dense",
     lm_head="cls.predictions",
     causal=False,
+    layer_axes={
+        "attention.self.query": ("query", "hidden"),
+        "attention.self.key": ("key", "hidden"),
+        "attention.self.value": ("value", "hidden"),
+        "attention.output.dense": ("hidden", "context"),
+    },
+    head_axes={
+        "pooler.dense": ("hidden", "hidden"),
+        "cls.predictions.transform.dense": ("hidden", "hidden"),
+        "cls.predictions.decoder": ("whole", "hidden"),
+        "cls.predictions": ("whole",),
+        "cls.seq_relationship": ("whole", "hidden"),
+        "classifier": ("whole", "hidden"),
+    },
+    next_sentence="BertForPreTraining",
 )
-_ROBERTA = replace(_BERT, lm_head="lm_head")
+_ROBERTA = replace(
+    _BERT,
+    lm_head="lm_head",
+    head_axes={
+        "pooler.dense": ("hidden", "hidden"),
+        "lm_head": ("whole", "hidden"),
+        "lm_head.dense": ("hidden", "hidden"),
+        "lm_head.decoder": ("whole", "hidden"),
+        "classifier": ("whole", "hidden"),
+        "classifier.dense": ("hidden", "hidden"),
+        "classifier.out_proj": ("whole", "hidden"),
+    },
+    positions_after_padding=True,
+    next_sentence=None,
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -76,8 +135,9 @@ FAMILIES: dict[str, Family] = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
-"""Supported architectures, by `model_type` of their config. A new one is a new entry here: the attention module
-must go through transformers' attention interface, and everything else follows from the names."""
+"""Supported architectures, by `model_type` of their config. A new one is a new entry here, or one that a user puts here
+before a model is loaded: the attention module must go through transformers' attention interface, and everything else
+follows from the entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +191,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 def shape_of(config: PreTrainedConfig) -> Shape:
     """The sizes of a model, from its config alone."""
     num_layers, num_heads, hidden_size = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
-    intermediate_size = getattr(config, "intermediate_size", None)
-    if intermediate_size is None:  # GPT-2 names it otherwise, and leaves it open for the usual factor
-        n_inner = getattr(config, "n_inner", None)
-        intermediate_size = 4 * hidden_size if n_inner is None else n_inner
+    intermediate_size = getattr(config, family_of(config).ffn_size)
     head_dim = getattr(config, "head_dim", None)
     num_kv_heads = getattr(config, "num_key_value_heads", None)
     return Shape(
@@ -143,7 +200,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=hidden_size // num_heads if head_dim is None else head_dim,
-        intermediate_size=intermediate_size,
+        intermediate_size=4 * hidden_size if intermediate_size is None else intermediate_size,
         windows=_windows(config),
     )
 
@@ -158,9 +215,9 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 def max_positions(config: PreTrainedConfig, limit: int) -> int:
     """Tokens of a sequence that a model has positions for, at most a limit."""
-    positions = getattr(config, "max_position_embeddings", None)
+    positions: int | None = getattr(config, "max_position_embeddings", None)
     if positions is None:
         return limit
-    if config.model_type in ("roberta", "xlm-roberta"):  # they count from behind the padding token's
+    if family_of(config).positions_after_padding:
         positions -= config.pad_token_id + 1
-    return min(int(positions), limit)
+    return min(positions, limit)

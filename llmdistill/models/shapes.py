@@ -12,45 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
-from llmdistill.models.families import Family, Shape, family_of, shape_of
-
-Axis = Literal["whole", "hidden", "ffn", "query", "key", "value", "context", "fused", "head"]
-"""What an axis of a parameter counts: things that a shape does not change (words, positions, classes), the width, the
-feed-forward width, all heads' features of queries, keys or values, of what attention gives (context), of queries, keys
-and values in a row (fused), or one head's features (head)."""
-
-_LAYER_AXES: dict[str, tuple[Axis, ...]] = {
-    "attention.self.query": ("query", "hidden"),
-    "attention.self.key": ("key", "hidden"),
-    "attention.self.value": ("value", "hidden"),
-    "attention.output.dense": ("hidden", "context"),
-    "self_attn.q_proj": ("query", "hidden"),
-    "self_attn.k_proj": ("key", "hidden"),
-    "self_attn.v_proj": ("value", "hidden"),
-    "self_attn.o_proj": ("hidden", "context"),
-    "self_attn.q_norm": ("head",),
-    "self_attn.k_norm": ("head",),
-    "attn.c_attn": ("fused", "hidden"),
-    "attn.c_proj": ("hidden", "context"),
-}
-"""Axes (outputs, inputs) of the modules of a layer; those of the feed-forward part are the family's, norms are known by
-their one axis."""
-
-_OUTER_AXES: dict[str, tuple[Axis, ...]] = {
-    "pooler.dense": ("hidden", "hidden"),
-    "cls.predictions.transform.dense": ("hidden", "hidden"),
-    "cls.predictions.decoder": ("whole", "hidden"),
-    "cls.predictions": ("whole",),
-    "cls.seq_relationship": ("whole", "hidden"),
-    "lm_head": ("whole", "hidden"),
-    "lm_head.dense": ("hidden", "hidden"),
-    "lm_head.decoder": ("whole", "hidden"),
-    "classifier": ("whole", "hidden"),
-    "classifier.dense": ("hidden", "hidden"),
-    "classifier.out_proj": ("whole", "hidden"),
-    "score": ("whole", "hidden"),
-}
-"""The same for what stands around the layers; embeddings are known by their type."""
+from llmdistill.models.families import Axis, Family, Shape, family_of, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +70,7 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     put("num_attention_heads", shape.heads)
     proportional = round(shape.width * sizes.intermediate_size / sizes.hidden_size)
     intermediate = proportional if shape.intermediate is None else shape.intermediate
-    values["intermediate_size" if hasattr(teacher, "intermediate_size") else "n_inner"] = intermediate
+    values[family_of(teacher).ffn_size] = intermediate
     if hasattr(teacher, "num_key_value_heads"):
         values["num_key_value_heads"] = _kv_heads(shape, sizes)
     if hasattr(teacher, "rope_parameters"):
@@ -284,9 +246,9 @@ def _split(owner: str, family: Family) -> tuple[int | None, str]:
 
 def _axes_of(module: nn.Module, owner: str, leaf: str, family: Family, in_layer: bool) -> tuple[Axis, ...]:
     """The axes of a module's parameter, as it is stored; none where there is no rule."""
-    rules = _OUTER_AXES
+    rules = dict(family.head_axes)
     if in_layer:
-        rules = {**_LAYER_AXES, family.ffn_up: ("ffn", "hidden"), family.ffn_down: ("hidden", "ffn")}
+        rules = {**family.layer_axes, family.ffn_up: ("ffn", "hidden"), family.ffn_down: ("hidden", "ffn")}
         if family.ffn_gate is not None:
             rules[family.ffn_gate] = ("ffn", "hidden")
     axes = rules.get(owner, ())

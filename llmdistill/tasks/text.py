@@ -15,6 +15,7 @@ from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.data.text import TextLoader, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.models.families import FAMILIES, family_of
 from llmdistill.models.load import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_main
@@ -30,11 +31,11 @@ class Text(Task):
         """See Task: tokens, and pairs of segments where they are asked for or a BERT's next-sentence head is learnt."""
         wanted = self.config.data.text.next_sentence
         if wanted is None:
-            wanted = uses_output and (teacher.architectures or [""])[0] == "BertForPreTraining"
-        if wanted and teacher.model_type != "bert":
+            wanted = uses_output and (teacher.architectures or [""])[0] == family_of(teacher).next_sentence
+        if wanted and family_of(teacher).next_sentence is None:
+            having = ", ".join(name for name, family in FAMILIES.items() if family.next_sentence is not None)
             raise UserError(
-                f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: only bert has "
-                "one"
+                f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head; one has {having}"
             )
         return Objective(tokens=True, sequences="classes" if wanted else None)
 

@@ -285,12 +285,12 @@ def test_an_assistant_stands_between(name: str, plans_of: Callable[[str], list[P
 
 
 def test_layer_to_layer_and_starting_points() -> None:
-    assert parse("minilm/6x384-layer-to-layer").minilm.layers == "uniform"
+    assert parse("minilm/6x384-layer-to-layer").method_settings["minilm"].layers == "uniform"
     starts = {name: (parse(name).student.init, parse(name).student.layers) for name in RECIPES if "makd" not in name}
     assert starts.pop("distilbert/6x768") == ("layers", "spread")
     assert starts.pop("truncated/bert-6x768") == starts.pop("truncated/roberta-6x768") == ("layers", "first")
     assert {init for init, _ in starts.values()} == {"random"}
-    assert parse("mlm-kd/6x384").kd.ratio == 1
+    assert parse("mlm-kd/6x384").method_settings["kd"].ratio == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""docs/extending.md: its code is run as it stands there, and does what the page says."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmdistill.methods import METHODS
+from llmdistill.models.families import FAMILIES
+from llmdistill.models.shapes import initialise, parse_shape, shaped_config
+from llmdistill.models.taps import Recorder
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/extending.md").read_text(encoding="utf-8")
+
+
+def blocks(section: str, kind: str) -> list[str]:
+    """The fenced blocks of a kind under a heading."""
+    text = PAGE.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
+    before = dict(METHODS), dict(FAMILIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for code in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        (tmp_path / code.split()[1]).write_text(code, encoding="utf-8")
+    yield tmp_path
+    for table, entries in zip((METHODS, FAMILIES), before, strict=True):
+        table.clear()
+        table.update(entries)
+    for name in ("mine", "olmo2"):
+        sys.modules.pop(name, None)
+
+
+def test_a_method_of_ones_own_on_the_command_line(monkeypatch, capsys):
+    (command,) = blocks("A method", "console")
+    _, script, *arguments = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(script, run_name="__main__")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["terms"] == {"last": 2.0, "label": 1.0}
+    assert plan["config"]["last"] == {"hidden": 2.0}
+
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(script, run_name="__main__")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "last: the last layers' outputs, and the labels" in text
+    assert "Weight of the MSE between the last layers' outputs" in text
+
+    monkeypatch.setattr(sys, "argv", [script, *arguments, "--last.hiden", "2.0"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(script, run_name="__main__")
+    assert "did you mean --last.hidden?" in capsys.readouterr().err
+
+
+def test_a_method_of_ones_own_in_a_run():
+    _, use = blocks("A method", "python")
+    names: dict[str, object] = {}
+    exec(compile(use, "extending.md", "exec"), names)
+    history = names["result"].history  # type: ignore[attr-defined]
+    assert len(history) == 10
+    for row in history:
+        assert row["loss"] == pytest.approx(2 * row["last"] + row["label"], rel=1e-4)
+    assert history[-1]["last"] < history[0]["last"]
+
+
+def test_an_architecture_of_ones_own_is_tapped_right():
+    _, use = blocks("An architecture", "python")
+    names: dict[str, object] = {}
+    exec(compile(use, "extending.md", "exec"), names)
+    model, student = (names[name].eval() for name in ("teacher", "student"))  # type: ignore[attr-defined]
+    ids = torch.arange(2, 26).view(2, 12)
+    stock = model(ids, output_hidden_states=True)
+    every = frozenset({0, 1})
+    aspects = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down", "hidden")
+    recorder = Recorder(model, {**dict.fromkeys(aspects, every), "embedding": frozenset({0})})
+    with recorder.recording():
+        assert torch.equal(model(ids).logits, stock.logits)
+    taps = recorder.take()
+    recorder.remove()
+
+    assert torch.equal(taps.embedding[0], stock.hidden_states[0])
+    assert torch.equal(taps.hidden[0], stock.hidden_states[1])
+    # Of the last layer transformers gives what comes behind the final norm.
+    assert torch.equal(model.model.norm(taps.hidden[1]), stock.hidden_states[2])
+    model.set_attn_implementation("eager")
+    attentions = model(ids, output_attentions=True).attentions
+    for layer in range(2):
+        scores = taps.query[layer] @ taps.key[layer].transpose(-1, -2) * taps.scaling[layer]
+        seen = torch.ones(12, 12, dtype=torch.bool).tril()
+        assert torch.allclose(scores.masked_fill(~seen, -torch.inf).softmax(-1), attentions[layer], atol=1e-6)
+        mlp, attention = model.model.layers[layer].mlp, model.model.layers[layer].self_attn
+        inner = torch.nn.functional.silu(taps.ffn_gate[layer]) * taps.ffn_up[layer]
+        assert torch.allclose(mlp.down_proj(inner), taps.ffn_down[layer], atol=1e-6)
+        before = stock.hidden_states[layer]
+        assert torch.allclose(attention.v_proj(before), taps.value[layer].transpose(1, 2).flatten(2), atol=1e-6)
+    assert 0 < student.num_parameters() < model.num_parameters()
+    assert student(ids).logits.shape == stock.logits.shape
+
+
+def test_an_architecture_of_ones_own_is_cut_to_another_shape():
+    _, use = blocks("An architecture", "python")
+    names: dict[str, object] = {}
+    exec(compile(use, "extending.md", "exec"), names)
+    teacher = names["teacher"]
+    config = shaped_config(teacher.config, parse_shape("1x16x2"))  # type: ignore[attr-defined]
+    student = type(teacher)(config)
+    norm = teacher.model.layers[1].self_attn.q_norm  # type: ignore[attr-defined]
+    torch.nn.init.normal_(norm.weight)
+    initialise(student, teacher, init="slice", layers=[1])  # type: ignore[arg-type]
+    own, theirs = student.model.layers[0], teacher.model.layers[1]  # type: ignore[attr-defined]
+    assert torch.equal(own.self_attn.q_norm.weight, norm.weight[:16])
+    assert torch.equal(own.self_attn.v_proj.weight, theirs.self_attn.v_proj.weight[:16, :16])
+    assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight[:16, :24])
