@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from llmdistill.config import RunConfig
 from llmdistill.config.methods import MethodInfo, MethodTable
-from llmdistill.config.recipes import recipe_names, recipe_path
+from llmdistill.config.recipes import extended, recipe_names, recipe_path
+from llmdistill.config.strict import check_keys, flattened, is_known, keys_of, nearest, one_sentence
 from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
@@ -113,12 +111,12 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     Raises:
         UserError: an unknown key or a value that does not fit.
     """
-    known = _keys(parser)
+    known = keys_of(parser)
     for argument in arguments:
         if argument.startswith("--") and argument != "--":
             key = argument[2:].split("=")[0]
-            if key not in ("help", "print_config") and not _is_known(key, known):
-                raise UserError(f"--{key}: there is no such setting{_nearest(key, known, '--')}")
+            if key not in ("help", "print_config") and not is_known(key, known):
+                raise UserError(f"--{key}: there is no such setting{nearest(key, known, '--')}")
     try:
         return parser.parse_args(_bracketed(parser, arguments))
     except (ArgumentError, ValueError, TypeError) as error:
@@ -227,18 +225,6 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
     return build(parsed, type(section), prefix=prefix)
 
 
-def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "") -> None:
-    """Refuse what no setting of the parser is called.
-
-    Raises:
-        UserError: with the key, behind the prefix, and the nearest known one.
-    """
-    known = _keys(parser)
-    for key in keys:
-        if not _is_known(key, known):
-            raise UserError(f"{prefix}{key}: there is no such setting{_nearest(key, known, prefix)}")
-
-
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a value of a configuration as plain JSON values.
 
@@ -255,48 +241,8 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     for parent in parents:
         block = block.get(parent) if isinstance(block, dict) else None
     if not isinstance(block, dict) or name not in block:
-        raise UserError(f"{key}: there is no such setting{_nearest(key, dict.fromkeys(_flatten(values), False), '')}")
+        raise UserError(f"{key}: there is no such setting{nearest(key, dict.fromkeys(flattened(values), False), '')}")
     block[name] = value
-
-
-def extended(parser: ArgumentParser, path: Path) -> list[Path]:
-    """A recipe and all that it extends, the last of them first: each one's settings win over those before it.
-
-    A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
-
-    Raises:
-        UserError: a recipe that is not there or not right, or that extends itself by way of others.
-    """
-    files = [path]
-    while (base := check_recipe(parser, files[0]).get("extends")) is not None:
-        file = recipe_path(base) if base in recipe_names() else files[0].parent / str(base)
-        if not file.is_file():
-            raise UserError(f"{files[0]}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
-        if any(file.samefile(other) for other in files):
-            raise UserError(f"{files[0]}: extends {base}, which itself builds on this one: take one extends out")
-        files.insert(0, file)
-    return files
-
-
-def check_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
-    """The settings of a recipe's own file, if it is YAML and has no key that no setting has.
-
-    Raises:
-        UserError: with the file, the key and the nearest known one.
-    """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f":{where.line + 1}" if where is not None else ""
-        raise UserError(f"{path}{line}: not valid YAML; mend it or choose another --recipe") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: a recipe is a mapping of settings, as in the shipped ones; this is not")
-    known = _keys(parser)
-    for key in _flatten(values):
-        if not _is_known(key, known):
-            raise UserError(f"{path}: {key}: there is no such setting{_nearest(key, known, '')}")
-    return values
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -340,51 +286,3 @@ def scores_asked(config: RunConfig) -> dict[str, Any]:
     """What a run is to score and how, as plain JSON values."""
     values = to_dict(config)
     return {"scoring": values["scoring"], "valid": values["data"]["valid"], "tests": values["data"]["tests"]}
-
-
-def _keys(parser: ArgumentParser) -> dict[str, bool]:
-    """Every key of a parser, and whether it is a mapping with free keys below it."""
-    return {
-        option.removeprefix("--"): "dict[" in str(getattr(action, "_typehint", ""))
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-
-
-def _is_known(key: str, known: dict[str, bool]) -> bool:
-    parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
-    return key in known or any(known.get(parent, False) for parent in parents)
-
-
-def _nearest(key: str, known: dict[str, bool], prefix: str) -> str:
-    """A hint at the key that was perhaps meant: by the whole name, else by its last part alone."""
-    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    last = key.rsplit(".", 1)[-1]
-    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}  # of several the first: the run's own
-    same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
-    if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
-        found = [by_last[same_last[0]]]
-    return f"; did you mean {prefix}{found[0]}?" if found else "; --help lists them all"
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> list[str]:
-    keys = []
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        keys += _flatten(value, f"{key}.") if isinstance(value, dict) and value else [key]
-    return keys
-
-
-def one_sentence(message: str) -> str:
-    """jsonargparse explains over several lines; what the user needs is the key, the value and what fits."""
-    key = re.search(r'[Kk]ey "([^"]+)"', message)
-    value = re.search(r"(?:Given value|Got value): (.*)", message)
-    expected = re.findall(r"Expected an? ([^\n]*?)(?:\. Got|\n|$)", message)
-    if key is not None and value is not None:
-        kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
-        return f"{key.group(1)}: {value.group(1)!r} does not fit; expected {kinds or 'what --help says'}"
-    required = re.search(r'"([\w.]+)" is required', message)
-    if required is not None:
-        return f"--{required.group(1)} is missing: give it on the command line or in the recipe"
-    return " ".join(message.split())

@@ -9,8 +9,9 @@ from typing import Any
 from jsonargparse import ArgumentError
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig
-from llmdistill.config.command_line import build, changed, check_keys, one_sentence, run_parser
+from llmdistill.config.command_line import build, changed, run_parser
 from llmdistill.config.methods import MethodTable
+from llmdistill.config.strict import check_keys, one_sentence
 from llmdistill.errors import UserError
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
+import yaml
+from jsonargparse import ArgumentParser
+
+from llmdistill.config.strict import flattened, is_known, keys_of, nearest
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
@@ -31,3 +36,43 @@ def recipe_path(name_or_path: str) -> Path:
             f"--recipe {name_or_path}: neither a file nor a shipped recipe; shipped are {', '.join(recipe_names())}"
         )
     return path
+
+
+def extended(parser: ArgumentParser, path: Path) -> list[Path]:
+    """A recipe and all that it extends, the last of them first: each one's settings win over those before it.
+
+    A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
+
+    Raises:
+        UserError: a recipe that is not there or not right, or that extends itself by way of others.
+    """
+    files = [path]
+    while (base := check_recipe(parser, files[0]).get("extends")) is not None:
+        file = recipe_path(base) if base in recipe_names() else files[0].parent / str(base)
+        if not file.is_file():
+            raise UserError(f"{files[0]}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
+        if any(file.samefile(other) for other in files):
+            raise UserError(f"{files[0]}: extends {base}, which itself builds on this one: take one extends out")
+        files.insert(0, file)
+    return files
+
+
+def check_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
+    """The settings of a recipe's own file, if it is YAML and has no key that no setting has.
+
+    Raises:
+        UserError: with the file, the key and the nearest known one.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f":{where.line + 1}" if where is not None else ""
+        raise UserError(f"{path}{line}: not valid YAML; mend it or choose another --recipe") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe is a mapping of settings, as in the shipped ones; this is not")
+    known = keys_of(parser)
+    for key in flattened(values):
+        if not is_known(key, known):
+            raise UserError(f"{path}: {key}: there is no such setting{nearest(key, known, '')}")
+    return values

@@ -34,6 +34,13 @@ def test_import_loads_no_library():
     assert done.stdout == "set()\n"
 
 
+def test_methods_and_architectures_are_listed_without_libraries():
+    code = "import sys\nfrom llmdistill.methods import METHODS\nfrom llmdistill.models.families import FAMILIES\n"
+    code += "assert METHODS and FAMILIES\nprint({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize(
     "words",
     [

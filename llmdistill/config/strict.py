@@ -1,0 +1,74 @@
+"""Strictness: an unknown key stops and names the nearest one, and an error is one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.errors import UserError
+
+
+def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "") -> None:
+    """Refuse what no setting of the parser is called.
+
+    Raises:
+        UserError: with the key, behind the prefix, and the nearest known one.
+    """
+    known = keys_of(parser)
+    for key in keys:
+        if not is_known(key, known):
+            raise UserError(f"{prefix}{key}: there is no such setting{nearest(key, known, prefix)}")
+
+
+def keys_of(parser: ArgumentParser) -> dict[str, bool]:
+    """Every key of a parser, and whether it is a mapping with free keys below it."""
+    return {
+        option.removeprefix("--"): "dict[" in str(getattr(action, "_typehint", ""))
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+
+
+def is_known(key: str, known: dict[str, bool]) -> bool:
+    """Whether a parser has a key, or a mapping with free keys above it."""
+    parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
+    return key in known or any(known.get(parent, False) for parent in parents)
+
+
+def nearest(key: str, known: dict[str, bool], prefix: str) -> str:
+    """A hint at the key that was perhaps meant: by the whole name, else by its last part alone."""
+    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    last = key.rsplit(".", 1)[-1]
+    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}  # of equal ones the first: the run's own
+    same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
+    if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
+        found = [by_last[same_last[0]]]
+    return f"; did you mean {prefix}{found[0]}?" if found else "; --help lists them all"
+
+
+def flattened(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys of nested mappings."""
+    keys = []
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        keys += flattened(value, f"{key}.") if isinstance(value, dict) and value else [key]
+    return keys
+
+
+def one_sentence(message: str) -> str:
+    """jsonargparse explains over several lines; what the user needs is the key, the value and what fits."""
+    key = re.search(r'[Kk]ey "([^"]+)"', message)
+    value = re.search(r"(?:Given value|Got value): (.*)", message)
+    expected = re.findall(r"Expected an? ([^\n]*?)(?:\. Got|\n|$)", message)
+    if key is not None and value is not None:
+        kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
+        return f"{key.group(1)}: {value.group(1)!r} does not fit; expected {kinds or 'what --help says'}"
+    required = re.search(r'"([\w.]+)" is required', message)
+    if required is not None:
+        return f"--{required.group(1)} is missing: give it on the command line or in the recipe"
+    return " ".join(message.split())
