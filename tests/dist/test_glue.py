@@ -83,7 +83,7 @@ def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
     assert said.count("STS-B: run 1 of 1") == 1
     run = "STS-B/lr-0.003-epochs-12-seed-1"
     one, two = (
-        [line.split("\t") for line in (tmp_path / name / run / "dev.tsv").read_text().splitlines()]
+        [line.split("\t") for line in (tmp_path / name / run / "predictions/student/dev.tsv").read_text().splitlines()]
         for name in ("one", "two")
     )
     assert len(one) == len(two) == 22

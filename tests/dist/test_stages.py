@@ -78,7 +78,7 @@ def settings(teacher, tmp_path_factory) -> list[str]:
 
 
 def answers(run: Path, row: str) -> list[float]:
-    file = run / "tasks" / row / "STS-B/lr-0.003-epochs-6-seed-1/dev.tsv"
+    file = run / "tasks" / row / "STS-B/lr-0.003-epochs-6-seed-1/predictions/student/dev.tsv"
     return [float(line.split("\t")[1]) for line in file.read_text().splitlines()[1:]]
 
 
@@ -99,7 +99,7 @@ def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, t
 
     table = json.loads((one / "tasks/report.json").read_text())["rows"]
     trained = (one / "student/model.safetensors").stat().st_mtime_ns
-    (one / "tasks/no_kd/STS-B/lr-0.003-epochs-6-seed-1/result.json").unlink()
+    (one / "tasks/no_kd/STS-B/lr-0.003-epochs-6-seed-1/metrics.json").unlink()
     said = launch(*settings, "--ds_config", "ds_configs/zero1.json", "--output_dir", str(one)).stdout
     assert said.count("STS-B: run 1 of 1") == 1, "the same command only does what is missing"
     assert (one / "student/model.safetensors").stat().st_mtime_ns == trained

@@ -51,7 +51,8 @@ def dry_run(tmp_path, capsys, monkeypatch):
 def test_every_shipped_recipe_resolves(dry_run, recipe):
     plan = dry_run(recipe)
     assert 0 < plan["student_params"] <= plan["teacher_params"]
-    assert plan["estimate"]["tokens"] > 0
+    counted_later = plan["config"]["train"]["epochs"] is not None
+    assert counted_later or plan["estimate"]["tokens"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Fine-tuning on a task as an ordinary run: adapters, a sharded teacher, two ranks, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import largest_difference
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = (
+    *("--recipe", "finetune", "--ds_config", "ds_configs/zero2.json", "--train.dtype", "fp32", "--data.max_length", "32"),
+    *("--train.global_batch_size", "8", "--train.epochs", "2", "--train.learning_rate", "3e-3", "--train.save_every", "5"),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A task in the format of RTE, decided by one word."""
+    folder = tmp_path_factory.mktemp("glue")
+    (folder / "RTE").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for split, size in (("train", 40), ("dev", 13)):
+        lines = ["index\tsentence1\tsentence2\tlabel\n"]
+        for number in range(size):
+            right = int(torch.randint(2, (), generator=generator))
+            word, label = ("Anna", "entailment") if right else ("baker", "not_entailment")
+            lines.append(f"{number}\t{word} and so on\tthen{number % 3}\t{label}\n")
+        (folder / f"RTE/{split}.tsv").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finetune(launch, tiny_teacher, data):
+    def run(folder: Path, *arguments: str, ranks: int = 1) -> Path:
+        given = ("--student.model", str(tiny_teacher), "--data.task.dir", str(data), "--output_dir", str(folder))
+        launch(*SETTINGS, *given, *arguments, ranks=ranks)
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def teacher(finetune, tmp_path_factory) -> Path:
+    """A run of the labels alone."""
+    return finetune(tmp_path_factory.mktemp("run") / "teacher", "--train.epochs", "6")
+
+
+def test_the_labels_are_learnt_and_scored(teacher) -> None:
+    metrics = json.loads((teacher / "metrics.json").read_text())
+    assert list(metrics["student"]["dev"]) == ["RTE"]
+    rows = [line.split("\t") for line in (teacher / "predictions/student/dev.tsv").read_text().splitlines()[1:]]
+    right = sum(row[1] == row[2] for row in rows)
+    assert metrics["student"]["score"] == pytest.approx(100 * right / len(rows))
+    assert metrics["student"]["score"] > metrics["student"]["chance"]
+    log = [json.loads(line) for line in (teacher / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log] == [8, 16, 24, 30], "four lines: six epochs of five steps"
+    assert "| RTE accuracy |" in (teacher / "report.md").read_text()
+
+
+def test_adapters_learn_from_a_sharded_teacher_on_two_ranks_as_on_one(finetune, teacher, tmp_path) -> None:
+    learns = ("--method", "kd", "--teacher.model", str(teacher / "student"), "--student.lora.rank", "2")
+    one = finetune(tmp_path / "one", *learns)
+    two = finetune(tmp_path / "two", *learns, "--teacher.sharding", "zero3", ranks=2)
+    assert largest_difference(one, two) < 1e-4
+    dev = [json.loads((run / "metrics.json").read_text())["teacher"]["dev"] for run in (one, two)]
+    assert dev[0] == dev[1]
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, tmp_path) -> None:
+    whole = finetune(tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    shutil.copytree(whole, stopped)
+    for name in ("metrics.json", "report.md"):
+        (stopped / name).unlink()
+    for name in ("student", "scores", "predictions", "checkpoints/step-10"):
+        shutil.rmtree(stopped / name)
+    (stopped / "checkpoints/latest").write_text("step-5")
+    finetune(stopped)
+    assert largest_difference(whole, stopped) == 0
+    assert (stopped / "predictions/student/dev.tsv").read_bytes() == (whole / "predictions/student/dev.tsv").read_bytes()
