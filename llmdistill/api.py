@@ -25,7 +25,8 @@ from llmdistill.experiments.distillation import distil as distil_plans
 from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.convert import compress_model
 from llmdistill.files import new_folder
-from llmdistill.models.load import load_config, load_model
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import load_model
 from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_of
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import init_distributed, on_main

@@ -76,8 +76,10 @@ def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
 
 def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
     """What a dry run prints: the run, the assistants before it, and the tasks after it."""
-    assistants = [plan.describe() for plan in plans[:-1]]
-    described = {**plans[-1].describe(), **({"assistants": assistants} if assistants else {})}
+    from llmdistill.run.describe import describe as describe_plan
+
+    assistants = [describe_plan(plan) for plan in plans[:-1]]
+    described = {**describe_plan(plans[-1]), **({"assistants": assistants} if assistants else {})}
     return described if tasks is None else {**described, "tasks": tasks.describe()}
 
 

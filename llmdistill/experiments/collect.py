@@ -15,7 +15,7 @@ from llmdistill.experiments.comparison import Findings, Study
 from llmdistill.experiments.launcher import shown_command
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.factorize.checkpoint import local_folder
-from llmdistill.models.load import load_config
+from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
 from llmdistill.report.results import Comparison, Row, Run, Sample, SizePoint

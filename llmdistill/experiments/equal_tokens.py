@@ -14,7 +14,7 @@ from llmdistill.data.instruct import LongPrompts, encode
 from llmdistill.data.sampler import global_batch_indices
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
-from llmdistill.models.load import load_tokenizer
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run.plan import tokenizer_path
 
 

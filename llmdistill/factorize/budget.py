@@ -14,7 +14,7 @@ from llmdistill.factorize.kinds import Size, kind_of
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.kronecker_plan import linear_flops, plan_shapes
 from llmdistill.factorize.svd_plan import plan_ranks
-from llmdistill.models.load import load_config
+from llmdistill.models.configs import load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

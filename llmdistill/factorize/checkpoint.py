@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, base_of, cast_parameters
-from llmdistill.models.load import has_tokenizer, load_config
+from llmdistill.models.configs import load_config
+from llmdistill.models.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

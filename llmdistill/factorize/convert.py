@@ -20,7 +20,8 @@ from llmdistill.factorize.install import base_name, install, matrix, tied_heads,
 from llmdistill.factorize.kinds import Kind, Sigma, Size, kind_of
 from llmdistill.factorize.kronecker_search import needs_search, search, search_folder
 from llmdistill.files import new_folder
-from llmdistill.models.load import Head, load_config, load_model
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import Head, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

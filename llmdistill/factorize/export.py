@@ -17,7 +17,7 @@ from llmdistill.factorize.hub import NAME
 from llmdistill.factorize.install import replace
 from llmdistill.factorize.kinds import FACTORISED_EMBEDDINGS, FACTORISED_LINEARS
 from llmdistill.files import new_folder
-from llmdistill.models.load import load_config
+from llmdistill.models.configs import load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

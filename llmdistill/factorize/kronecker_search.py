@@ -38,7 +38,7 @@ from llmdistill.factorize.kronecker_options import (
     undominated,
 )
 from llmdistill.factorize.kronecker_plan import DENSE, check_choice, check_embedding
-from llmdistill.models.load import load_config
+from llmdistill.models.configs import load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

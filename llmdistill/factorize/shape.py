@@ -15,7 +15,8 @@ from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import is_factorised
 from llmdistill.factorize.kinds import kind_of
 from llmdistill.files import new_folder
-from llmdistill.models.load import Head, auto_class, load_config, load_model
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import Head, auto_class, load_model
 from llmdistill.models.shapes import StudentShape, initialise, shaped_config, teacher_layers
 
 if TYPE_CHECKING:

@@ -36,8 +36,10 @@ from llmdistill.generation.provenance import model_fingerprint, read_provenance,
 from llmdistill.generation.rows import answered_row, prompt_row
 from llmdistill.generation.settings import ResponseConfig
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
+from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
-from llmdistill.models.load import load_config, load_model, load_tokenizer
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main
 
 Log = Callable[[str], None]

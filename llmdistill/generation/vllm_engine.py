@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding
 from llmdistill.models.adapters import is_adapter
-from llmdistill.models.load import load_config
+from llmdistill.models.configs import load_config
 
 EngineName = Literal["hf", "vllm"]
 

@@ -20,7 +20,7 @@ from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
-from llmdistill.models.load import brings_tokenizer, load_tokenizer
+from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 

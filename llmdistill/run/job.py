@@ -15,6 +15,7 @@ from llmdistill.report.table import finish_report, plot_training, run_record
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics
 from llmdistill.run.checkpoints import load_checkpoint
+from llmdistill.run.describe import headline
 from llmdistill.run.log import RunLog
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
@@ -61,7 +62,7 @@ def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
 def execute(plan: Plan, data: TaskData, world: World) -> None:
     """The run itself, in its claimed folder: what is there of it is not done again; every rank must call it."""
     began = time.perf_counter()
-    print_main(plan.headline(data.report), world)
+    print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
     scored, params, summaries = plan.scored, plan.sizes["student_params"], {}
     # Loaded when it is first needed: a run that is scored and finished needs it no more.

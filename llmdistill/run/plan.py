@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from llmdistill.batch import Positions
-from llmdistill.config import RunConfig, command_line
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import scores_asked
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize import build_reference, count_parameters, summarise
@@ -22,9 +23,11 @@ from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.classifier import copies_classifier
+from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, shape_of
-from llmdistill.models.load import Head, brings_tokenizer, check_tokens, compare_vocabularies, load_config
+from llmdistill.models.load import Head
 from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
+from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies
 from llmdistill.objective import Objective
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import TORCH_DTYPES, BatchSplit, split_batch, student_ds_config
@@ -140,71 +143,7 @@ class Plan:
 
     def scores_asked(self) -> dict[str, Any]:
         """What the run is to score and how, as plain JSON values."""
-        return command_line.scores_asked(self.config)
-
-    def headline(self, data_report: str) -> str:
-        """The run in a few lines, for the terminal."""
-        sizes, train, split = self.sizes, self.config.train, self.split
-        teacher = self.config.teacher.model
-        taught = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
-        task = self.config.data.train if self.config.data.kind != "task" else self.config.data.task.name
-        dtype = str(self.dtype).removeprefix("torch.")
-        lora = self.config.student.lora
-        adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
-        own = f"; the student writes {self.config.data.on_policy:.0%} of it" if self.config.data.on_policy > 0 else ""
-        stage = self.ds_config.get("zero_optimization", {}).get("stage", 0)
-        return (
-            f"Run folder  {self.folder}\n"
-            f"Teacher     {taught}\n"
-            f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
-            f"Method      {' + '.join(self.config.methods())}: {', '.join(self.method.weights)}\n"
-            f"Data        {task}, {data_report.rstrip('.')}{own}\n"
-            f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {self.world_size} rank(s) x "
-            f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
-            + "".join(f"\nNote        {note}" for note in self.notes)
-        )
-
-    def estimate(self) -> dict[str, float] | None:
-        """What the training costs at most: every sequence at its full length, and no time but that of the arithmetic.
-
-        6 FLOP a parameter and token for the student's forward and backward pass (all of it, adapters or not; more where
-        Kronecker products use theirs many times), 2 for the teacher's forward pass, at 30 % of an A100's 312 TFLOP/s in
-        bf16.
-        None while the steps of train.epochs are not counted.
-        """
-        train = self.config.train
-        if train.epochs is not None:
-            return None
-        tokens = train.steps * train.global_batch_size * self.config.data.max_length
-        of_teacher = 2 * self.sizes["teacher_params"] if self.method.needs_teacher else 0
-        flops = tokens * (3 * self.sizes["forward_flops"] + of_teacher)
-        return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
-
-    def describe(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
-        config = {**command_line.to_dict(self.config), "output_dir": str(self.folder)}
-        batch = {
-            "global_batch_size": self.config.train.global_batch_size,
-            "ranks": self.world_size,
-            "micro_batch_size": self.split.micro_batch_size,
-            "accumulation_steps": self.split.accumulation_steps,
-        }
-        terms = dict(self.method.weights)
-        notes, epochs = list(self.notes), self.config.train.epochs
-        if epochs is not None:
-            config["train"]["steps"] = None
-            notes.append(
-                f"the steps of train.epochs {epochs}, and so the cost, are known once the training set is read"
-            )
-        return {
-            **self.sizes,
-            "batch": batch,
-            "terms": terms,
-            "estimate": self.estimate(),
-            "notes": notes,
-            "config": config,
-            "ds_config": self.ds_config,
-        }
+        return scores_asked(self.config)
 
 
 def make_plan(

@@ -21,7 +21,8 @@ from llmdistill.factorize import count_parameters
 from llmdistill.files import write_json, write_text
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_encoded
 from llmdistill.generation.rows import prompt_row
-from llmdistill.models.load import load_model, load_tokenizer
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.tasks.rouge import rouge_l
 
 Log = Callable[[str], None]

@@ -17,8 +17,8 @@ from llmdistill.data.sampler import TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.load import load_tokenizer
 from llmdistill.models.taps import Recorder
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_key

@@ -24,7 +24,7 @@ from llmdistill.errors import UserError
 from llmdistill.fingerprints import fingerprint
 from llmdistill.generation.provenance import check_teacher
 from llmdistill.models.families import family_of
-from llmdistill.models.load import load_tokenizer
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import check_sets, score_set

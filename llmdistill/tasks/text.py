@@ -16,7 +16,7 @@ from llmdistill.data.text import TextLoader, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of
-from llmdistill.models.load import load_tokenizer
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData

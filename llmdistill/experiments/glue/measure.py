@@ -11,8 +11,9 @@ import torch
 
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.fingerprints import fingerprint
+from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
-from llmdistill.models.load import Head, load_config, load_model
+from llmdistill.models.load import Head, load_model
 from llmdistill.report.record import describe_hardware
 from llmdistill.runtime.speed import measure_speed, parameter_split
 

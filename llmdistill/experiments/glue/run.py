@@ -19,8 +19,8 @@ from llmdistill.experiments.glue.results import averages, print_results, write_r
 from llmdistill.experiments.glue.study import TaskStudy
 from llmdistill.experiments.glue.teachers import BEST, short_names, teacher_of
 from llmdistill.files import write_json
+from llmdistill.models.configs import load_config
 from llmdistill.models.families import shape_of
-from llmdistill.models.load import load_config
 from llmdistill.report.record import make_record
 from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
 from llmdistill.runtime.ds_config import read_ds_config

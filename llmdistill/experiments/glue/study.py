@@ -22,8 +22,9 @@ from llmdistill.config import (
     TeacherConfig,
     TrainConfig,
 )
-from llmdistill.config.command_line import config_from_dict, set_value, to_dict
+from llmdistill.config.command_line import set_value
 from llmdistill.config.glue import GlueConfig
+from llmdistill.config.command_line import config_from_dict, to_dict
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.experiments.glue.grid import Choice, Grid, Trial, choose, grid_of, may_be_best
 from llmdistill.experiments.glue.results import summarise
@@ -31,8 +32,9 @@ from llmdistill.experiments.glue.teachers import BEST
 from llmdistill.files import new_folder
 from llmdistill.methods import METHODS
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.load import load_model, load_tokenizer
+from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run.artifacts import finished_metrics
 from llmdistill.run.job import run_config
 from llmdistill.run.plan import Plan, make_plan

@@ -14,10 +14,12 @@ from sklearn.metrics import silhouette_score
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.data.pairs import encode_pairs, pair_batches
 from llmdistill.fingerprints import fingerprint
+from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.load import load_config, load_model, load_tokenizer
+from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.clusters import Cloud, plot_clusters
 from llmdistill.report.plots import save_plot
 from llmdistill.tasks.glue_data import TaskFiles

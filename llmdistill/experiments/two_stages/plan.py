@@ -20,7 +20,8 @@ from llmdistill.experiments.glue.study import TaskStudy
 from llmdistill.experiments.glue.teachers import BEST, teacher_of
 from llmdistill.experiments.two_stages.settings import TEACHER, row_configs, tasks_folder
 from llmdistill.experiments.two_stages.table import ROWS, collect, print_rows, write_rows
-from llmdistill.models.load import check_tokens, load_config
+from llmdistill.models.configs import load_config
+from llmdistill.models.tokenizer import check_tokens
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main

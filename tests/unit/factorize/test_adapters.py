@@ -17,7 +17,8 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import compress, export_dense
 from llmdistill.factorize.checkpoint import copy_companions, load, merge_adapter
 from llmdistill.models.adapters import add_lora
-from llmdistill.models.load import load_config, load_model
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import load_model
 
 CONFIG = LlamaConfig(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2

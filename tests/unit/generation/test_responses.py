@@ -20,7 +20,8 @@ from llmdistill.generation.parts import parts_folder
 from llmdistill.generation.provenance import model_fingerprint, side_file
 from llmdistill.generation.responses import generate_responses
 from llmdistill.generation.settings import ResponseConfig
-from llmdistill.models.load import load_model, load_tokenizer
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
 
 END = 0
 LIMITS = {"max_prompt_length": 60, "max_length": 70}

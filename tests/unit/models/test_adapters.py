@@ -29,8 +29,10 @@ from llmdistill.config import LoraConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize import factorize
 from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
-from llmdistill.models.load import load_config, load_model, load_tokenizer
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
+from llmdistill.models.tokenizer import load_tokenizer
 
 LLAMA = LlamaConfig(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2

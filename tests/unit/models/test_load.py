@@ -25,8 +25,10 @@ from transformers import (
 )
 
 from llmdistill.errors import UserError
+from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
-from llmdistill.models.load import Head, build_meta, compare_vocabularies, load_config, load_model, load_tokenizer
+from llmdistill.models.load import Head, build_meta, load_model
+from llmdistill.models.tokenizer import compare_vocabularies, load_tokenizer
 
 LLAMA = LlamaConfig(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2

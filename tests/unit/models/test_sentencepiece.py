@@ -18,7 +18,7 @@ from llmdistill.data.instruct import Example, encode
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.models.load import compare_vocabularies, load_tokenizer
+from llmdistill.models.tokenizer import compare_vocabularies, load_tokenizer
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
 

@@ -8,7 +8,8 @@ import pytest
 
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.teachers import teacher_of as find_teacher
-from llmdistill.models.load import check_tokens, load_config
+from llmdistill.models.configs import load_config
+from llmdistill.models.tokenizer import check_tokens
 from llmdistill.tasks.glue import check_classes
 
 teacher_of = partial(find_teacher, key="--teacher")

@@ -16,6 +16,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run import assemble
+from llmdistill.run.describe import describe, estimate, headline
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.schedule import learning_rate
@@ -70,8 +71,8 @@ def test_epochs_are_steps_rounded_up(parse, epochs: int, steps: int) -> None:
     train = plan.config.train
     assert (train.steps, train.epochs) == (steps, None)
     assert learning_rate(train, steps - 1) == pytest.approx(0.5 / steps), "the decay ends with the last epoch"
-    assert plan.estimate()["tokens"] == steps * 8 * 12
-    assert f"{epochs} epoch(s) are {steps} steps" in plan.headline("a text")
+    assert estimate(plan)["tokens"] == steps * 8 * 12
+    assert f"{epochs} epoch(s) are {steps} steps" in headline(plan, "a text")
     assert counted(parse("--train.epochs", str(epochs))).config == plan.config, "a resumed run finds its steps"
     assert plan.asked.train.epochs == epochs, "the folder knows the run by what was asked"
 
@@ -110,7 +111,7 @@ def test_a_share_too_small_for_a_sequence(parse, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_does_not_know_the_steps(parse) -> None:
-    plan = make_plan(parse("--train.epochs", "3")).describe()
+    plan = describe(make_plan(parse("--train.epochs", "3")))
     assert plan["estimate"] is None
     assert (plan["config"]["train"]["steps"], plan["config"]["train"]["epochs"]) == (None, 3)
     assert "the steps of train.epochs 3, and so the cost, are known once" in plan["notes"][0]

@@ -1,0 +1,85 @@
+"""The configs of models, by folder, adapter or name on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import shorten
+from typing import TypeVar, cast
+
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+)
+
+from llmdistill.errors import UserError
+from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, base_of
+from llmdistill.models.families import family_named, family_of
+
+Loaded = TypeVar("Loaded")
+
+
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The config of a model of a supported architecture; for a peft adapter, its base's.
+
+    Args:
+        path: a folder with config.json or adapter_config.json, or a name on the hub.
+
+    Raises:
+        UserError: no such folder, no config.json in it, not JSON, an unknown architecture, or the hub has no such
+            name or cannot be reached.
+    """
+    folder, adapter = local_folder(path), adapter_folder(path)
+    if adapter is not None:
+        return of_base(adapter, load_config)
+    if folder is not None:
+        _check_config_file(folder / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever a bad value provokes in the config's own checks
+        raise not_loaded(path, "config", error) from error
+    family_of(config)
+    return cast(PreTrainedConfig, config)
+
+
+def of_base(adapter: Path, load: Callable[[str], Loaded]) -> Loaded:
+    """What the base of an adapter gives; a mistake there is told as the adapter's."""
+    base = base_of(adapter)
+    try:
+        return load(base)
+    except UserError as error:
+        raise UserError(f"{adapter / CONFIG_FILE}: base_model_name_or_path: {error}") from error
+
+
+def local_folder(path: str | Path) -> Path | None:
+    """The folder that a path means, or None if it can only be a name on the hub."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{path} is a file: give the folder that holds config.json")
+    looks_like_hub_name = not folder.is_absolute() and len(folder.parts) <= 2 and str(path)[:1] not in (".", "~")
+    if not looks_like_hub_name:
+        raise UserError(f"{path}: no such folder: give one with config.json, or a model's name on the hub")
+    return None
+
+
+def _check_config_file(file: Path) -> None:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file: a model's folder needs its config.json")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 text: mend or replace it") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")
+    family_named(content["model_type"])
+
+
+def not_loaded(path: str | Path, what: str, error: Exception) -> UserError:
+    reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+    where = "" if Path(path).is_dir() else " is no folder here, and the hub did not give it"
+    return UserError(f"{path}{where}: its {what} cannot be loaded ({reason}): check the name, the files, the network")

@@ -1,0 +1,73 @@
+"""What a plan says: a few lines for the terminal, what it costs, and all of it as JSON values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmdistill.config.command_line import to_dict
+from llmdistill.run.plan import Plan
+
+
+def headline(plan: Plan, data_report: str) -> str:
+    """The run in a few lines, for the terminal."""
+    sizes, train, split = plan.sizes, plan.config.train, plan.split
+    teacher = plan.config.teacher.model
+    taught = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
+    task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
+    dtype = str(plan.dtype).removeprefix("torch.")
+    lora = plan.config.student.lora
+    adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
+    own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
+    stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
+    return (
+        f"Run folder  {plan.folder}\n"
+        f"Teacher     {taught}\n"
+        f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
+        f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
+        f"Data        {task}, {data_report.rstrip('.')}{own}\n"
+        f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {plan.world_size} rank(s) x "
+        f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
+        + "".join(f"\nNote        {note}" for note in plan.notes)
+    )
+
+
+def estimate(plan: Plan) -> dict[str, float] | None:
+    """What the training costs at most: every sequence at its full length, and no time but that of the arithmetic.
+
+    6 FLOP a parameter and token for the student's forward and backward pass (all of it, adapters or not; more where
+    Kronecker products use theirs many times), 2 for the teacher's forward pass, at 30 % of an A100's 312 TFLOP/s in
+    bf16.
+    None while the steps of train.epochs are not counted.
+    """
+    train = plan.config.train
+    if train.epochs is not None:
+        return None
+    tokens = train.steps * train.global_batch_size * plan.config.data.max_length
+    of_teacher = 2 * plan.sizes["teacher_params"] if plan.method.needs_teacher else 0
+    flops = tokens * (3 * plan.sizes["forward_flops"] + of_teacher)
+    return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The plan as plain JSON values."""
+    config = {**to_dict(plan.config), "output_dir": str(plan.folder)}
+    batch = {
+        "global_batch_size": plan.config.train.global_batch_size,
+        "ranks": plan.world_size,
+        "micro_batch_size": plan.split.micro_batch_size,
+        "accumulation_steps": plan.split.accumulation_steps,
+    }
+    terms = dict(plan.method.weights)
+    notes, epochs = list(plan.notes), plan.config.train.epochs
+    if epochs is not None:
+        config["train"]["steps"] = None
+        notes.append(f"the steps of train.epochs {epochs}, and so the cost, are known once the training set is read")
+    return {
+        **plan.sizes,
+        "batch": batch,
+        "terms": terms,
+        "estimate": estimate(plan),
+        "notes": notes,
+        "config": config,
+        "ds_config": plan.ds_config,
+    }
