@@ -11,8 +11,7 @@ import yaml
 
 from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import set_value
-from llmdistill.config.command_line import config_from_dict, to_dict
+from llmdistill.config.command_line import config_from_dict, set_value, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import digest

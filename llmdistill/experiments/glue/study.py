@@ -22,9 +22,8 @@ from llmdistill.config import (
     TeacherConfig,
     TrainConfig,
 )
-from llmdistill.config.command_line import set_value
+from llmdistill.config.command_line import config_from_dict, set_value, to_dict
 from llmdistill.config.glue import GlueConfig
-from llmdistill.config.command_line import config_from_dict, to_dict
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.experiments.glue.grid import Choice, Grid, Trial, choose, grid_of, may_be_best
 from llmdistill.experiments.glue.results import summarise

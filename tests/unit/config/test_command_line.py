@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from llmdistill.config import RunConfig, command_line
-from llmdistill.config.command_line import parse_run, recipe_names, run_parser
-from llmdistill.config.command_line import to_dict
+from llmdistill.config.command_line import parse_run, recipe_names, run_parser, to_dict
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.methods.minilmv2 import Minilmv2Config

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmdistill.config.command_line import parse_run
-from llmdistill.config.command_line import scores_asked
+from llmdistill.config.command_line import parse_run, scores_asked
 from llmdistill.errors import UserError
 from llmdistill.experiments import launcher as module
 from llmdistill.experiments.launcher import InProcess, Launcher

@@ -12,8 +12,7 @@ import torch
 import yaml
 
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import parse_run
-from llmdistill.config.command_line import config_from_dict, scores_asked
+from llmdistill.config.command_line import config_from_dict, parse_run, scores_asked
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
 from llmdistill.experiments.comparison import Study, conduct

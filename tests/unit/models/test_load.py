@@ -166,7 +166,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("We couldn't connect\nto the hub")
 
-    monkeypatch.setattr("llmdistill.models.load.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("llmdistill.models.configs.AutoConfig.from_pretrained", unreachable)
     monkeypatch.setattr("transformers.utils.peft_utils.find_adapter_config_file", unreachable)
     with pytest.raises(UserError, match=r"org/name is no folder here.*We couldn't connect to the hub\)") as caught:
         load_config("org/name")

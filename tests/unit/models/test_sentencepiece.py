@@ -105,7 +105,7 @@ def test_missing_package(
             raise ImportError(name)
         return builtins.__import__(name)
 
-    monkeypatch.setattr("llmdistill.models.load.import_module", absent)
+    monkeypatch.setattr("llmdistill.models.tokenizer.import_module", absent)
     with pytest.raises(UserError, match=f"needs the package {package}: pip install {package}"):
         load_tokenizer(llama[0])
 

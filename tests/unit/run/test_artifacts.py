@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from llmdistill.artifacts import State
-from llmdistill.config.command_line import parse_run
-from llmdistill.config.command_line import scores_asked, to_dict
+from llmdistill.config.command_line import parse_run, scores_asked, to_dict
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.config.command_line import parse_run
-from llmdistill.config.command_line import to_dict
+from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.experiments.two_stages import plan_tasks
 from llmdistill.factorize import compress
 from llmdistill.fingerprints import fingerprint
