@@ -44,6 +44,15 @@ class Glue(Task):
         self.name = glue_name(task_key(str(config.data.task.name)))
         check_data_dir(config.data.task.dir, [self.name], key="data.task.dir")
 
+    def read_files(self) -> TaskFiles:
+        """The examples of all splits.
+
+        Raises:
+            UserError: a file is missing or malformed.
+        """
+        settings = self.config.data.task
+        return read_task(self.name, settings.dir, settings.limit)
+
     @property
     def task(self) -> GlueTask:
         """What GLUE says of it."""
@@ -77,8 +86,7 @@ class Glue(Task):
         Raises:
             UserError: a file is missing or malformed, or an example has more tokens than a model has positions.
         """
-        settings, max_length = self.config.data.task, self.config.data.max_length
-        files = read_task(self.name, settings.dir, settings.limit)
+        max_length, files = self.config.data.max_length, self.read_files()
         tokenizer = load_tokenizer(models.tokenizer_path)
         check_examples(files, tokenizer, max_length, [models.student, models.teacher])
         return GlueData(

@@ -16,6 +16,8 @@ from llmdistill.methods import METHODS
 from llmdistill.models.families import FAMILIES
 from llmdistill.models.shapes import initialise, parse_shape, shaped_config
 from llmdistill.models.taps import Recorder
+from llmdistill.tasks import TASKS
+from llmdistill.tasks.glue_files import TASKS as FORMATS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/extending.md").read_text(encoding="utf-8")
 
@@ -29,16 +31,16 @@ def blocks(section: str, kind: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
-    before = dict(METHODS), dict(FAMILIES)
+    before = dict(METHODS), dict(FAMILIES), dict(TASKS), dict(FORMATS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for code in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         (tmp_path / code.split()[1]).write_text(code, encoding="utf-8")
     yield tmp_path
-    for table, entries in zip((METHODS, FAMILIES), before, strict=True):
+    for table, entries in zip((METHODS, FAMILIES, TASKS, FORMATS), before, strict=True):
         table.clear()
         table.update(entries)
-    for name in ("mine", "olmo2"):
+    for name in ("mine", "olmo2", "parity"):
         sys.modules.pop(name, None)
 
 
@@ -124,3 +126,20 @@ def test_an_architecture_of_ones_own_is_cut_to_another_shape():
     assert torch.equal(own.self_attn.q_norm.weight, norm.weight[:16])
     assert torch.equal(own.self_attn.v_proj.weight, theirs.self_attn.v_proj.weight[:16, :16])
     assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight[:16, :24])
+
+
+def test_a_task_of_ones_own_is_an_ordinary_run(monkeypatch, folder):
+    (command,) = blocks("A task", "console")
+    _, script, *arguments = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(script, run_name="__main__")
+    metrics = json.loads((folder / "runs/parity/metrics.json").read_text(encoding="utf-8"))
+    lines = (folder / "runs/parity/predictions/student/dev.tsv").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("\t") for line in lines[1:]]
+    # The 231st sum and those after it, by hand.
+    assert [int(row[2]) for row in rows] == [(n % 7 + n % 11) % 2 for n in range(231, 308)]
+    right = sum(row[1] == row[2] for row in rows)
+    assert metrics["student"]["dev"]["Parity"]["accuracy"] == pytest.approx(100 * right / len(rows))
+    assert metrics["student"]["score"] == metrics["student"]["dev"]["Parity"]["accuracy"]
+    assert (folder / "runs/parity/student/config.json").is_file()
