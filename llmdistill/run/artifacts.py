@@ -17,6 +17,7 @@ from llmdistill.fingerprints import fingerprint
 from llmdistill.run.checkpoints import last_step
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.tasks import task_folder
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.json"
@@ -64,6 +65,9 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     """
     below = None if made_below is None else Path(made_below).resolve()
     references = {key: _value(values, key) for key in _INPUTS}
+    task = values["data"]["task"]
+    if values["data"]["kind"] == "task" and task["dir"] is not None:
+        references["data.task"] = task_folder(task["dir"], task["name"])
     return {
         key: fingerprint(reference)
         for key, reference in references.items()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from llmdistill.errors import UserError
@@ -52,9 +53,19 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
         UserError: there is no such task.
     """
     known = [each for each in TASKS if each not in ("instructions", "text")]
-    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    plain = _plain(name)
     if plain not in known:
         near = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{key}: there is no task {name!r}{hint} (there are {', '.join(known)})")
     return plain
+
+
+def task_folder(folder: str, name: str) -> str:
+    """The folder of a task's files in data.task.dir, whatever its spelling; data.task.dir itself where it has none."""
+    inside = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    return str(next((each for each in inside if each.is_dir() and _plain(each.name) == _plain(name)), folder))
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

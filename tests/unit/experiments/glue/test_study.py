@@ -129,6 +129,15 @@ def test_a_finished_run_of_other_settings_is_refused(evaluate, engine, arguments
     assert engine.built == 1
 
 
+def test_other_examples_are_refused(evaluate, data, tmp_path) -> None:
+    own = tmp_path / "glue"
+    shutil.copytree(data, own)
+    evaluate("--tasks", "rte", "--data_dir", str(own))
+    file = own / "RTE/dev.tsv"
+    file.write_text(file.read_text().replace("\tentailment", "\tnot_entailment", 1))
+    assert "content of data.task was" in evaluate("--tasks", "rte", "--data_dir", str(own), code=2)[1]
+
+
 def test_another_model_is_refused(evaluate, make_encoder) -> None:
     evaluate("--tasks", "rte")
     assert "student.model was" in evaluate("--tasks", "rte", model=make_encoder(width=24), code=2)[1]
