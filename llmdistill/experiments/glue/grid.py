@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,11 +99,16 @@ class Choice:
 
 def choose(scores: Mapping[Trial, float], grid: Grid) -> Choice:
     """Of settings all of whose seeds have a score, those with the highest mean; of equals the first in the grid."""
-    groups = [group for group in _groups(grid) if all(trial in scores for trial in group)]
+    groups = complete(scores, grid)
     assert groups, "no settings have all their seeds yet"
     chosen = max(groups, key=lambda group: statistics.fmean(scores[trial] for trial in group))
     best = max(chosen, key=lambda trial: scores[trial])
     return Choice(best.learning_rate, best.epochs, grid.seeds, best)
+
+
+def complete(scores: Collection[Trial], grid: Grid) -> list[list[Trial]]:
+    """The settings all of whose seeds are there, each as its trials."""
+    return [group for group in _groups(grid) if all(trial in scores for trial in group)]
 
 
 def may_be_best(scores: Mapping[Trial, float], grid: Grid) -> set[Trial]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llmdistill.experiments.glue.grid import Choice, Grid, Trial, mean_and_std
+from llmdistill.experiments.glue.grid import Choice, Grid, Trial, complete, mean_and_std
 from llmdistill.files import write_text
 from llmdistill.report.record import record_lines
 from llmdistill.report.spread import plus_minus
@@ -40,14 +40,13 @@ def summarise(
         column: {metric: {**mean_and_std(seeds), "seeds": seeds} for metric, seeds in metrics.items()}
         for column, metrics in values.items()
     }
-    settings = [(rate, epochs) for rate in grid.learning_rates for epochs in grid.epochs]
     tried = [
         {
-            "learning_rate": rate,
-            "epochs": epochs,
-            **mean_and_std([results[Trial(rate, epochs, seed)]["score"] for seed in grid.seeds]),
+            "learning_rate": group[0].learning_rate,
+            "epochs": group[0].epochs,
+            **mean_and_std([results[trial]["score"] for trial in group]),
         }
-        for rate, epochs in settings
+        for group in complete(results, grid)
     ]
     return {
         "metric": data.task.metrics[0],

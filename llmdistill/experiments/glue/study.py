@@ -25,9 +25,12 @@ from llmdistill.config import (
 from llmdistill.config.command_line import config_from_dict, set_value, to_dict
 from llmdistill.config.glue import GlueConfig
 from llmdistill.data.pairs import encode_pairs
-from llmdistill.experiments.glue.grid import Choice, Grid, Trial, choose, grid_of, may_be_best
+from llmdistill.errors import UserError
+from llmdistill.experiments.glue.grid import Choice, Grid, Trial, choose, complete, grid_of, may_be_best
 from llmdistill.experiments.glue.results import summarise
 from llmdistill.experiments.glue.teachers import BEST
+from llmdistill.experiments.launcher import InProcess
+from llmdistill.experiments.trials import Trial as StudyTrial
 from llmdistill.files import new_folder
 from llmdistill.methods import METHODS
 from llmdistill.models.forward import TappedModel
@@ -38,7 +41,7 @@ from llmdistill.run.artifacts import finished_metrics
 from llmdistill.run.job import run_config
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.runtime.terminal import print_main
+from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.glue_data import TaskFiles, read_task
 from llmdistill.tasks.glue_files import column_of
 from llmdistill.tasks.glue_submission import write_predictions
@@ -145,7 +148,8 @@ class TaskStudy:
         if self.teacher is not None:
             metrics = self._finish(self.teacher_run())
             teacher, warnings = {"path": self.teacher, **metrics["teacher"]}, metrics["warnings"]
-        results = self._run_all()
+        results, failures = self._run_all()
+        warnings = [*warnings, *failures]
         choice = choose({trial: result["score"] for trial, result in results.items()}, self.grid)
         self._keep(choice)
         return {
@@ -162,8 +166,14 @@ class TaskStudy:
         metrics = on_main(lambda: finished_metrics(config), self.world)
         return run_config(config, self.world) if metrics is None else metrics
 
-    def _run_all(self) -> dict[Trial, dict[str, Any]]:
-        trials = self.grid.trials()
+    def _run_all(self) -> tuple[dict[Trial, dict[str, Any]], list[str]]:
+        """The results of the trials, and why those failed that did; a failed trial stops no other.
+
+        Raises:
+            UserError: a folder holds a run of other settings, or no settings have all their seeds.
+        """
+        trials, failures = self.grid.trials(), []
+        runner = InProcess(self.world, lambda config: run_config(config, self.world))
         # All of them first: a mistake in the settings must show before hours of work.
         kept = on_main(lambda: [finished_metrics(self.run_of(trial)) for trial in trials], self.world)
         found = {trial: metrics for trial, metrics in zip(trials, kept, strict=True) if metrics is not None}
@@ -175,11 +185,18 @@ class TaskStudy:
                 continue
             what = f"learning rate {trial.learning_rate:g}, {trial.epochs} epochs, seed {trial.seed}"
             print_main(f"{self.task}: run {number} of {len(trials)}: {what}", self.world)
-            found[trial] = run_config(self.run_of(trial), self.world)
-            said = f"{metric} {found[trial]['student']['score']:.2f} on dev"
-            print_main(f"{self.task}: {said}", self.world)
+            settings = {"train.learning_rate": trial.learning_rate, "train.epochs": trial.epochs}
+            (result,) = runner.run([StudyTrial(trial.name, settings, trial.seed, self.run_of(trial))])
+            if result.metrics is None:
+                failures.append(f"{self.task}: {trial.name} failed: {result.error}")
+                warn_main(failures[-1], self.world)
+                continue
+            found[trial] = result.metrics
+            print_main(f"{self.task}: {metric} {result.metrics['student']['score']:.2f} on dev", self.world)
             self._drop(found)
-        return {trial: _result(metrics) for trial, metrics in found.items()}
+        if not complete(found, self.grid):
+            raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
+        return {trial: _result(metrics) for trial, metrics in found.items()}, failures
 
     def _drop(self, found: Mapping[Trial, Mapping[str, Any]]) -> None:
         """Remove the models of runs that can no longer be the best."""

@@ -16,6 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from llmdistill.commands.glue import main
 from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.experiments.glue import study
 from llmdistill.factorize import compress
 
 DEV = Path("predictions/student/dev.tsv")
@@ -127,6 +129,25 @@ def test_a_finished_run_of_other_settings_is_refused(evaluate, engine, arguments
     assert said in error
     assert "choose another output_dir" in error
     assert engine.built == 1
+
+
+def test_a_failed_trial_stops_no_other(evaluate, monkeypatch) -> None:
+    learn = study.run_config
+
+    def run(config, world):
+        if config.train.learning_rate == 2e-2:
+            raise UserError("the loss is nan at step 3")
+        return learn(config, world)
+
+    monkeypatch.setattr(study, "run_config", run)
+    results, said = evaluate("--tasks", "rte", "--learning_rates", "2e-2,1e-2", "--seeds", "1,2")
+    task = results["tasks"]["RTE"]
+    assert task["learning_rate"] == 1e-2
+    assert [entry["learning_rate"] for entry in task["grid"]] == [1e-2]
+    assert len([line for line in results["warnings"] if "the loss is nan at step 3" in line]) == 2
+    assert "lr-0.02-epochs-4-seed-1 failed" in " ".join(said.split())
+    _, error = evaluate("--tasks", "rte", "--learning_rates", "2e-2", folder="none", code=2)
+    assert "the loss is nan at step 3; no settings have all their seeds" in error
 
 
 def test_other_examples_are_refused(evaluate, data, tmp_path) -> None:
