@@ -20,11 +20,11 @@ from llmdistill.runtime.exit import exit_code
 from llmdistill.runtime.terminal import quiet_transformers
 
 LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_addr", "master_port")
-"""What is handed to the deepspeed launcher; each takes a value."""
+"""Flags that are passed on to the deepspeed launcher; each flag takes a value."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the commands; returns its exit code."""
+    """Run one of the commands and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:10}{text}" for name, (text, _) in COMMANDS.items())
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Start the main job with the deepspeed launcher, or do it where a launcher has started this process."""
+    """Start the training with the deepspeed launcher, or run it if a launcher has already started this process."""
     if "LOCAL_RANK" in os.environ or any(word in ("-h", "--help", "--dry_run") for word in arguments):
         from llmdistill.train import run
 
@@ -47,19 +47,19 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
-    """Become the deepspeed launcher with a module of the package.
+    """Replace this process by the deepspeed launcher, which runs a module of the package.
 
     Raises:
-        UserError: there is no launcher.
+        UserError: the deepspeed launcher is not installed.
     """
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
-    # Without the flag the launcher's --local_rank would stand before the command.
+    # Without --no_local_rank the launcher would insert --local_rank before the name of the command.
     os.execvp("deepspeed", ["deepspeed", *flags, "--no_local_rank", "--module", module, *arguments])
 
 
 def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's flags with their values, and the rest, which is the run's."""
+    """Split the arguments into the launcher's flags with their values and the arguments of the run."""
     launcher: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
@@ -73,9 +73,9 @@ def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]
 
 
 def compress(arguments: Sequence[str]) -> None:
-    """Factorise a model folder into a new one, or say what would come of it."""
+    """Factorise a model folder into a new folder, or with --dry_run report the resulting sizes."""
     parsed = parse(_compress_parser(), arguments)
-    # Imported here: --help and mistyped arguments must not wait for torch.
+    # Imported here so that --help and errors in the arguments do not wait for torch.
     import torch
 
     from llmdistill.embedded import locate
@@ -137,7 +137,7 @@ def _compress_parser() -> ArgumentParser:
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Merge a student into a stock model that needs no llmdistill."""
+    """Merge a student's factors into a stock Hugging Face model, which loads without llmdistill."""
     parser = ArgumentParser(
         prog="llmdistill export",
         exit_on_error=False,
@@ -158,7 +158,7 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model's answers by ROUGE-L, or fine-tune it on GLUE, on several ranks where the launcher's flags ask."""
+    """Score a model's answers by ROUGE-L, or fine-tune it on GLUE; launcher flags start several ranks."""
     from llmdistill.commands.evaluate import evaluate as evaluate_command
 
     launcher, words = split_launcher_flags(arguments)
@@ -175,7 +175,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 
 def without_glue(arguments: Sequence[str]) -> list[str] | None:
-    """The arguments without `--suite glue`; None where that is not asked for."""
+    """Return the arguments without `--suite glue`, or None if they do not contain it."""
     words = list(arguments)
     if "--suite=glue" in words:
         words.remove("--suite=glue")
@@ -187,7 +187,7 @@ def without_glue(arguments: Sequence[str]) -> list[str] | None:
 
 
 def generate(arguments: Sequence[str]) -> None:
-    """Let a teacher answer prompts, on several ranks where the launcher's flags ask for them."""
+    """Generate a teacher's answers to prompts; launcher flags start several ranks."""
     from llmdistill.commands.generate import generate as generate_command
 
     launcher, words = split_launcher_flags(arguments)
@@ -197,7 +197,7 @@ def generate(arguments: Sequence[str]) -> None:
 
 
 def compare(arguments: Sequence[str]) -> None:
-    """Train a student by several methods and report how they compare; exit code 1 if a run failed."""
+    """Train a student by several methods and report how the methods compare; the exit code is 1 if a run failed."""
     from llmdistill.commands.compare import compare as compare_command
 
     launcher, words = split_launcher_flags(arguments)
@@ -230,7 +230,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "export": ("merge a student into a stock model", export),
     "evaluate": ("score a model: ROUGE-L of its answers, or GLUE after fine-tuning", evaluate),
 }
-"""Name -> what it does, and the function of its arguments."""
+"""Name of a command -> its description, and the function that runs it with its arguments."""
 
 if __name__ == "__main__":
     sys.exit(main())

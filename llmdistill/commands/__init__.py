@@ -1,1 +1,1 @@
-"""The commands, a file each; every one is thin over the library."""
+"""The commands, one file each; each is a thin layer over the library."""

@@ -1,4 +1,4 @@
-"""``llmdistill compare``: a recipe and a list of methods in, a report out."""
+"""``llmdistill compare``: trains with a recipe and a list of methods and writes a report."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ GRID_FACTORS = (0.5, 1.0, 2.0)
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """What is compared."""
+    """The settings of a comparison."""
 
     methods: str | None = None
     """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd."""
     suite: str | None = None
-    """A table of the papers in place of methods: table3, table4 or table5."""
+    """A table of the papers, given instead of methods: table3, table4 or table5."""
     seeds: int = 3
-    """Seeds of the chosen settings of each method; the first also tries the grid."""
+    """Number of seeds with which the chosen settings of each method are trained; the first seed also tries the grid."""
     learning_rates: list[float] | None = None
     """Peak learning rates that every method tries; default: half, once and twice the recipe's."""
     sizes: list[str | int] = field(default_factory=list)
     """Further sizes of the student for the plot of quality against size: ranks (20) or parameters (0.69B, 40%)."""
     trials_at_once: int = 1
-    """Runs that go side by side. They share out the GPUs of the machine evenly (8 at once on 8 GPUs: one each), or its
-    cores where there is none."""
+    """Number of runs at the same time. The runs share the GPUs of the machine evenly (8 at once on 8 GPUs: one each),
+    or its CPU cores if it has no GPU."""
     output_dir: str | None = None
-    """Folder of the comparison; default: runs/compare-RECIPE, with the suite's name where one is given."""
+    """Folder of the comparison; default: runs/compare-RECIPE, followed by the suite's name if a suite is given."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no comparison.
+        """Check the settings.
 
         Raises:
-            ValueError: settings that contradict each other.
+            ValueError: a setting is out of range, or two settings contradict each other.
         """
         if self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds}: give 1 or more")
@@ -60,7 +60,7 @@ class CompareConfig:
 
 
 def build_parser() -> ArgumentParser:
-    """The comparison's own arguments."""
+    """Return the parser of the comparison's own arguments."""
     parser = ArgumentParser(
         prog="llmdistill compare",
         usage="llmdistill compare [--recipe NAME] [--methods A,B,... | --suite NAME] [--num_gpus N] [--KEY VALUE ...]",
@@ -77,10 +77,10 @@ def build_parser() -> ArgumentParser:
 
 
 def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
-    """Run the command; returns 1 if a run failed, 130 if it was interrupted, else 0.
+    """Run the command and return 1 if a run failed, 130 if the command was interrupted, else 0.
 
     Raises:
-        UserError: bad arguments, or a base that cannot be scored.
+        UserError: bad arguments, or the teacher and the untrained student cannot be scored.
     """
     own, rest = split_own(arguments)
     parsed = parse(build_parser(), own)
@@ -94,7 +94,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
             "students one by one and compare them with `llmdistill evaluate --suite glue`"
         )
     suite = choose_suite(settings)
-    # Imported here: --help and mistyped arguments must not wait for torch.
+    # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.experiments.collect import collect, typed
     from llmdistill.experiments.comparison import Study, conduct
     from llmdistill.experiments.launcher import Launcher
@@ -128,7 +128,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
 
 
 def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The comparison's own arguments, and the rest, which is the run's."""
+    """Split the arguments into those of the comparison and those of the run."""
     names = {each.name for each in fields(CompareConfig)} | {"help", "dry_run", "json"}
     own: list[str] = []
     rest: list[str] = []
@@ -141,7 +141,7 @@ def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def choose_suite(settings: CompareConfig) -> Suite:
-    """The suite named, or the methods as one."""
+    """Return the suite that is named, or a suite made of the methods that are named."""
     if settings.suite is not None:
         return load_suite(settings.suite)
     names = [name.strip() for name in (settings.methods or DEFAULT_METHODS).split(",") if name.strip()]
@@ -149,20 +149,20 @@ def choose_suite(settings: CompareConfig) -> Suite:
 
 
 def default_folder(recipe: str, suite: str | None) -> str:
-    """Where a comparison goes unless said."""
+    """Return the default folder of a comparison."""
     name = recipe.replace("/", "-") if recipe in recipe_names() else Path(recipe).stem
     return "-".join(["runs/compare", name, *([] if suite is None else [suite])])
 
 
 def learning_rates(settings: CompareConfig, recipe: RunConfig) -> list[float]:
-    """The grid that all methods share."""
+    """Return the learning rates that every method tries."""
     if settings.learning_rates is not None:
         return settings.learning_rates
     return [factor * recipe.train.learning_rate for factor in GRID_FACTORS]
 
 
 def print_plan(study: Any, *, as_json: bool) -> None:
-    """The runs of a comparison, without running any."""
+    """Print the runs of a comparison without running them."""
     trials = [study.base()]
     for variant in study.trained():
         points = study.points(variant)
@@ -178,7 +178,7 @@ def print_plan(study: Any, *, as_json: bool) -> None:
 
 
 def show(root: Path, *, as_json: bool) -> None:
-    """The results on the terminal, and where the rest is."""
+    """Print the results on the terminal, and the paths of the report's files."""
     results = json.loads((root / "results.json").read_text(encoding="utf-8"))
     if as_json:
         print(json.dumps(results))

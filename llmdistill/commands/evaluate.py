@@ -1,4 +1,4 @@
-"""The command that scores a model on instruction sets: its arguments, its table, its exit code."""
+"""The command that scores a model on instruction sets: its arguments, table and exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def build_parser(prog: str) -> ArgumentParser:
-    """The arguments; the settings of generation and their defaults are those of GenerationConfig."""
+    """Return the parser; the settings of generation and their defaults come from GenerationConfig."""
     limits = DataConfig()
     parser = ArgumentParser(
         prog=prog,
@@ -58,7 +58,7 @@ def build_parser(prog: str) -> ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object in place of the table.")
     parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on a GPU.")
-    # Under both names, so that a message that names a run's key tells what to type here too.
+    # Both names are accepted, so that an error message that names a run's key is valid for this command too.
     for name in ("max_prompt_length", "max_length"):
         parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(limits, name), help="Tokens.")
     parser.add_argument(
@@ -73,12 +73,12 @@ def build_parser(prog: str) -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
-    """Run the command and return its exit code: 2, and one sentence on stderr, for bad input."""
+    """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
     return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
 def evaluate(arguments: Sequence[str], *, prog: str) -> None:
-    """Score as the arguments say and print the result.
+    """Score a model according to the arguments and print the result.
 
     Raises:
         UserError: bad arguments or input.
@@ -95,8 +95,8 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
 
 
 def run(parsed: Any) -> dict[str, Any]:
-    """Score as the parsed arguments say, on every rank that the launcher started; see evaluate_model."""
-    # Imported here: --help must wait for neither torch nor transformers.
+    """Score a model according to the parsed arguments, on every rank of the launcher; see evaluate_model."""
+    # Imported here so that --help does not wait for torch and transformers.
     import torch
 
     from llmdistill.runtime.distributed import init_distributed, shut_down
@@ -131,7 +131,11 @@ def run(parsed: Any) -> dict[str, Any]:
 
 
 def chosen_sets(parsed: Any) -> dict[str, str]:
-    """{name: reference} of what --suite and --data name. Raises UserError where they name nothing, or a name twice."""
+    """Return {name: reference} of the sets in --suite and --data.
+
+    Raises:
+        UserError: there is no set, or two sets have the same name.
+    """
     suite = {} if parsed.suite is None else suite_sets(parsed.suite, parsed.data_dir)
     given = set_names(parsed.data)
     if not suite and not given:
@@ -143,7 +147,11 @@ def chosen_sets(parsed: Any) -> dict[str, str]:
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
-    """{name: path}; a set is called by its file's name without the ending. Raises UserError where two share one."""
+    """Return {name: path}; the name of a set is its file's name without the extension.
+
+    Raises:
+        UserError: two sets have the same name.
+    """
     names: dict[str, str] = {}
     for path in paths:
         name = path.removeprefix("embedded:") if path.startswith("embedded:") else Path(path).stem
@@ -154,12 +162,12 @@ def set_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def default_output(model: str, decoding: str) -> Path:
-    """Where the predictions go unless said: a folder that no other model or decoding shares."""
+    """Return the default folder of the predictions, which no other model or decoding shares."""
     return Path("runs") / "evaluate" / f"{re.sub(r'[^A-Za-z0-9._]+', '-', model).strip('-.')}-{decoding}"
 
 
 def print_scores(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the scores of evaluate_model, one row a set."""
+    """Print the scores of evaluate_model, one row per set."""
     from llmdistill.report.tables import print_table
 
     title = f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}"

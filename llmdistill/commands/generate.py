@@ -1,4 +1,4 @@
-"""The command that has a teacher answer prompts: its arguments, its summary, its exit code.
+"""The command that generates a teacher's answers to prompts: its arguments, summary and exit code.
 
 llmdistill generate [--num_gpus N] --model DIR --data FILE --output FILE.jsonl
 """
@@ -20,7 +20,7 @@ from llmdistill.runtime.terminal import quiet_transformers
 
 
 def build_parser(prog: str) -> ArgumentParser:
-    """The arguments; the settings and their defaults are those of ResponseConfig."""
+    """Return the parser; the settings and their defaults come from ResponseConfig."""
     defaults = ResponseConfig()
     parser = ArgumentParser(
         prog=prog,
@@ -40,7 +40,7 @@ def build_parser(prog: str) -> ArgumentParser:
         help="Where the answers go; FILE.jsonl.provenance.json beside it says which model wrote them, and how.",
     )
     parser.add_argument("--json", action="store_true", help="Print that record as one JSON object.")
-    # Under both names, so that a message that names a run's key tells what to type here too.
+    # Both names are accepted, so that an error message that names a run's key is valid for this command too.
     for name, text in (
         ("max_prompt_length", "Most tokens a prompt may have, template included."),
         ("max_length", "An answer has at most max_length - max_prompt_length tokens."),
@@ -58,12 +58,12 @@ def build_parser(prog: str) -> ArgumentParser:
 
 
 def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> None:
-    """Generate as the arguments say, on every rank that the launcher started, and print what came of it.
+    """Generate answers according to the arguments, on every rank of the launcher, and print a summary.
 
     Raises:
         UserError: bad arguments or input.
     """
-    # Imported here: --help must wait for neither transformers nor DeepSpeed.
+    # Imported below so that --help does not wait for transformers and DeepSpeed.
     parsed = parse(build_parser(prog), arguments)
     settings = build(parsed, ResponseConfig, prefix="--")
     quiet_transformers()
@@ -88,7 +88,7 @@ def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> Non
 
 
 def summary(record: dict[str, Any], output: Path) -> str:
-    """What was written and by whom, and what to know before it is learnt."""
+    """Return a summary: the number of answers, the teacher, and counts to check before training on the answers."""
     room = record["settings"]["max_length"] - record["settings"]["max_prompt_length"]
     return "\n".join(
         (

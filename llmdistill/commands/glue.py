@@ -1,4 +1,4 @@
-"""``llmdistill evaluate --suite glue``: a model in, GLUE's table out."""
+"""``llmdistill evaluate --suite glue``: fine-tunes a model on GLUE and reports its scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmdistill.runtime.exit import exit_code
 
 
 def build_parser(prog: str) -> ArgumentParser:
-    """The arguments: every field of GlueConfig."""
+    """Return the parser; its arguments are all fields of GlueConfig."""
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
@@ -31,19 +31,19 @@ def build_parser(prog: str) -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
-    """Run the command and return its exit code: 2, and one sentence on stderr, for bad input."""
+    """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
     return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
 def evaluate(arguments: Sequence[str], *, prog: str) -> None:
-    """Fine-tune as the arguments say and print the result.
+    """Fine-tune a model according to the arguments and print the result.
 
     Raises:
         UserError: bad arguments or input.
     """
     parsed = parse(build_parser(prog), arguments)
     config = build(parsed, GlueConfig, METHODS)
-    # Imported here: --help and mistyped arguments must wait for neither transformers nor DeepSpeed.
+    # Imported here so that --help and errors in the arguments do not wait for transformers and DeepSpeed.
     from llmdistill.experiments.glue.run import run
 
     command = f"{prog} {shlex.join(word for word in arguments if not word.startswith('--local_rank'))}"

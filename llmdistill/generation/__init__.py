@@ -1,1 +1,1 @@
-"""Answers of a model: decoding, and the teacher's responses as training data."""
+"""Generating answers with a model: decoding, and the teacher's responses as training data."""

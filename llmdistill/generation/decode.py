@@ -1,4 +1,4 @@
-"""Answers of a causal LM to prompts: batched, left-padded, the same whatever the number of ranks."""
+"""Generates a causal LM's answers to prompts in left-padded batches; any number of ranks gives the same answers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Decoding:
     """How the next token is chosen."""
 
     sample: bool
-    """Draw from the model's distribution; else take the likeliest token (greedy), and the next three do not count."""
+    """True: sample from the model's distribution. False: greedy decoding, which ignores temperature, top_p, top_k."""
     temperature: float = 1.0
-    """The logits are divided by it."""
+    """The logits are divided by this temperature."""
     top_p: float = 1.0
-    """Draw from the fewest tokens that have this probability together; 1 keeps all."""
+    """Sample from the smallest set of tokens whose total probability is at least top_p; 1 keeps all tokens."""
     top_k: int = 0
-    """Draw from the likeliest so many; 0 keeps all."""
+    """Sample from the top_k most likely tokens; 0 keeps all tokens."""
     no_repeat_ngram_size: int = 0
-    """No n-gram of this length twice in prompt and answer; 0 switches it off."""
+    """No n-gram of this length occurs twice in prompt and answer together; 0 switches this off."""
     batch_size: int = 32
     """Prompts generated at once on each rank."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be decoded.
+        """Check the settings.
 
         Raises:
-            UserError: a number is out of its range.
+            UserError: a number is out of range.
         """
         if not self.temperature > 0:
             raise UserError(f"temperature is {self.temperature}: give a number over 0 (or decode greedily)")
@@ -52,29 +52,29 @@ class Decoding:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What one pass over the prompts gave, alike on every rank."""
+    """The result of one pass over the prompts, the same on every rank."""
 
     texts: list[str]
-    """In prompt order, cut at the end token, without special tokens, stripped."""
+    """The answers in the order of the prompts, cut at the end token, without special tokens, stripped."""
     tokens: int
-    """Generated tokens over all ranks, end tokens included, padding not."""
+    """Number of generated tokens on all ranks, with end tokens, without padding."""
     seconds: float
     """Wall time of the slowest rank."""
 
 
 class Engine(Protocol):
-    """What answers a batch of prompts."""
+    """Generates the answers to a batch of prompts."""
 
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        """New tokens of each prompt up to its end token, that one included where it came.
+        """Return the new tokens of each prompt up to and including its end token, if the answer has one.
 
-        seeds holds one random state a prompt (see batch_seeds); an engine with one random stream for the whole
-        batch takes the first.
+        seeds holds one random state per prompt (see batch_seeds); an engine with one random stream for the whole
+        batch uses the first random state.
         """
 
 
 class HuggingFaceEngine:
-    """Answers by transformers' generate, the whole batch at once."""
+    """Generates answers with transformers' generate, the whole batch at once."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class HuggingFaceEngine:
         max_new_tokens: int,
         synced: bool = False,
     ) -> None:
-        """Decode with a loaded model; synced: it is sharded (ZeRO-3), so all ranks must call answer together."""
+        """Decode with a loaded model; synced: the model is sharded (ZeRO-3), so all ranks must call answer together."""
         self._model = model
         self._arguments = _arguments(settings, tokenizer, max_new_tokens)
         self._synced = synced
 
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        """See Engine. The global random state, the model's mode and its generation settings stay as they were."""
+        """See Engine. The global random state, the model's mode and its generation settings are restored."""
         device = self._model.device
         with inference(self._model, self._arguments), _own_random_state(device, seeds[0]):
             return new_tokens(self._model, prompt_ids, self._arguments, synced=self._synced)
@@ -111,7 +111,11 @@ def generate(
     synced: bool = False,
     long_prompts: Literal["error", "truncate"] = "error",
 ) -> GenerationResult:
-    """Answers to prompts given as text; see generate_encoded. A prompt beyond the limit is a UserError or truncated."""
+    """Generate answers to prompts given as text; see generate_encoded.
+
+    Raises:
+        UserError: a prompt is too long, unless long_prompts is "truncate".
+    """
     encoded = encode_prompts(prompts, tokenizer, max_prompt_length=max_prompt_length, long_prompts=long_prompts)
     return generate_encoded(
         model,
@@ -140,13 +144,14 @@ def generate_encoded(
     world_size: int = 1,
     synced: bool = False,
 ) -> GenerationResult:
-    """Answers to prompts given as tokens.
+    """Generate answers to prompts given as tokens.
 
-    Every answer has at most max_length - max_prompt_length tokens, so that neither the batch nor the length of
-    the prompt decides where it ends (MiniLLM pads every prompt to max_prompt_length). Batches are cut before they
-    are shared among the ranks and each has its own random stream from (seed, batch): one rank or several give
-    the same texts. synced: the model is sharded (ZeRO-3), so all ranks run the same number of forward passes.
-    The global random state, the model's mode and its generation settings are left as they were.
+    Every answer has at most max_length - max_prompt_length tokens, so that the limit depends neither on the batch nor
+    on the length of the prompt (MiniLLM pads every prompt to max_prompt_length). The prompts are divided into batches
+    before the batches are distributed over the ranks, and each batch has its own random stream from (seed, batch).
+    Therefore one rank and several ranks generate the same texts. synced: the model is sharded (ZeRO-3), so all ranks
+    run the same number of forward passes. The global random state, the model's mode and its generation settings are
+    restored.
     """
     check_lengths(max_prompt_length, max_length)
     _check_model(model, tokenizer, max_length)
@@ -156,7 +161,7 @@ def generate_encoded(
     engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=max_new_tokens, synced=synced)
     started = time.perf_counter()
     answers: dict[int, list[int]] = {}
-    # With a sharded model a rank that has run out of batches repeats one, and its answers are forgotten.
+    # With a sharded model, a rank without a further batch repeats the last batch and discards the answers.
     rounds = range(-(-len(batches) // world_size)) if synced else range(len(batches[rank::world_size]))
     for turn in rounds:
         number = turn * world_size + rank
@@ -171,16 +176,16 @@ def generate_encoded(
 
 
 def plan_batches(prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Which prompts are answered together, as indices: alike in length, so that little is padded.
+    """Divide prompts into batches of similar length, which need little padding; returns the prompts' indices per batch.
 
-    The plan depends on nothing but the prompts, so any number of ranks can share it, or go on with it.
+    The batches depend only on the prompts, so any number of ranks can share them or resume with them.
     """
     order = sorted(range(len(prompt_ids)), key=lambda index: len(prompt_ids[index]))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def batch_seeds(seed: int, batch: int, count: int) -> list[int]:
-    """A random state (63 bits) for each of the prompts of a batch, from (seed, batch) alone."""
+    """Return a random state (63 bits) for each prompt of a batch; it depends only on (seed, batch)."""
     states = np.random.SeedSequence((seed, batch)).generate_state(count, np.uint64)
     return [int(state >> np.uint64(1)) for state in states]
 
@@ -188,21 +193,21 @@ def batch_seeds(seed: int, batch: int, count: int) -> list[int]:
 def answer_batch(
     engine: Engine, prompt_ids: Sequence[list[int]], batches: list[list[int]], number: int, seed: int
 ) -> dict[int, list[int]]:
-    """New tokens of one batch of the plan as {prompt's index: ids}; a number past the last repeats the last batch."""
+    """Generate one batch as {index of the prompt: token ids}; a number past the end repeats the last batch."""
     batch = batches[min(number, len(batches) - 1)]
     rows = engine.answer([prompt_ids[index] for index in batch], batch_seeds(seed, number, len(batch)))
     return dict(zip(batch, rows, strict=True))
 
 
 def decode_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of generated tokens, cut at the end token, without special tokens, stripped."""
-    # The end token is cut here: a tokenizer need not count it among its special tokens.
+    """Decode generated tokens to texts, cut at the end token, without special tokens, stripped."""
+    # The end token is cut here because it is not a special token in every tokenizer.
     ended = [row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in rows]
     return [text.strip() for text in tokenizer.batch_decode(ended, skip_special_tokens=True)]
 
 
 def check_context(config: PreTrainedConfig, max_length: int) -> None:
-    """Raises UserError where the model's context is shorter than prompt and answer may be together."""
+    """Raises UserError if max_length, the limit of prompt and answer together, exceeds the model's context."""
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and max_length > context:
         raise UserError(f"data.max_length={max_length} is beyond the model's context of {context} tokens; lower it")
@@ -237,9 +242,9 @@ def _arguments(
 
 @contextmanager
 def inference(model: PreTrainedModel, arguments: transformers.GenerationConfig) -> Iterator[None]:
-    """Eval mode, and no generation settings but ours."""
+    """Put the model in eval mode with only these generation settings, and restore both afterwards."""
     training = [module for module in model.modules() if module.training]
-    # transformers fills whatever an explicit config leaves open from the model's own (a repetition penalty, say).
+    # transformers takes settings that an explicit config leaves unset, such as repetition_penalty, from the model's.
     shipped, model.generation_config = model.generation_config, arguments
     model.eval()
     try:
@@ -274,9 +279,9 @@ def new_tokens(
     synced: bool,
     noise: transformers.LogitsProcessor | None = None,
 ) -> list[list[int]]:
-    """New tokens of each prompt up to its end token, that one included where it came.
+    """Return the new tokens of each prompt up to and including its end token, if the answer has one.
 
-    noise: changes the scores of each next token before the largest is taken.
+    noise: is added to the logits of each next token before the largest is taken.
     """
     input_ids, attention_mask = _left_pad(prompt_ids, arguments.pad_token_id)
     sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module

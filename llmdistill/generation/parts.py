@@ -1,8 +1,8 @@
-"""Finished batches of an unfinished file of answers: OUTPUT.parts holds them until all are there.
+"""The finished batches of an unfinished file of answers; OUTPUT.parts holds them until all batches are finished.
 
-request.json says what was asked for; rank-R.jsonl has a line a batch, {"batch": number, "rows": {prompt: token ids}}.
-A line is written when its batch is done, so a kill loses the batches under way and nothing else; which rank wrote a
-line does not matter, so any number of ranks can go on.
+request.json holds the request; rank-R.jsonl has one line per batch, {"batch": number, "rows": {prompt: token ids}}.
+A line is written when its batch is finished, so an interrupted run loses only the batches in progress. It does not
+matter which rank wrote a line, so the generation can be resumed on any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Rows = dict[int, list[int]]
 
 
 def parts_folder(output: Path) -> Path:
-    """Where the finished batches of a file wait."""
+    """Return the folder of the finished batches of an output file."""
     return output.with_name(f"{output.name}.parts")
 
 
 def claim_output(output: Path, request: dict[str, Any]) -> bool:
-    """Make sure that an output is free, or is this request's; True if it is this request's and finished.
+    """Check that an output is unused or belongs to this request; returns True if it is already finished.
 
     Args:
-        output: the file of answers to be.
-        request: what decides the answers, as plain JSON values.
+        output: the file of answers to write.
+        request: everything that determines the answers, as plain JSON values.
 
     Raises:
-        UserError: the output, or its parts, belong to another request, or the output was changed.
+        UserError: the output or its parts belong to another request, or the output was changed.
     """
     parts = parts_folder(output)
     asked = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
@@ -58,20 +58,20 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:
         write_json(parts / "request.json", request)
-    side_file(output).unlink(missing_ok=True)  # a record of a file that is no longer there
+    side_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
     for file in parts.glob("rank-*.jsonl"):
         _drop_torn_line(file)
     return False
 
 
 def append_batch(output: Path, rank: int, number: int, rows: Rows) -> None:
-    """Keep a finished batch."""
+    """Append a finished batch to the file of this rank."""
     with (parts_folder(output) / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"batch": number, "rows": rows}, separators=(",", ":")) + "\n")
 
 
 def read_batches(output: Path) -> dict[int, Rows]:
-    """Every finished batch, by its number."""
+    """Read every finished batch, by its number."""
     batches: dict[int, Rows] = {}
     for path in sorted(parts_folder(output).glob("rank-*.jsonl")):
         with path.open(encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def _check_finished(output: Path, record: dict[str, Any], request: dict[str, Any
 
 
 def _drop_torn_line(file: Path) -> None:
-    """A kill while a line was written leaves it without its end; that batch is redone."""
+    """Drop an incomplete last line, which an interrupted write leaves; its batch is generated again."""
     content = file.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):

@@ -1,4 +1,4 @@
-"""Who wrote the answers of a training set: the record beside the file."""
+"""The provenance record beside a training set: which model wrote the answers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from llmdistill.fingerprints import file_sha256, fingerprint
 
 
 def side_file(data: Path) -> Path:
-    """Where the record of a file of answers stands."""
+    """Return the path of the provenance record of a file of answers."""
     return data.with_name(f"{data.name}.provenance.json")
 
 
 def read_provenance(data: str | Path) -> dict[str, Any] | None:
-    """The record beside a file of answers, or None where there is none.
+    """Read the provenance record of a file of answers, or return None if there is no record.
 
     Raises:
-        UserError: it is there, but is no JSON object.
+        UserError: the record is not a JSON object.
     """
     return read_record(side_file(Path(data)), remedy="generate the answers again, or remove it")
 
 
 def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
-    """What speaks against the answers in `data` being the teacher's own, as sentences for a warning; None if nothing.
+    """Check that the teacher wrote the answers in `data`; returns a warning if that is not certain, else None.
 
     Raises:
-        UserError: the teacher is no model folder, or the record beside the data cannot be read.
+        UserError: the teacher is not a model folder, or the record beside the data cannot be read.
     """
     path = locate(str(data))
     record = read_provenance(path)
@@ -55,9 +55,9 @@ def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
 
 
 def model_fingerprint(path: str | Path) -> str:
-    """The fingerprint of a folder's model, of a hub name that of the files it stands for.
+    """Return the fingerprint of the model in a folder, or of the downloaded files of a hub name.
 
     Raises:
-        UserError: no safetensors there, or a damaged file.
+        UserError: the folder has no safetensors, or a file is damaged.
     """
     return fingerprint(local_folder(path))

@@ -1,4 +1,7 @@
-"""A teacher's answers as training data (sequence-level distillation, Kim & Rush 2016): resumable, with its origin."""
+"""Generates a teacher's answers as training data (sequence-level distillation, Kim & Rush 2016).
+
+The generation can be resumed, and a provenance record beside the answers says which model wrote them.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +53,17 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class _Job:
-    """One request, with nothing left open."""
+    """One request with all settings resolved."""
 
     teacher: str
     folder: Path
     data: str
     output: Path
     settings: ResponseConfig
-    """With the engine, the number format and the batch size that auto or None stood for."""
+    """The settings, with engine, dtype and batch_size resolved where they were auto or None."""
     decoding: Decoding
     examples: list[Example]
-    """Those whose prompts are kept, in order."""
+    """The examples whose prompts are kept, in order."""
     prompts: EncodedPrompts
     batches: list[list[int]]
     tokenizer: PreTrainedTokenizerBase
@@ -80,28 +83,28 @@ def generate_responses(
     world: World | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
-    """Write the model's answer to every prompt of a set, as rows that can be data.train.
+    """Write the model's answer to every prompt of a set, in a file that can be used as data.train.
 
-    The file has a row for each kept prompt, in the set's order and form: instruction, input, output; or prompt,
-    completion; or messages that end with the answer. It appears when all answers are there; until then every
-    finished batch waits in OUTPUT.parts, and the same request takes up from there on any number of ranks, with the
-    same file in the end. Beside it, OUTPUT.provenance.json says which model wrote it, to what and how. Where the file
-    of this very request stands already, nothing is done.
+    The file has one row per kept prompt, in the set's order and form: instruction, input, output; or prompt,
+    completion; or messages that end with the answer. The file is written when all answers are generated. Until then
+    OUTPUT.parts holds every finished batch, and the same request resumes from these batches on any number of ranks and
+    writes the same file. OUTPUT.provenance.json beside the file says which model wrote the answers, to which prompts
+    and with which settings. If the finished file of this request already exists, nothing is generated.
 
     Args:
         model: folder or hub name of a causal LM, or embedded:teacher.
-        data: a set as in data.train; its answers, if it has any, are not looked at.
+        data: a set as in data.train; its answers, if it has any, are ignored.
         output: the JSONL file to write.
-        settings: how to answer.
-        world: this process among its peers; every rank must call it. Without it, alone.
-        log: takes one line at a time.
+        settings: the settings of the generation.
+        world: the rank and the number of ranks; every rank must call this function. None: a single process.
+        log: is called with one line of text at a time.
 
     Returns:
-        The record in OUTPUT.provenance.json, alike on every rank.
+        The record in OUTPUT.provenance.json, the same on every rank.
 
     Raises:
-        UserError: bad settings, prompts or model, before the weights are loaded; or the output belongs to another
-            request.
+        UserError: the settings, prompts or model are invalid (found before the weights are loaded), or the output
+            belongs to another request.
     """
     job = _prepare(model, data, output, settings, world or _alone())
     request, finished, done = _claim(job)
@@ -125,7 +128,7 @@ def _alone() -> World:
 
 
 def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, world: World) -> _Job:
-    """Everything that can be checked without the weights."""
+    """Resolve the request, and check everything that can be checked without the weights."""
     check_lengths(settings.max_prompt_length, settings.max_length)
     folder = locate(model)
     engine = choose_engine(
@@ -185,7 +188,7 @@ def _check_model(folder: Path, max_length: int) -> None:
 
 
 def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
-    """The request, whether its output is finished, and which batches are; rank 0 looks, and all hear the same."""
+    """Return the request, whether its output is finished, and the finished batches, as rank 0 finds them."""
 
     def look() -> tuple[dict[str, Any], bool, set[int]]:
         request = _request(job)
@@ -196,24 +199,24 @@ def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
 
 
 def _request(job: _Job) -> dict[str, Any]:
-    """All that decides the answers."""
+    """Return everything that determines the answers."""
     return {
         "teacher_fingerprint": model_fingerprint(job.folder),
         "data_fingerprint": content_fingerprint([prompt_row(example) for example in job.examples]),
-        # The tokenizer and its chat template count too.
+        # The ids of the prompts also depend on the tokenizer and its chat template.
         "prompt_ids_fingerprint": content_fingerprint(job.prompts.ids),
         "settings": asdict(job.settings),
     }
 
 
 def _answer(job: _Job, left: list[int]) -> None:
-    """Generate this rank's share of the batches that are left."""
+    """Generate this rank's share of the remaining batches."""
     share = left[job.world.rank :: job.world.size]
     if not share:
         return
     engine = _load_engine(job)
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
-    # A terminal gets a bar; rank 0 counts for all, as the shares are alike.
+    # Only a terminal shows a progress bar. Rank 0 counts the prompts of all ranks, as their shares are similar.
     with tqdm(
         total=len(job.prompts.ids),
         initial=answered,
@@ -245,7 +248,7 @@ def _load_engine(job: _Job) -> Engine:
 
 
 def _finish(job: _Job, request: dict[str, Any]) -> None:
-    """Write the file, then its record, and only then let the parts go: a kill in between loses nothing."""
+    """Write the file, then its record, then remove the parts; an interruption in between loses nothing."""
     answers = {index: ids for rows in read_batches(job.output).values() for index, ids in rows.items()}
     missing = len(job.examples) - len(answers)
     if missing:

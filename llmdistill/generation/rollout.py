@@ -1,4 +1,4 @@
-"""On-policy batches: answers that the student writes itself while it learns (GKD, Agarwal et al. 2024)."""
+"""On-policy batches: answers that the student generates during training (GKD, Agarwal et al. 2024)."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _STEP_KIND, _ROW_NOISE = 1, 2  # keep the random streams of different purposes a
 
 
 class ItemLoader(Protocol):
-    """A loader that also shows the examples behind its batches."""
+    """A loader that also returns the examples of its micro batches."""
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step."""
+        """Return this rank's micro batches of a step."""
         ...
 
     def micro_batch_items(self, step: int) -> list[list[Encoded]]:
-        """The examples of each of them."""
+        """Return the examples of each of this rank's micro batches of a step."""
         ...
 
 
 @dataclass(frozen=True)
 class OnPolicyLoader:
-    """A loader some of whose steps have answers by the student, as it is at that step, to the same prompts.
+    """A loader that replaces the answers of some steps by answers that the current student generates.
 
-    Which steps, and the random numbers of every answer, follow from seed, step and the example's place in the global
-    batch: the same on any number of ranks, and again when a run is resumed.
+    The choice of these steps and the random numbers of every answer depend only on the seed, the step and the
+    example's index in the global batch, so they are the same on any number of ranks and in a resumed run.
     """
 
     loader: ItemLoader
     model: PreTrainedModel
     """The student that is trained."""
     share: float
-    """λ: the chance of a step to be on-policy."""
+    """λ: the probability that a step is on-policy."""
     seed: int
     max_new_tokens: int
     end_token_id: int
@@ -51,27 +51,27 @@ class OnPolicyLoader:
     rank: int
     world_size: int
     synced: bool
-    """Whether the forward pass needs every rank (ZeRO-3)."""
+    """Whether every rank must take part in each forward pass (ZeRO-3)."""
 
     def is_on_policy(self, step: int) -> bool:
-        """Whether the student writes the answers of this step; every rank says the same."""
+        """Return whether the student generates the answers of this step; the result is the same on every rank."""
         return bool(np.random.default_rng((self.seed, step, _STEP_KIND)).random() < self.share)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step."""
+        """Return this rank's micro batches of a step."""
         if not self.is_on_policy(step):
             return self.loader.micro_batches(step)
         return [self._answered(step, number, items) for number, items in enumerate(self.loader.micro_batch_items(step))]
 
     @torch.no_grad()
     def _answered(self, step: int, number: int, items: Sequence[Encoded]) -> Batch:
-        """A micro batch with the student's answers, the end token included where it came."""
+        """Return a micro batch with the student's answers, each with its end token if it has one."""
         model = self.model
         first_row = (number * self.world_size + self.rank) * len(items)
         seeds = [_row_seed(self.seed, step, first_row + offset) for offset in range(len(items))]
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
-            do_sample=False,  # the noise makes the likeliest token a sample
+            do_sample=False,  # with the noise, the most likely token is a sample
             eos_token_id=self.end_token_id,
             pad_token_id=self.pad_token_id,
         )
@@ -83,16 +83,16 @@ class OnPolicyLoader:
 
 
 class RowNoise(LogitsProcessor):
-    """Gumbel noise on the logits: the largest of logit + noise is a sample of the softmax at temperature 1.
+    """Adds Gumbel noise to the logits: the argmax of logits + noise is a sample of the softmax at temperature 1.
 
-    Each row has a stream of its own, so its sample does not depend on which rows share its batch.
+    Each row has its own random stream, so its sample does not depend on the other rows of the batch.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, V) scores of the next token, with noise."""
+        """Return the logits of the next token, (B, V), with noise added."""
         uniform_BV = torch.stack(
             [torch.rand(scores.shape[-1], generator=stream, device=scores.device) for stream in self._streams]
         )

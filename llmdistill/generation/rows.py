@@ -1,4 +1,4 @@
-"""Examples as rows of a data file: the prompt alone, or with an answer."""
+"""Converts examples to rows of a data file: the prompt alone, or the prompt with an answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmdistill.data.examples import Example
 
 
 def prompt_row(example: Example) -> dict[str, Any]:
-    """An example without its answers, under the names of its own form."""
+    """Return an example without its answers; the keys are those of the form in which it was read."""
     if example.messages:
         return {"messages": [{"role": role, "content": content} for role, content in example.messages]}
     if example.raw_prompt is not None:
@@ -17,7 +17,7 @@ def prompt_row(example: Example) -> dict[str, Any]:
 
 
 def answered_row(example: Example, answer: str) -> dict[str, Any]:
-    """An example with this answer, in the form it was read in."""
+    """Return an example with this answer, in the form in which the example was read."""
     row = prompt_row(example)
     if example.messages:
         return {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}

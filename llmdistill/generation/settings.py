@@ -1,4 +1,4 @@
-"""The settings of a teacher's answers: typed, keyword-only, frozen. The docstring under a field is its help text."""
+"""The settings of a teacher's answers. The docstring under a field is its help text."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from llmdistill.errors import FieldError
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseConfig:
-    """What is asked of the teacher, and how it answers."""
+    """The prompts that the teacher answers, and how it generates the answers."""
 
     decoding: Literal["sample", "greedy"] = "sample"
-    """sample: draw from the teacher's distribution; greedy: take the likeliest token each time."""
+    """sample: sample from the teacher's distribution; greedy: take the most likely token at each position."""
     temperature: float = 1.0
-    """The logits are divided by it before a token is drawn."""
+    """The logits are divided by this temperature before a token is sampled."""
     top_p: float = 1.0
-    """Draw from the fewest tokens that have this probability together; 1 keeps all."""
+    """Sample from the smallest set of tokens whose total probability is at least top_p; 1 keeps all tokens."""
     top_k: int = 0
-    """Draw from the likeliest so many; 0 keeps all."""
+    """Sample from the top_k most likely tokens; 0 keeps all tokens."""
     seed: int = 0
-    """Seed of the samples; they do not depend on the number of ranks."""
+    """Seed of the samples; the samples do not depend on the number of ranks."""
     no_repeat_ngram_size: int = 0
-    """No n-gram of this length twice in prompt and answer; 0 switches it off."""
+    """No n-gram of this length occurs twice in prompt and answer together; 0 switches this off."""
     batch_size: int | None = None
-    """Prompts answered at once on each rank, and kept together: a kill loses at most these. Samples depend on it.
-    Without it 32, or 1024 with vLLM."""
+    """Number of prompts answered at once on each rank and saved together: an interrupted run loses at most these
+    answers. The samples depend on batch_size. Default: 32, or 1024 with vLLM."""
     limit: int | None = None
-    """Answer only the first so many prompts."""
+    """Answer only this number of prompts, from the first one on."""
     max_prompt_length: int = 256
-    """Most tokens a prompt may have, template included."""
+    """Maximum number of tokens of a prompt, including the template."""
     max_length: int = 512
     """An answer has at most max_length - max_prompt_length tokens."""
     long_prompts: Literal["error", "drop", "truncate"] = "error"
-    """What happens to prompts over max_prompt_length: stop, leave them out, or keep their end. Always said."""
+    """What happens to prompts longer than max_prompt_length: stop with an error, drop them, or keep only their end.
+    The number of these prompts is always reported."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the teacher; auto is bf16 on a GPU that has it, else fp32."""
+    """Number format of the teacher; auto: bf16 on a GPU that supports it, else fp32."""
     engine: Literal["auto", "hf", "vllm"] = "auto"
-    """hf: transformers' generate, on one rank or several; vllm: vLLM, one process for all GPUs; auto: vLLM where it is
-    installed and can run this request."""
+    """hf: transformers' generate, on one or several ranks; vllm: vLLM, one process for all GPUs; auto: vLLM if it is
+    installed and can run this request, else hf."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be generated; what a token may be drawn from is looked at by Decoding.
+        """Check the settings; Decoding checks the settings of the sampling.
 
         Raises:
-            FieldError: a number is out of its range.
+            FieldError: a number is out of range.
         """
         for key, least in (("seed", 0), ("limit", 1), ("batch_size", 1)):
             value = getattr(self, key)

@@ -1,4 +1,4 @@
-"""Answers by vLLM where it is installed: many times faster than transformers on GPUs, and optional."""
+"""Generates answers with vLLM, which is optional and many times faster than transformers on GPUs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EngineName = Literal["hf", "vllm"]
 def choose_engine(
     wanted: Literal["auto", "hf", "vllm"], model: str | Path, *, no_repeat_ngram_size: int, world_size: int
 ) -> EngineName:
-    """The engine for a request: vLLM if it is asked for, or left open and able.
+    """Return the engine for a request: "auto" means vLLM if vLLM can run the request, else transformers.
 
     Raises:
-        UserError: vLLM is asked for and cannot run this; the reason is in the message.
+        UserError: vLLM is requested but cannot run this request; the message gives the reason.
     """
     if wanted == "hf":
         return "hf"
@@ -34,7 +34,7 @@ def choose_engine(
 
 
 def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int) -> str | None:
-    """Why vLLM cannot run this, and what to do about it; None if it can."""
+    """Return why vLLM cannot run this request and what the user can do, or None if vLLM can run it."""
     if world_size > 1:
         return "vLLM drives all GPUs from one process; start the command without --num_gpus, or take --engine hf"
     if importlib.util.find_spec("vllm") is None:
@@ -59,7 +59,7 @@ def _quantization(config: PreTrainedConfig) -> str | None:
 
 
 class VllmEngine:
-    """Answers by vLLM's offline `LLM` on all GPUs of this machine."""
+    """Generates answers with vLLM's offline `LLM` on all GPUs of this machine."""
 
     def __init__(
         self,
@@ -77,13 +77,14 @@ class VllmEngine:
 
         Args:
             model: folder or hub name of a dense model.
-            tokenizer: says which token ends an answer, and nothing else.
+            tokenizer: only its end token is used.
             settings: how tokens are chosen; no_repeat_ngram_size must be 0.
-            max_new_tokens: most tokens of an answer.
-            max_length: most tokens of prompt and answer together.
-            dtype: of the weights.
-            seed: of the engine; each request has its own besides.
-            tensor_parallel_size: GPUs that share the model; without it as many as its heads can be split over.
+            max_new_tokens: maximum number of tokens of an answer.
+            max_length: maximum number of tokens of prompt and answer together.
+            dtype: number format of the weights.
+            seed: seed of the engine; each request also has its own seed.
+            tensor_parallel_size: number of GPUs that share the model; None: the largest number over which the model's
+                heads can be split.
         """
         import vllm
 
@@ -94,7 +95,7 @@ class VllmEngine:
             "top_p": settings.top_p if settings.sample else 1.0,
             "top_k": (settings.top_k or -1) if settings.sample else -1,
             "max_tokens": max_new_tokens,
-            # The tokenizer's end token and no other: not what vLLM finds in the model's folder.
+            # Only the tokenizer's end token ends an answer, not the end tokens that vLLM finds in the model's folder.
             "stop_token_ids": [tokenizer.eos_token_id],
             "ignore_eos": True,
             "skip_special_tokens": False,
@@ -124,7 +125,7 @@ class VllmEngine:
 
 
 def shares(config: PreTrainedConfig, gpus: int) -> int:
-    """Over how many of the GPUs a model's heads can be split evenly (vLLM's condition for tensor parallelism)."""
+    """Return the number of GPUs over which a model's heads can be split evenly (vLLM's tensor parallelism)."""
     heads = getattr(config, "num_attention_heads", 1)
     groups = getattr(config, "num_key_value_heads", None) or heads
     fitting = [n for n in range(1, gpus + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
