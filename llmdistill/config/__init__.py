@@ -1,4 +1,4 @@
-"""Every setting of a run: typed, keyword-only, frozen. The docstring under a field is its help text."""
+"""All settings of a run, in typed, keyword-only, frozen dataclasses. The docstring under a field is its help text."""
 
 from __future__ import annotations
 
@@ -30,38 +30,39 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run: teacher, student, data, method, optimisation, scoring."""
+    """One run: teacher, student, data, method, training, scoring."""
 
     ds_config: str
-    """DeepSpeed configuration: a JSON file, or one that ships by its name, such as zero2. Where it says "auto", this
-    configuration decides."""
+    """DeepSpeed configuration: a JSON file, or the name of one that ships with llmdistill, such as zero2. The
+    settings of the run replace its "auto" values."""
     output_dir: str | None = None
-    """Folder of the run; without it runs/<recipe>-<ds_config>."""
+    """Folder of the run; default: runs/<recipe>-<ds_config>."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: continue where the folder's last checkpoint stands; never: stop if the folder holds a run already."""
+    """auto: continue from the last checkpoint in the folder; never: stop if the folder already holds a run."""
     seed: int = 0
-    """Seed of the data order and of everything random in training."""
+    """Seed of the data order and of all random numbers in training."""
     method: str = "makd"
-    """What the student learns by, as set under its name."""
+    """The training method; its settings are under its name."""
     also: list[str] = field(default_factory=list)
-    """Methods whose terms are added to those of `method`, each as set under its name."""
+    """Methods whose terms are added to those of `method`; the settings of each are under its name."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    """Teacher."""
+    """The teacher."""
     student: StudentConfig = field(default_factory=StudentConfig)
-    """Student."""
+    """The student."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Data."""
+    """The data."""
     method_settings: Mapping[str, Any] = field(default_factory=dict)
-    """By the name of each method that has settings, these. Users write them under that name, beside the parts above."""
+    """The settings of each method that has settings, by its name. Users write them under that name, beside the
+    sections above."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training."""
     scoring: GenerationConfig = field(default_factory=GenerationConfig)
     """Scoring."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    """The second stage, on tasks."""
+    """The second stage: fine-tuning on tasks."""
 
     def __post_init__(self) -> None:
-        """Check what can be said of a run without its methods.
+        """Check the settings that do not depend on the methods.
 
         Raises:
             ValueError: a number is out of its range.
@@ -75,11 +76,11 @@ class RunConfig:
         self._check_shapes()
 
     def methods(self) -> list[str]:
-        """All methods whose terms the student learns by."""
+        """The names of all methods whose terms the student is trained on."""
         return [self.method, *self.also]
 
     def with_settings(self, method: str, **changes: Any) -> RunConfig:
-        """The same run with some settings of a method changed."""
+        """Returns the same run with some settings of a method changed."""
         changed = replace(self.method_settings[method], **changes)
         return replace(self, method_settings={**self.method_settings, method: changed})
 
@@ -93,10 +94,10 @@ class RunConfig:
             raise ValueError("teacher.model is null, so no student can be made of it: name student.model")
 
     def check_methods(self, known: MethodTable) -> None:
-        """Check the methods against the table of all that there are.
+        """Check the methods against the table of all methods.
 
         Raises:
-            ValueError: a method that is not there, or that the rest of the run does not suit.
+            ValueError: a method does not exist, or it does not fit the other settings of the run.
         """
         teachers, tasks = with_teacher(known), self.tasks
         check_names("method", [self.method], known)

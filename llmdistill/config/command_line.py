@@ -1,4 +1,5 @@
-"""From a recipe and a command line to a configuration, strictly: an unknown key stops and names the nearest."""
+"""Builds a configuration from a recipe and a command line. Parsing is strict: an unknown key is an error that names
+the nearest key."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _EXTENDS = (
 
 
 def run_parser(methods: MethodTable) -> ArgumentParser:
-    """The parser of the main job: every setting of a run and its methods, and the flags that are not settings."""
+    """The parser of the main job: all settings of a run and its methods, and the flags that are not settings."""
     return _run_parser(tuple(methods.items()))
 
 
@@ -52,13 +53,14 @@ def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object.")
     parser.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # given by the launcher; the environment says it too
+    )  # the launcher adds it; the environment has it too
     add_config(parser, RunConfig, dict(methods))
     return parser
 
 
 def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) -> None:
-    """Add all settings of a configuration that has methods: its fields, and a section for each method's own."""
+    """Add all settings of a configuration that has methods: its fields, and a section for the settings of each
+    method."""
     parser.add_class_arguments(kind, None, skip={"method_settings"})
     (action,) = (action for action in parser._actions if action.dest == "method")
     listed = "; ".join(f"{name}: {method.help}" for name, method in methods.items())
@@ -68,22 +70,22 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
 
 
 def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig, argparse.Namespace]:
-    """Read the main job's command line.
+    """Parse the main job's command line.
 
     Args:
         arguments: the command line.
-        methods: all that there are, by name.
+        methods: all methods, by name.
 
     Returns the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
 
     Raises:
-        UserError: an unknown key, a value that does not fit, a recipe that does not exist.
+        UserError: a key is unknown, a value does not fit, or a recipe does not exist.
     """
     arguments = list(arguments)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", default=DEFAULT_RECIPE)
     first.add_argument("--extends")
-    # The recipe first, wherever it stands, so that the command line always wins over it.
+    # The recipe is parsed first, wherever it stands, so that the command line always overrides it.
     flags, rest = first.parse_known_args(arguments)
     if flags.extends is not None:
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
@@ -99,17 +101,17 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
 
 
 def typed_command(script: str, arguments: Sequence[str]) -> str:
-    """What a user types to start a script with these arguments on as many ranks as there are, ready for a shell."""
+    """The shell command that starts a script with these arguments on the same number of ranks."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     words = [word for word in arguments if not word.startswith("--local_rank")]
     return shlex.join(["deepspeed", *(["--num_gpus", ranks] if int(ranks) > 1 else []), script, *words])
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """`parser.parse_args` with its errors as one sentence; a list may be written `a,b` or `[a,b]`.
+    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`.
 
     Raises:
-        UserError: an unknown key or a value that does not fit.
+        UserError: a key is unknown, or a value does not fit.
     """
     known = keys_of(parser)
     for argument in arguments:
@@ -124,7 +126,7 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
 
 def _bracketed(parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """The arguments with `a,b` as `[a,b]` behind the flags whose settings are lists."""
+    """The arguments with `a,b` written as `[a,b]` after the flags whose settings are lists."""
     flags = {
         flag
         for action in parser._actions
@@ -142,7 +144,7 @@ def _bracketed(parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
 
 
 def _is_list(hint: Any) -> bool:
-    """Whether a type is a list, or a list or None; one that may also be a text is not."""
+    """Whether a type is a list, or a list or None. A type that may also be a string does not count."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return {get_origin(kind) for kind in kinds if kind is not NoneType} == {list}
 
@@ -152,16 +154,16 @@ def _as_list(value: str) -> str:
 
 
 def build(parsed: Any, kind: type[_Config], methods: MethodTable | None = None, *, prefix: str = "") -> _Config:
-    """The frozen configuration of a parsed command line, nested parts included.
+    """Build the frozen configuration from a parsed command line, nested sections included.
 
     Args:
-        parsed: what the parser gave.
-        kind: the configuration.
-        methods: of one that `add_config` added, the same methods.
-        prefix: what the user types before a field's name, for messages.
+        parsed: the result of the parser.
+        kind: the class of the configuration.
+        methods: the methods given to `add_config`, if it added the settings.
+        prefix: what the user types before the name of a field, for error messages.
 
     Raises:
-        UserError: settings that contradict each other.
+        UserError: settings contradict each other.
     """
     own = [field for field in fields(kind) if methods is None or field.name != "method_settings"]  # type: ignore[arg-type]
     values = {field.name: _part(field, getattr(parsed, field.name), prefix) for field in own}
@@ -175,10 +177,10 @@ def build(parsed: Any, kind: type[_Config], methods: MethodTable | None = None, 
 def checked(
     kind: type[_Config], values: Mapping[str, Any], methods: MethodTable | None = None, *, prefix: str = ""
 ) -> _Config:
-    """A configuration with the values of its fields.
+    """Build a configuration from the values of its fields and check it.
 
     Raises:
-        UserError: settings that contradict each other.
+        UserError: settings contradict each other.
     """
     try:
         config: Any = kind(**values)
@@ -192,27 +194,27 @@ def checked(
 
 
 def _sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
-    """The methods that have settings, and the settings' types."""
+    """The methods that have settings, with the types of these settings."""
     return [(name, method.settings) for name, method in methods.items() if method.settings is not None]
 
 
 def _part(field: Field[Any], value: Any, prefix: str) -> Any:
-    """A field's value; the parts of a configuration name their type in their default factory."""
+    """The value of a field. The type of a nested section is the default factory of its field."""
     if not is_dataclass(field.default_factory):
         return value
     return build(value, field.default_factory, prefix=f"{prefix}{field.name}.")
 
 
 def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
-    """A part of a configuration with some of its values changed, checked as those of a recipe are.
+    """Returns a section of a configuration with some values changed. The values are checked like those of a recipe.
 
     Args:
-        section: the part.
-        values: what changes.
-        key: where they stand, for messages; empty for names that stand by themselves.
+        section: the section.
+        values: the new values.
+        key: the dotted key of the section, for error messages; empty for names without a section.
 
     Raises:
-        UserError: an unknown key, or a value that does not fit.
+        UserError: a key is unknown, or a value does not fit.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(type(section), None)
@@ -226,15 +228,15 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value of a configuration as plain JSON values.
+    """Set one value of a configuration that is given as plain JSON values.
 
     Args:
-        values: as `to_dict` gives them.
-        key: dotted.
-        value: the new one.
+        values: the result of `to_dict`.
+        key: the dotted key.
+        value: the new value.
 
     Raises:
-        UserError: there is no such setting.
+        UserError: the setting does not exist.
     """
     *parents, name = key.split(".")
     block: Any = values
@@ -246,7 +248,7 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain JSON values, the settings of each method under its name."""
+    """The configuration as plain JSON values, with the settings of each method under its name."""
     values = asdict(config)
     values |= values.pop("method_settings")
     values["train"]["betas"] = list(values["train"]["betas"])
@@ -254,10 +256,10 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def config_from_dict(values: Mapping[str, Any], methods: MethodTable) -> RunConfig:
-    """The configuration that `to_dict` gave, with the checks of its parts.
+    """Build the configuration from the result of `to_dict`, with the checks of its sections.
 
     Raises:
-        UserError: settings that contradict each other.
+        UserError: settings contradict each other.
     """
     built = _parts(RunConfig, {name: value for name, value in values.items() if name not in methods})
     built["method_settings"] = {
@@ -271,7 +273,7 @@ def _from_dict(kind: type[_Config], values: Mapping[str, Any], prefix: str) -> _
 
 
 def _parts(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a configuration's fields, nested parts built."""
+    """The values of a configuration's fields, with nested sections built."""
     parts = {field.name: field.default_factory for field in fields(kind) if is_dataclass(field.default_factory)}
     built = {
         name: _from_dict(parts[name], value, f"{prefix}{name}.") if name in parts else value  # type: ignore[arg-type]
@@ -283,6 +285,6 @@ def _parts(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> dict
 
 
 def scores_asked(config: RunConfig) -> dict[str, Any]:
-    """What a run is to score and how, as plain JSON values."""
+    """The settings of the scoring and the sets to score, as plain JSON values."""
     values = to_dict(config)
     return {"scoring": values["scoring"], "valid": values["data"]["valid"], "tests": values["data"]["tests"]}

@@ -1,4 +1,4 @@
-"""What a student learns from."""
+"""Settings of the training data."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """How a corpus is read and what of it is learnt."""
+    """How a corpus is read and which of its tokens are labels."""
 
     field: str = "text"
-    """Name of the text in rows of JSONL, JSON, Parquet, CSV or a data set on the hub; each row is a document. In a
+    """Key of the text in rows of JSONL, JSON, Parquet, CSV or a data set on the hub; each row is a document. In a
     plain text file a line is a segment, and an empty line ends a document."""
     mask_share: float = 0.15
-    """Share of the tokens that an encoder has to guess; of these 80 % are masked, 10 % replaced and 10 % left."""
+    """Share of the tokens that an encoder has to predict; of these 80 % are masked, 10 % are replaced by random
+    tokens and 10 % stay as they are."""
     whole_words: bool = False
-    """Choose whole words rather than tokens."""
+    """Choose whole words rather than single tokens."""
     next_sentence: bool | None = None
-    """Whether an encoder sees pairs of segments and says if the second follows the first (BERT). Without it: where the
-    teacher is a BERT whose next-sentence head the method learns from."""
+    """Whether an encoder gets pairs of segments and predicts whether the second follows the first (BERT). Default:
+    yes if the teacher is a BERT and the method uses its next-sentence head."""
     fraction: float = 1.0
-    """Share of the training text's documents that is used, over 0 and up to 1: one of each 1/fraction successive ones,
-    drawn by seed. Only they are tokenised. The validation text stays whole."""
+    """Share of the documents of the training text that is used, above 0 and up to 1: one document out of each
+    1/fraction successive ones, drawn by seed. Only these documents are tokenised. The validation text is always used
+    as a whole."""
     valid_sequences: int = 512
-    """Of data.valid the first so many sequences are looked at."""
+    """Number of sequences of data.valid that are used, from its beginning."""
     cache_dir: str | None = None
-    """Folder of the tokenised corpora, which any run with the same text and tokenizer takes again; without it
+    """Folder of the tokenised corpora, which other runs with the same text and tokenizer use again; default:
     $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be masked.
+        """Check the settings.
 
         Raises:
-            ValueError: a share out of its range.
+            ValueError: a share is out of its range.
         """
         if not 0 < self.mask_share < 1:
             raise ValueError(f"data.text.mask_share is {self.mask_share}: give a share between 0 and 1, 0.15 is usual")
@@ -45,18 +47,18 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A task with examples, splits and metrics of its own, such as those of GLUE. The student gets a head for it."""
+    """A task with its own examples, splits and metrics, such as those of GLUE. The student gets a head for it."""
 
     name: str | None = None
     """The task, such as rte, cola or sst2."""
     dir: str | None = None
-    """Folder of the task's files (of GLUE its own download, with a folder a task: RTE/train.tsv ...); without it the
-    hub's data set."""
+    """Folder of the task's files (for GLUE its own download, with one folder for each task: RTE/train.tsv ...);
+    default: the data set on the hub."""
     limit: int | None = None
-    """Learn only the first so many training examples, for a quick look."""
+    """Train only on the first so many training examples, for a quick test."""
     copy_classifier: bool | None = None
-    """Start the classifier as the fine-tuned teacher's (KroneckerBERT §3.7) in place of random numbers. Without it:
-    where the method says so and both have the same shape."""
+    """Initialise the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
+    numbers. Default: yes if the method recommends it and both classifiers have the same shape."""
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -70,50 +72,53 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet or CSV that
-    hold instruction, input (may be empty) and output (a string or a list of them), or prompt and completion, or
-    messages. Text is plain text files or such rows with a text in them."""
+    """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet or CSV
+    that hold instruction, input (may be empty) and output (a string or a list of strings), or prompt and completion,
+    or messages. Text is a plain text file, or such rows with a text in them."""
 
     kind: Literal["instructions", "text", "task"] = "instructions"
-    """instructions: answers are learnt (decoders); text: a corpus, of which a decoder learns each next token and an
-    encoder masked ones (settings under data.text); task: a model is fine-tuned on a task with labels, such as one of
-    GLUE (settings under data.task)."""
+    """instructions: a decoder learns the answers; text: a corpus, of which a decoder learns each next token and an
+    encoder the masked tokens (settings under data.text); task: a model is fine-tuned on a task with labels, such as
+    one of GLUE (settings under data.task)."""
     train: str = "embedded:train"
-    """Training set; of an instruction with several answers the first is learnt."""
+    """Training set; if an instruction has several answers, the first one is the label."""
     valid: str | None = None
-    """Validation set: its loss is logged and, of instructions, its ROUGE-L scored, for choosing settings; it is never
-    learnt."""
+    """Validation set, for choosing settings: its loss is logged, and for instructions also its ROUGE-L. It is never
+    trained on."""
     tests: dict[str, str] = field(default_factory=dict)
     """Test sets of instructions as {name: path}; every model of the final table is scored on each."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
     shuffle_buffer: int = 10_000
-    """Examples among which a streamed set is shuffled."""
+    """Number of examples in the buffer that a streamed set is shuffled in."""
     bucket_steps: int = 1
-    """Successive steps whose examples are sorted by length together, so that each step has about equally long ones. 1:
-    each step keeps its examples, and only its micro batches are sorted, which changes no result. More saves padding,
-    and waiting among ranks, where a step has one micro batch a rank, but it weighs the words of short answers more: a
-    step's loss is the mean over its words. At most a quarter of the training set; has no effect with packing."""
+    """Number of successive steps whose examples are sorted by length together, so that the examples of each step
+    have about the same length. 1: each step keeps its examples, and only its micro batches are sorted, which changes
+    no result. A larger number saves padding, and also waiting among ranks if a step has one micro batch per rank,
+    but it gives the tokens of short answers a larger weight, because the loss of a step is the mean over its tokens.
+    At most a quarter of the training set is sorted together; the setting has no effect with packing."""
     packing: bool = False
-    """Put several examples into one row of up to max_length tokens, none of which sees another's: nearly no padding,
-    and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that number
-    until the memory is used. Decoders on instructions only, and not with on_policy."""
+    """Put several examples into one row of up to max_length tokens, where no example attends to another: nearly no
+    padding, and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that
+    number until the memory is used. Only for decoders on instructions, and not with on_policy."""
     on_policy: float = 0.0
-    """Share of the steps whose answers the student writes itself while it learns (GKD's lambda), from 0 to 1."""
+    """Share of the steps for which the student generates the answers itself during training (GKD's lambda), from 0
+    to 1."""
     max_prompt_length: int = 256
-    """Most tokens a prompt may have, template included."""
+    """Largest number of tokens of a prompt, template included."""
     max_length: int = 512
-    """Most tokens a prompt and its answer may have together; a longer answer is cut, and counted. Text is packed to
-    it."""
+    """Largest number of tokens of a prompt and its answer together; a longer answer is cut and counted. Text is
+    packed into sequences of this length."""
     long_prompts: Literal["error", "drop", "truncate"] = "error"
-    """What happens to prompts over max_prompt_length: stop, leave them out, or keep their end. Always said."""
+    """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
+    their end. The log always reports it."""
     text: TextConfig = field(default_factory=TextConfig)
-    """Where kind is text."""
+    """Settings if kind is text."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """Where kind is task."""
+    """Settings if kind is task."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that leave no room.
+        """Check the limits.
 
         Raises:
             ValueError: the limits contradict each other.

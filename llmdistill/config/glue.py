@@ -1,4 +1,4 @@
-"""Fine-tuning on GLUE."""
+"""Settings of fine-tuning on GLUE."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ from llmdistill.config.tasks import GridConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(GridConfig):
-    """What is fine-tuned on which tasks of GLUE, by which settings."""
+    """The model to fine-tune, the tasks of GLUE, and the settings of the training."""
 
     model: str
-    """Folder or hub name of the model: an encoder, dense, factorised or of a smaller shape, or a decoder."""
+    """Folder or hub name of the model: an encoder (dense, factorised or of a smaller shape) or a decoder."""
     teacher: str | None = None
     """Fine-tuned teachers to learn from: the folder of an earlier run of this command, a path with {task} in it, or,
-    for one task, a model's folder. Without it the labels alone are learnt."""
+    for one task, the folder of a model. Default: no teacher, only the labels."""
     baseline: str | None = None
     """Folder or hub name of a model to compare size and speed with; default: the first task's teacher."""
     tasks: list[str] | None = None
-    """Tasks, separated by commas, such as rte,cola,sst2; default: all nine."""
+    """Tasks, separated by commas, such as rte,cola,sst2; default: all nine tasks."""
     output_dir: str | None = None
-    """Folder of all that is written; default: runs/glue/MODEL, with the method's name where there is a teacher."""
+    """Folder for all output; default: runs/glue/MODEL, with the name of the method added if there is a teacher."""
     ds_config: str = "zero1"
-    """DeepSpeed configuration: a JSON file, or one that ships by its name."""
+    """DeepSpeed configuration: a JSON file, or the name of one that ships with llmdistill."""
     method: str | None = None
-    """sft: the labels alone; the others learn from the teacher, as set under their names. Default: kd with a teacher,
-    sft without. Where a method does not look at the output, as minilm and minilmv2, the labels are learnt beside it."""
+    """sft: the labels alone; the other methods learn from the teacher, and their settings are under their names.
+    Default: kd with a teacher, sft without. If a method does not use the logits, such as minilm and minilmv2, the
+    loss on the labels is added."""
     also: list[str] = field(default_factory=list)
-    """Methods whose terms are added to those of `method`, each as set under its name."""
+    """Methods whose terms are added to those of `method`; the settings of each are under its name."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
+    """Number format of forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
     keep_models: bool = False
-    """Keep the model of every run; by default only each task's best."""
+    """Keep the model of every run; by default only the best model of each task is kept."""
     speed: bool = True
     """Measure latency and throughput."""
     tsne: list[str] | None = None
-    """Draw what a layer makes of each task's dev set (t-SNE, KroneckerBERT Figure 4): by this run's best model and by
-    those of earlier runs, such as the teacher's, whose folders are given here, separated by commas."""
+    """Draw the outputs of a layer for the dev set of each task (t-SNE, KroneckerBERT Figure 4): for the best model
+    of this run and for those of earlier runs, such as the teacher's. Give the folders of the earlier runs, separated
+    by commas."""
     method_settings: Mapping[str, Any] = field(default_factory=dict)
-    """By the name of each method that has settings, these. Users write them under that name."""
+    """The settings of each method that has settings, by its name. Users write them under that name."""
 
     def methods(self) -> list[str]:
-        """All methods of the run, the first one first."""
+        """All methods of the run, the main method first."""
         default = "sft" if self.teacher is None else "kd"
         return [default if self.method is None else self.method, *self.also]
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be fine-tuned.
+        """Check the settings.
 
         Raises:
             ValueError: a number is out of its range, or the methods contradict the teacher or each other.
@@ -74,10 +76,10 @@ class GlueConfig(GridConfig):
             raise ValueError(f"--also {self.also}, with method {methods[0]}: name each method once")
 
     def check_methods(self, known: MethodTable) -> None:
-        """Check the methods against the table of all that there are.
+        """Check the methods against the table of all methods.
 
         Raises:
-            ValueError: a method that is not there, or whose settings no fine-tuning can follow.
+            ValueError: a method does not exist, or its settings do not work with fine-tuning.
         """
         teachers = with_teacher(known)
         check_names("method", self.methods()[:1], ["sft", *teachers])

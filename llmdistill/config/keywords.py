@@ -1,4 +1,4 @@
-"""A run's configuration from Python: dotted keys, or a setting's own name as a keyword."""
+"""Builds the configuration of a run in Python, from dotted keys or from the settings' own names as keywords."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from llmdistill.errors import UserError
 
 
 def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable) -> RunConfig:
-    """The configuration of a run; what neither names has its default.
+    """Build the configuration of a run; a setting that is in neither argument has its default.
 
     Args:
         settings: by dotted key, as on the command line: `{"train.micro_batch_size": 8, "kd.temperature": 2.0}`.
-        keywords: by the setting's own name, which is looked for in the run, in `train`, in `data`, and in the settings
-            of the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`.
-        methods: all that there are, by name.
+        keywords: by the setting's own name, which is searched in the run, in `train`, in `data`, and in the settings of
+            the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`.
+        methods: all methods, by name.
 
     Raises:
-        UserError: an unknown key, a value that does not fit, or settings that contradict each other.
+        UserError: a key is unknown, a value does not fit, or settings contradict each other.
     """
     parser = run_parser(methods)
     method = str(settings.get("method", ""))
@@ -49,16 +49,16 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
 def method_settings(
     names: Sequence[str], settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable
 ) -> dict[str, Any]:
-    """The settings of some methods, by the method's name.
+    """Build the settings of some methods, by the method's name.
 
     Args:
-        names: the methods, the main one first.
+        names: the methods, the main method first.
         settings: by dotted key: `{"minilm.attention": 2.0}`.
-        keywords: of the main method, by their own names.
-        methods: all that there are, by name.
+        keywords: settings of the main method, by their own names.
+        methods: all methods, by name.
 
     Raises:
-        UserError: a setting that no method of these has, or a value that does not fit.
+        UserError: none of these methods has the setting, or a value does not fit.
     """
     given: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in {**settings, **{f"{names[0]}.{name}": each for name, each in keywords.items()}}.items():
@@ -71,11 +71,11 @@ def method_settings(
 
 
 def dotted(name: str, method: str, of_method: type[Any] | None) -> str:
-    """The dotted key of a setting that is given by its own name; a name that none has stays as it is.
+    """The dotted key of a setting that is given by its own name; an unknown name is returned unchanged.
 
     Args:
-        name: of the setting.
-        method: of the run.
+        name: the name of the setting.
+        method: the method of the run.
         of_method: the dataclass of the method's settings, if it has any.
     """
     if name in {field.name for field in fields(RunConfig) if not is_dataclass(field.default_factory)}:

@@ -1,4 +1,5 @@
-"""What the configuration asks of the table of training methods, which it is handed: llmdistill.methods.METHODS."""
+"""The interface through which the configuration uses the table of training methods, which its callers pass in:
+llmdistill.methods.METHODS."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from typing import Any, Protocol
 
 
 class MethodInfo(Protocol):
-    """One method, as far as the configuration must know it; `MethodEntry` says what each of them means."""
+    """What the configuration needs to know of one method; `MethodEntry` explains each field."""
 
     @property
     def help(self) -> str:
-        """What the method is, in a few words."""
+        """A description of the method in a few words."""
 
     @property
     def settings(self) -> type[Any] | None:
@@ -19,15 +20,15 @@ class MethodInfo(Protocol):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a teacher is at work beside the student."""
+        """Whether the method needs a teacher during training."""
 
     @property
     def on_policy(self) -> bool:
-        """Whether the student can learn from answers that it writes itself."""
+        """Whether the student can learn from answers that it generates itself."""
 
     @property
     def searches_layer(self) -> bool:
-        """Whether the teacher's layer may be searched for."""
+        """Whether the method can search for the teacher's layer."""
 
     @property
     def check(self) -> Any:
@@ -38,15 +39,15 @@ MethodTable = Mapping[str, MethodInfo]
 
 
 def with_teacher(known: MethodTable) -> list[str]:
-    """The methods that learn from a teacher at work beside the student."""
+    """The methods that need a teacher during training."""
     return [name for name, method in known.items() if method.needs_teacher]
 
 
 def check_names(key: str, names: Collection[str], allowed: Collection[str]) -> None:
-    """Check that all methods that a setting names are there.
+    """Check that all methods in a setting exist.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a method does not exist.
     """
     for name in names:
         if name not in allowed:

@@ -1,4 +1,4 @@
-"""The recipes that ship with the package, and others by their path."""
+"""Finds recipes: those that ship with the package by name, others by path."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from llmdistill.config.strict import flattened, is_known, keys_of, nearest
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
-"""Folder of the shipped recipes. Files there whose name begins with _ are no recipes, only something to extend."""
+"""Folder of the shipped recipes. Files there whose name begins with _ are not recipes themselves; recipes extend
+them."""
 
 
 def recipe_names() -> list[str]:
-    """The recipes that ship with the package, those in a subfolder as FOLDER/NAME."""
+    """The names of the shipped recipes; a recipe in a subfolder is FOLDER/NAME."""
     files = [path.relative_to(RECIPES) for path in RECIPES.rglob("*.yaml") if not path.name.startswith("_")]
     return sorted(file.as_posix().removesuffix(".yaml") for file in files)
 
 
 def recipe_path(name_or_path: str) -> Path:
-    """A shipped recipe by its name, any other by its path.
+    """The path of a recipe: a shipped recipe by its name, any other by its path.
 
     Raises:
-        UserError: there is no such recipe.
+        UserError: the recipe does not exist.
     """
     if name_or_path in recipe_names():
         return RECIPES / f"{name_or_path}.yaml"
@@ -39,12 +40,13 @@ def recipe_path(name_or_path: str) -> Path:
 
 
 def extended(parser: ArgumentParser, path: Path) -> list[Path]:
-    """A recipe and all that it extends, the last of them first: each one's settings win over those before it.
+    """A recipe and all recipes that it extends, the recipe itself last: the settings of each file override those before
+    it.
 
     A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
 
     Raises:
-        UserError: a recipe that is not there or not right, or that extends itself by way of others.
+        UserError: a recipe does not exist or is invalid, or recipes extend each other in a circle.
     """
     files = [path]
     while (base := check_recipe(parser, files[0]).get("extends")) is not None:
@@ -58,10 +60,10 @@ def extended(parser: ArgumentParser, path: Path) -> list[Path]:
 
 
 def check_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
-    """The settings of a recipe's own file, if it is YAML and has no key that no setting has.
+    """Check that the file of a recipe is YAML without unknown keys, and return its own settings.
 
     Raises:
-        UserError: with the file, the key and the nearest known one.
+        UserError: names the file, the key and the nearest known key.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

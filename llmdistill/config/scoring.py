@@ -1,4 +1,4 @@
-"""How answers are generated and scored."""
+"""Settings of generating and scoring answers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from llmdistill.errors import FieldError
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How answers are generated and scored. The defaults but `decoding` are MiniLLM's protocol."""
+    """How answers are generated and scored. All defaults except `decoding` follow MiniLLM's protocol."""
 
     decoding: Literal["sample", "greedy"] = "sample"
     """sample: temperature 1, top_p 1, no top_k, one pass per seed; greedy: one pass."""
     seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50])
-    """Seeds of the sampling passes; ROUGE-L is their mean."""
+    """Seeds of the sampling passes; the reported ROUGE-L is their mean."""
     no_repeat_ngram_size: int = 6
-    """No n-gram of this length twice in an answer; 0 switches it off."""
+    """No n-gram of this length occurs twice in an answer; 0 switches it off."""
     batch_size: int = 32
-    """Prompts generated at once on each rank."""
+    """Number of prompts in a generation batch on each rank."""
     limit: int | None = None
     """Score only the first so many examples of each set."""
     models: list[Literal["teacher", "untrained", "student"]] = field(
         default_factory=lambda: ["teacher", "untrained", "student"]
     )
-    """Which models of a run are scored."""
+    """The models of a run to score."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be generated.
+        """Check the settings.
 
         Raises:
             FieldError: a number is out of its range, or sampling has no seed.

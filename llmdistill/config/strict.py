@@ -1,4 +1,4 @@
-"""Strictness: an unknown key stops and names the nearest one, and an error is one sentence."""
+"""Strict parsing: an unknown key is an error that names the nearest known key, and each error is one sentence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from llmdistill.errors import UserError
 
 
 def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "") -> None:
-    """Refuse what no setting of the parser is called.
+    """Check that all keys are settings of the parser.
 
     Raises:
-        UserError: with the key, behind the prefix, and the nearest known one.
+        UserError: names the unknown key, with the prefix before it, and the nearest known key.
     """
     known = keys_of(parser)
     for key in keys:
@@ -25,7 +25,7 @@ def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "")
 
 
 def keys_of(parser: ArgumentParser) -> dict[str, bool]:
-    """Every key of a parser, and whether it is a mapping with free keys below it."""
+    """All keys of a parser, each with whether it is a mapping with free keys below it."""
     return {
         option.removeprefix("--"): "dict[" in str(getattr(action, "_typehint", ""))
         for action in parser._actions
@@ -35,16 +35,16 @@ def keys_of(parser: ArgumentParser) -> dict[str, bool]:
 
 
 def is_known(key: str, known: dict[str, bool]) -> bool:
-    """Whether a parser has a key, or a mapping with free keys above it."""
+    """Whether a parser has the key itself, or a mapping with free keys above the key."""
     parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
     return key in known or any(known.get(parent, False) for parent in parents)
 
 
 def nearest(key: str, known: dict[str, bool], prefix: str) -> str:
-    """A hint at the key that was perhaps meant: by the whole name, else by its last part alone."""
+    """A hint at the known key nearest to an unknown one: by the whole name, else by its last part alone."""
     found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     last = key.rsplit(".", 1)[-1]
-    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}  # of equal ones the first: the run's own
+    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}  # if equal, the first wins: the run's own
     same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
     if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
         found = [by_last[same_last[0]]]
@@ -61,7 +61,7 @@ def flattened(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def one_sentence(message: str) -> str:
-    """jsonargparse explains over several lines; what the user needs is the key, the value and what fits."""
+    """Shorten a message of jsonargparse, which has several lines, to the key, the value and the allowed values."""
     key = re.search(r'[Kk]ey "([^"]+)"', message)
     value = re.search(r"(?:Given value|Got value): (.*)", message)
     expected = re.findall(r"Expected an? ([^\n]*?)(?:\. Got|\n|$)", message)

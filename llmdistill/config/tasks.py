@@ -1,4 +1,4 @@
-"""Fine-tuning on tasks: what is tried, and the second stage of a run."""
+"""Settings of fine-tuning on tasks: the trials, and the second stage of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 ProtocolName = Literal["makd", "minilmv2", "kroneckerbert", "custom"]
 
 RowName = Literal["two_stages", "no_pretraining", "no_kd"]
-"""Rows of KroneckerBERT Table 6."""
+"""The rows of KroneckerBERT Table 6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,45 +17,47 @@ class GridConfig:
     """How a model is fine-tuned on a task, and which settings are tried."""
 
     data_dir: str | None = None
-    """GLUE's own download, with a folder a task (RTE/train.tsv ...); without it the hub's."""
+    """Folder with GLUE's own download, with one folder for each task (RTE/train.tsv ...); default: the data set on
+    the hub."""
     protocol: ProtocolName = "makd"
-    """What is tried. makd: MaKD's four learning rates x 5 seeds (the paper does not say its epochs: 3 here); minilmv2:
-    MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; kroneckerbert: KroneckerBERT's three
-    learning rates x 5, 10 and 15 epochs (CoLA 15, 20, 30; the paper only gives the range), 1 seed; custom: 2e-5, 3
-    epochs, 1 seed. All of them: batches of 32, 128 tokens, a tenth of the steps warm-up, weight decay 0.01. The
-    settings below win over it."""
+    """The settings to try. makd: MaKD's four learning rates x 5 seeds (the paper does not give its epochs: 3 here);
+    minilmv2: MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; kroneckerbert: KroneckerBERT's
+    three learning rates x 5, 10 and 15 epochs (CoLA 15, 20, 30; the paper only gives the range), 1 seed; custom:
+    2e-5, 3 epochs, 1 seed. All of them use batches of 32, 128 tokens, a warm-up of a tenth of the steps, and weight
+    decay 0.01. The settings below override the protocol."""
     learning_rates: list[float] | None = None
-    """Peak learning rates to try, separated by commas; the best on dev is taken."""
+    """Peak learning rates to try, separated by commas; the one with the best dev score is used."""
     epochs: list[int] | None = None
     """Numbers of epochs to try, separated by commas."""
     seeds: list[int] | None = None
-    """Seeds of each setting, separated by commas: of the classifier's first weights, the data order and dropout."""
+    """Seeds of each setting, separated by commas: a seed sets the initial weights of the classifier, the data order
+    and dropout."""
     batch_size: int | None = None
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int | None = None
-    """Sequences per rank and forward pass; without it the whole share of a rank at once."""
+    """Sequences per rank and forward pass; default: the whole share of a rank at once."""
     max_length: int | None = None
-    """Tokens of an example; the longer sentence is cut first."""
+    """Largest number of tokens of an example; the longer sentence is cut first."""
     warmup_ratio: float | None = None
-    """Share of the steps in which the learning rate rises; it falls linearly to 0 in the rest."""
+    """Share of the steps in which the learning rate rises; in the other steps it falls linearly to 0."""
     weight_decay: float | None = None
-    """AdamW's weight decay; biases and norms have none."""
+    """AdamW's weight decay; biases and norms have no weight decay."""
     limit: int | None = None
-    """Learn only the first so many training examples of each task, for a quick look."""
+    """Train only on the first so many training examples of each task, for a quick test."""
     copy_classifier: bool | None = None
-    """Start the classifier as the fine-tuned teacher's (KroneckerBERT §3.7) in place of random numbers. Default: with
-    method kroneckerbert, where both have the same shape."""
+    """Initialise the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
+    numbers. Default: with method kroneckerbert, if both classifiers have the same shape."""
     tsne_layer: int | None = None
-    """Layer, from 1, whose output t-SNE draws; default: the middle one of each model."""
+    """Layer, counted from 1, whose output t-SNE draws; default: the middle layer of each model."""
     run_settings: dict[str, Any] = field(default_factory=dict)
-    """Further settings of every run by their keys in a run's configuration (llmdistill train --help), such as
+    """Further settings of every run, by their keys in the configuration of a run (llmdistill train --help), such as
     {train.compile: true, student.lora.rank: 8, teacher.sharding: zero3, train.save_every: 200}."""
 
     prefix: ClassVar[str] = "--"
-    """What stands before a setting's name where a user types it."""
+    """The text before the name of a setting as a user types it."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the settings.
 
         Raises:
             ValueError: a number is out of its range.
@@ -90,26 +92,27 @@ class GridConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TasksConfig(GridConfig):
-    """The second stage of a run (KroneckerBERT §3.7): when the student has learnt from the text, it is fine-tuned on
-    tasks with fine-tuned teachers, in the folder `tasks` of the run's."""
+    """The second stage of a run (KroneckerBERT §3.7): after the training on text the student is fine-tuned on tasks
+    with fine-tuned teachers, in the folder `tasks` inside the run's folder."""
 
     names: list[str] = field(default_factory=list)
-    """Tasks of GLUE such as rte, cola, sst2; without any there is no second stage."""
+    """Tasks of GLUE such as rte, cola, sst2; without tasks there is no second stage."""
     rows: list[RowName] = field(default_factory=lambda: ["two_stages"])
-    """Which rows of KroneckerBERT Table 6 are run. two_stages: the trained student learns from the fine-tuned teacher;
-    no_pretraining: the untrained student does; no_kd: the trained student learns the labels alone."""
+    """The rows of KroneckerBERT Table 6 to run. two_stages: the trained student learns from the fine-tuned teacher;
+    no_pretraining: the untrained student learns from it; no_kd: the trained student learns from the labels alone."""
     teacher: str | None = None
-    """Fine-tuned teachers: the folder of an earlier run of eval/glue.py, a path with {task} in it, or, for one task, a
-    model's folder. Without it the run's own teacher is fine-tuned on each task first, by the same settings."""
+    """Fine-tuned teachers: the folder of an earlier run of eval/glue.py, a path with {task} in it, or, for one task,
+    the folder of a model. Default: the run's own teacher is first fine-tuned on each task, with the same settings."""
     method: str | None = None
-    """What the student learns by from the fine-tuned teacher; default: the run's method, and its `also`."""
+    """Method by which the student learns from the fine-tuned teacher; default: the run's method, and its `also`."""
     also: list[str] | None = None
-    """Methods whose terms are added."""
+    """Methods whose terms are added to those of `method`."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Settings of a method that differ from the run's own, such as {kroneckerbert: {label: 1.0}}: a teacher without
-    language-model head has no output to learn from before it is fine-tuned."""
+    lm_head, for example, has no logits to learn from before it is fine-tuned."""
     tsne: bool = False
-    """Draw what a layer makes of each task's dev set, for the teacher and each row (KroneckerBERT Figure 4)."""
+    """Draw the outputs of a layer for the dev set of each task, for the teacher and each row (KroneckerBERT Figure
+    4)."""
 
     prefix: ClassVar[str] = "tasks."
 
@@ -117,7 +120,7 @@ class TasksConfig(GridConfig):
         """Check the settings.
 
         Raises:
-            ValueError: a number is out of its range, no row, or one twice.
+            ValueError: a number is out of its range, there is no row, or a row occurs twice.
         """
         super().__post_init__()
         if not self.rows or len(set(self.rows)) < len(self.rows):

@@ -1,4 +1,4 @@
-"""Optimisation."""
+"""Settings of the optimisation."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 DEFAULT_STEPS = 1000
-"""Where neither steps nor epochs say how long to train."""
+"""The number of steps if neither steps nor epochs is given."""
 
 
 LOG_LINES = 4
-"""Lines of the log where log_every does not say."""
+"""The number of log lines if log_every is null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Optimisation. The global batch is what is given; how it is split over ranks and accumulation is derived."""
+    """Optimisation. The user sets the global batch size; the split over ranks and accumulation steps is derived from
+    it."""
 
     steps: int = DEFAULT_STEPS
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     epochs: int | None = None
-    """Passes over the training set in place of steps, which then must not be given too. They become a number of steps,
-    rounded up, once the set is read (of a task each pass is rounded up by itself). Not where data.kind is
-    instructions."""
+    """Passes over the training set, instead of steps; give only one of the two. The number of steps is computed
+    after the set is read, and rounded up (for a task each pass is rounded up on its own). Not available if data.kind
+    is instructions."""
     global_batch_size: int = 64
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     micro_batch_size: int | None = None
-    """Sequences per rank and forward pass; without it the whole share of a rank at once."""
+    """Sequences per rank and forward pass; default: the whole share of a rank at once."""
     learning_rate: float = 5e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps of linear warm-up; a run shorter than that ends on the way up."""
+    """Steps of linear warm-up; a shorter run ends during the warm-up."""
     warmup_ratio: float | None = None
-    """Share of the steps that are warm-up, rounded up to whole steps, in place of warmup_steps."""
+    """Share of the steps that are warm-up, rounded up to whole steps, instead of warmup_steps."""
     min_learning_rate: float = 0.0
     """Learning rate at the end of a cosine or linear decay."""
     weight_decay: float = 0.0
-    """AdamW's weight decay; biases and norms have none."""
+    """AdamW's weight decay; biases and norms have no weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's β1 and β2."""
     eps: float = 1e-8
@@ -47,24 +48,24 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0 switches it off."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the student's forward and backward pass; auto is bf16 on a GPU that has it, else fp32."""
+    """Number format of the student's forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
     activation_checkpointing: bool = False
     """Recompute the student's activations in the backward pass: less memory, more time."""
     compile: bool = False
-    """Compile the layers of student and teacher (torch.compile): the first steps take minutes, for the sake of those
-    after them. Not under ZeRO-3. With dropout other random numbers are drawn than without it."""
+    """Compile the layers of student and teacher (torch.compile): the first steps take minutes, later steps are
+    faster. Not available under ZeRO-3. With dropout the random numbers differ from those without compile."""
     log_every: int | None = 10
-    """Steps between two lines of the log; null makes four lines in all."""
+    """Steps between two lines of the log; null writes four lines in total."""
     validate_every: int = 100
-    """Steps between two looks at the loss on data.valid, where there is one; the last step always looks."""
+    """Steps between two validations on data.valid, if it is given; the last step is always validated."""
     save_every: int | None = 100
-    """Steps between two checkpoints; the last step is always saved. null saves none, so that a run that is stopped
-    begins anew."""
+    """Steps between two checkpoints; the last step is always saved. null saves no checkpoint, so an interrupted run
+    starts again from the beginning."""
     keep_checkpoints: int = 2
-    """How many checkpoints are kept."""
+    """Number of checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do.
+        """Check the settings.
 
         Raises:
             ValueError: a number is out of its range.
@@ -99,7 +100,7 @@ class TrainConfig:
             )
 
     def with_steps(self, steps: int) -> TrainConfig:
-        """The same settings for a known number of steps: without epochs, warmup_ratio or an open log_every."""
+        """The same settings for a known number of steps, with epochs, warmup_ratio and an open log_every resolved."""
         warmup = self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
         log_every = math.ceil(steps / LOG_LINES) if self.log_every is None else self.log_every
         return replace(self, steps=steps, epochs=None, warmup_steps=warmup, warmup_ratio=None, log_every=log_every)

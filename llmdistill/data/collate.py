@@ -1,4 +1,5 @@
-"""From encoded examples to one right-padded batch: an example a row, or several packed into one."""
+"""Collates encoded examples into one right-padded batch: one example for each row, or several examples packed into
+one row."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from llmdistill.data.instruct import Encoded
 
 
 def collate(items: Sequence[Encoded], pad_token_id: int, *, pad_to_multiple_of: int | None = None) -> Batch:
-    """Prompt and response side by side, (B, T), padded on the right to the longest (or the next multiple).
+    """Collate each prompt with its response into one row, (B, T), padded on the right to the longest row (or to the
+    next multiple).
 
-    Labels stand on the response alone, its end token included; the mask comes from the lengths, so that an
-    end token that doubles as padding is seen and learnt.
+    Only the tokens of the response are labels, its end token included. The mask follows from the lengths, so an end
+    token that is also the padding token is attended to and learnt.
     """
     lengths = [len(item) for item in items]
     width = max(lengths)
@@ -32,11 +34,12 @@ def collate(items: Sequence[Encoded], pad_token_id: int, *, pad_to_multiple_of: 
 
 
 def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: int) -> Batch:
-    """The examples side by side in rows of at most max_length, as `pack` puts them: (B, T) with B <= len(items).
+    """Collate the examples into rows of at most max_length tokens, as `pack` arranges them: (B, T) with B <=
+    len(items).
 
-    The mask numbers the examples of a row from 1, and positions begin at 0 in each; so they do in the padding at the
-    end of a row, whose mask is 0. The first token of an example is never a label: what stands before it in its row is
-    another's.
+    The mask numbers the examples of a row from 1, and positions begin at 0 in each example. Positions also begin at 0
+    in the padding at the end of a row, whose mask is 0. The first token of an example is never a label, because the
+    token before it belongs to another example.
     """
     rows = pack([len(item) for item in items], max_length)
     width = max(sum(len(items[index]) for index in row) for row in rows)
@@ -61,11 +64,12 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Which of these stand in which row of at most max_length: indices, row by row.
+    """Arrange examples of these lengths in rows of at most max_length: the indices of each row.
 
-    First-fit decreasing says how many rows it takes. So many, or more, are then also filled evenly, the longest next
-    into the emptiest, and of all these the one with the fewest positions (rows times the longest) is taken: a last row
-    that is half empty would be padded to the others, and seven rows for sixteen equal examples to three in each.
+    First-fit decreasing gives a number of rows. For this number and all larger ones the rows are also filled evenly:
+    the longest remaining example goes into the emptiest row. Of all these arrangements the one with the fewest
+    positions (rows times the longest row) is chosen. A half-empty last row would be padded to the length of the others,
+    and sixteen equal examples in seven rows would be padded to three in each row; eight rows of two need no padding.
     """
     assert max(lengths) <= max_length, "an example is longer than a row"
     order = sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True)
@@ -76,13 +80,13 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
     for count in range(len(best), len(lengths) + 1):
         rows = _fill_evenly(order, lengths, count)
-        if positions(rows) < positions(best):  # so no row is too long: more than max_length would take more positions
+        if positions(rows) < positions(best):  # no row can be too long: rows over max_length take more positions
             best = rows
     return best
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Each into the first row that has room for it."""
+    """Put each example into the first row that has room for it."""
     rows: list[list[int]] = []
     filled: list[int] = []
     for index in order:
@@ -97,7 +101,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_length: int) ->
 
 
 def _fill_evenly(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Each into the row that is emptiest so far."""
+    """Put each example into the row that is emptiest so far."""
     rows: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for index in order:

@@ -1,4 +1,4 @@
-"""A text as tokens: read once, tokenised once, kept on disk and mapped into memory."""
+"""A tokenised text: it is read once, tokenised once, kept on disk and mapped into memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from llmdistill.files import new_folder, write_json
 from llmdistill.fingerprints import digest, file_sha256
 
 _FORMAT = 1
-"""To be raised with every change of what stands in the files or of how a text becomes tokens."""
+"""Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
 
 _AT_ONCE = 512
-"""Segments that are tokenised, and then written, together."""
+"""Number of segments that are tokenised and then written together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,9 @@ class Corpus:
     tokens: np.ndarray
     """(tokens,) uint16, or uint32 for vocabularies that need it."""
     segments: np.ndarray
-    """(segments + 1,) int64: where each segment begins among the tokens, and the end. None is empty."""
+    """(segments + 1,) int64: the first token of each segment, and the end. No segment is empty."""
     documents: np.ndarray
-    """(documents + 1,) int64: where each document begins among the segments, and the end. None is empty."""
+    """(documents + 1,) int64: the first segment of each document, and the end. No document is empty."""
 
     def report(self) -> str:
         """One sentence with every count."""
@@ -51,26 +51,28 @@ def tokenise(
     fraction: float = 1.0,
     seed: int = 0,
 ) -> Corpus:
-    """The tokens of a text, without special tokens; they are made once for the same text, tokenizer and field.
+    """Tokenise a text, without special tokens. The result is stored and used again for the same text, tokenizer and
+    field.
 
     In a plain text file a line is a segment, and an empty line ends a document. In rows each row is a document, and its
-    lines are the segments. A tokenizer with a mask token is an encoder's, and reads a line without the blanks at its
-    ends; any other is a decoder's, which has to learn where lines end and how far they are indented: a segment keeps
+    lines are the segments. A tokenizer with a mask token belongs to an encoder, and gets each line without the blanks
+    at its ends. Any other tokenizer belongs to a decoder, which has to learn line ends and indentation: a segment keeps
     its line end, and in rows the empty lines after it too.
 
     Args:
-        reference: a file: JSONL, JSON, Parquet and CSV hold rows, any other ending is plain text; or a folder, whose
-            files are read in the order of their names, except hidden ones; or a name on the hub as in `stream_rows`.
-        tokenizer: of the model that is to read the text.
+        reference: a file (JSONL, JSON, Parquet and CSV hold rows, any other ending is plain text); or a folder, whose
+            files are read in the order of their names, except hidden files; or a name on the hub as in `stream_rows`.
+        tokenizer: the tokenizer of the model that is trained on the text.
         field: the key of the text in rows.
-        cache_dir: the tokens go to its folder ``corpora``; $LLMDISTILL_CACHE by default, or else ~/.cache/llmdistill. A
-            local text is known by what stands in it, wherever it lies, and one on the hub by its name.
-        fraction: the share of the documents that is taken, over 0 and up to 1; see `draw_documents`.
-        seed: which ones.
+        cache_dir: the tokens are stored in its folder ``corpora``; default: $LLMDISTILL_CACHE, or else
+            ~/.cache/llmdistill. A local text is identified by its content, wherever it is stored, and a text on the hub
+            by its name.
+        fraction: the share of the documents that is used, above 0 and up to 1; see `draw_documents`.
+        seed: decides which documents are used.
 
     Raises:
-        UserError: nothing there, no text in it or in the share, a row without the text, what is not UTF-8, or no room
-            in the cache.
+        UserError: the text does not exist, the text or its share is empty, a row has no text, a file is not UTF-8, or
+            the cache has no room.
     """
     files = text_files(reference)
     keep_ends = tokenizer.mask_token_id is None
@@ -80,7 +82,7 @@ def tokenise(
         "tokenizer": _fingerprint(tokenizer),
         "line_ends": keep_ends,
         "field": field,
-        # Not of a whole text, whose key is as old as the cache.
+        # A whole text has no fraction in its key, so that caches made before this setting existed stay valid.
         **({"fraction": fraction, "seed": seed} if fraction < 1 else {}),
     }
     folder = _cache(cache_dir) / "corpora" / digest(request)[:16]
@@ -100,14 +102,14 @@ def _content(file: Path) -> str:
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What decides how a tokenizer cuts text."""
+    """The properties that decide how a tokenizer splits text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decides: Any
     if backend is None:
         decides = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.special_tokens_map]
     else:
         decides = json.loads(backend.to_str())
-        # Each call sets these two anew, so they differ before and after the first one.
+        # Each call of the tokenizer sets these two, so they differ before and after the first call.
         for passing in ("truncation", "padding"):
             decides.pop(passing, None)
     return digest(json.loads(json.dumps(decides, default=str)))
@@ -124,7 +126,7 @@ def _is_there(folder: Path) -> bool:
 
 
 def _make(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase, meta: dict[str, Any]) -> None:
-    """Write a corpus; where another process has written the same one meanwhile, that one stays."""
+    """Write a corpus. If another process has written the same corpus in the meantime, that one is kept."""
     try:
         with new_folder(folder) as part:
             bar = tqdm(segments, desc="tokenising", unit="segment", disable=None, leave=False)
@@ -163,7 +165,7 @@ def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase)
     ):
         while batch := list(islice(segments, _AT_ONCE)):
             for (document, _), ids in zip(batch, _encode([text for _, text in batch], tokenizer), strict=True):
-                if not ids:  # a line of characters that the tokenizer drops
+                if not ids:  # the tokenizer drops all characters of the line
                     continue
                 if document != current:
                     document_offsets.write(np.int64(num_segments).tobytes())
@@ -177,7 +179,7 @@ def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase)
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    # Not verbose: segments longer than the model's context are cut into pieces later.
+    # verbose is off: segments that are longer than the model's context are cut into pieces later.
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )

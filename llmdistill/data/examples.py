@@ -1,4 +1,4 @@
-"""One row of a data set as an example: three forms, told apart by their keys."""
+"""Parses one row of a data set as an example. A row has one of three forms, which its keys decide."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "ass
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its answers, in one of three forms: an instruction, a ready prompt, or messages."""
+    """One prompt with its answers, in one of three forms: an instruction, a prompt that is used as it is, or
+    messages."""
 
     instruction: str
-    """Empty in the other two forms."""
+    """The instruction; empty in the other two forms."""
     input: str
-    """Further context of the instruction; empty where there is none."""
+    """Further context of the instruction; empty if there is none."""
     outputs: tuple[str, ...]
-    """The reference answers; training learns the first, scoring takes the best match. Empty only where none is needed,
-    for generation."""
+    """The reference answers; training uses the first, scoring takes the best match. Empty only for generation, which
+    needs no answer."""
     source: str = field(default="", compare=False)
-    """Where it was read, as ``file:line``; only for messages to the user."""
+    """The place of the example, as ``file:line``; only for messages to the user."""
     messages: Messages = ()
     """The turns before the answer, for the tokenizer's chat template; empty in the other two forms."""
     raw_prompt: str | None = None
-    """A prompt that is taken as it is, without any template; None in the other two forms."""
+    """A prompt that is used as it is, without any template; None in the other two forms."""
 
 
 def parse_row(row: Mapping[str, Any], source: str, *, needs_answer: bool = True) -> Example:
-    """The example in a row; a key whose value is null counts as missing, and keys of no form are not looked at.
+    """Parse the example in a row. A key whose value is null counts as missing, and keys of no form are ignored.
 
-    - ``instruction``, perhaps ``input`` or ``context``, and ``output`` or ``response``; a ready ``prompt`` beside them
+    - ``instruction``, optionally ``input`` or ``context``, and ``output`` or ``response``; a ``prompt`` in the same row
       is ignored.
     - ``messages`` of role and content, or ShareGPT's ``conversations`` of from and value: the last assistant turn is
-      the answer, what stands before it the prompt, and what stands after it is left out. Without the need of an
-      answer, a list that does not end with an assistant turn is a prompt as a whole.
+      the answer, the turns before it are the prompt, and the turns after it are left out. If no answer is needed, a
+      list that does not end with an assistant turn is a prompt as a whole.
     - ``prompt`` and ``completion``, ``response`` or ``output``: strings, or lists of messages.
 
     Args:
         row: keys and values.
-        source: where the row stands, the beginning of every message.
-        needs_answer: whether a row without answer is refused.
+        source: the place of the row, with which every error message begins.
+        needs_answer: whether a row without answer is an error.
 
     Raises:
-        UserError: a missing key, or a value that is not of the form.
+        UserError: a key is missing, or a value does not fit the form.
     """
     row = {key: value for key, value in row.items() if value is not None}
     if "instruction" in row:
@@ -89,14 +90,15 @@ def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Exa
     key = _first(row, _COMPLETIONS)
     if key is not None and isinstance(row[key], list) and any(isinstance(turn, dict) for turn in row[key]):
         completion = _messages(row[key], key, source)
-        # Checked apart, so that an assistant turn of the prompt is never taken for the answer.
+        # Prompt and answer are checked separately, so that an assistant turn of the prompt is never taken as the
+        # answer.
         _last_answer(completion, key, source)
         return _before_last_answer(prompt_messages + completion, key, source)
     return Example("", "", _answers(row, _COMPLETIONS, source, needs_answer), source, prompt_messages)
 
 
 def _answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, needed: bool) -> tuple[str, ...]:
-    """The answer under the first of these keys that is there, a string or a list of them."""
+    """The answer under the first of these keys that exists: a string or a list of strings."""
     key = _first(row, keys)
     if key is None:
         if needed:

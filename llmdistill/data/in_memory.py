@@ -1,4 +1,4 @@
-"""Data that a caller has in memory: rows or texts in place of a file."""
+"""Data in memory: rows or texts that the caller passes instead of a file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
 
 Data = str | Path | Iterable[Mapping[str, Any]] | Iterable[str]
-"""A path, a name (`embedded:train`, one on the hub), rows of the forms of `parse_row` (a list, a datasets.Dataset, any
-iterable that can be walked more than once), or texts."""
+"""A path, a name (`embedded:train`, or one on the hub), rows of the forms of `parse_row` (a list, a
+datasets.Dataset, any iterable that can be iterated more than once), or texts."""
 
 Kind = Literal["instructions", "text"]
 
@@ -24,7 +24,8 @@ _FORMS = ("instruction", "messages", "conversations", "prompt")
 
 
 def kind_of(data: Data, *, field: str = "text") -> Kind:
-    """What data holds, by its first row, or by the ending of a file: a .txt is text, any other file instructions.
+    """The kind of the data, which the first row decides, or the ending of a file: a .txt is text, any other file
+    instructions.
 
     Args:
         data: as the caller gave it.
@@ -44,14 +45,14 @@ def kind_of(data: Data, *, field: str = "text") -> Kind:
 
 
 def examples_of(data: Data, *, name: str = "data") -> list[Example]:
-    """Examples of a file or of rows in memory.
+    """The examples of a file or of rows in memory.
 
     Args:
         data: as the caller gave it.
-        name: what a message calls it; rows count from 1.
+        name: the name of the data in error messages; rows are counted from 1.
 
     Raises:
-        UserError: no such file, no row, or one that is malformed.
+        UserError: the file does not exist, there is no row, or a row is malformed.
     """
     if isinstance(data, str | Path):
         return read_examples(locate(str(data)))
@@ -62,9 +63,9 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
 
 
 def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, *, field: str = "text") -> Path:
-    """Write rows as JSONL into a folder, under a name that follows from what they hold; texts become rows of `field`.
+    """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`.
 
-    The same data thus has the same name, by which an interrupted run is known again.
+    So the same data always has the same name, and an interrupted run finds its data again.
     """
     rows = ({field: row} if isinstance(row, str) else dict(row) for row in data)
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

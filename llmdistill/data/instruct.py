@@ -1,4 +1,5 @@
-"""From examples to tokens: their prompts, the limits on length, and the end token that is always learnt."""
+"""Tokenises examples: renders their prompts, applies the limits on length, and appends the end token, which is
+always learnt."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from llmdistill.data.sample_ids import sample_id
 from llmdistill.errors import UserError
 
 LongPrompts = Literal["error", "drop", "truncate"]
-"""What happens to a prompt beyond the limit."""
+"""What to do with a prompt that is longer than the limit."""
 
 PROMPT_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. "
@@ -38,38 +39,38 @@ class Encoded:
 
     @cached_property
     def sample_id(self) -> int:
-        """See `data.sample_ids`."""
+        """The id of the sample; see `data.sample_ids`."""
         return sample_id(self.prompt_ids, self.response_ids)
 
     def __len__(self) -> int:
-        """Tokens of prompt and response."""
+        """The number of tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts within the limit, in order."""
+    """The prompts within the limit, in order."""
 
     ids: list[list[int]]
     kept: list[int]
-    """Index into the prompts given, for each of ids."""
+    """For each entry of ids, its index in the given prompts."""
     dropped: int
     truncated: int
 
 
 @dataclass(frozen=True)
 class InstructData:
-    """A training set as tokens, and what had to be left out of it."""
+    """A training set as tokens, and the counts of what was dropped or cut."""
 
     items: list[Encoded]
     dropped: int
-    """Examples left out because of their prompt's length."""
+    """Number of examples dropped because their prompt is too long."""
     truncated_prompts: int
     truncated_responses: int
-    """Responses cut at the maximum length; these have no end token."""
+    """Number of responses cut at the maximum length; these have no end token."""
 
     def report(self) -> str:
-        """One sentence with every count."""
+        """Report all counts in one sentence."""
         return (
             f"{len(self.items)} examples: {self.dropped} dropped for a long prompt, "
             f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated."
@@ -77,19 +78,20 @@ class InstructData:
 
 
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-    """The text in front of the answer.
+    """Render the text before the answer.
 
-    An instruction gets the Alpaca prompt, as MiniLLM writes it; it ends with ``### Response:`` and a newline. A ready
-    prompt stays as it is. Messages get the tokenizer's chat template, up to where the assistant begins to speak.
+    An instruction gets the Alpaca prompt in MiniLLM's form; it ends with ``### Response:`` and a newline. A prompt
+    without template stays as it is. Messages get the tokenizer's chat template, up to the beginning of the assistant's
+    turn.
 
     Raises:
-        UserError: messages, but no chat template, or one that refuses them.
+        UserError: the example has messages, but there is no chat template, or the template rejects them.
     """
     if example.messages:
         return _render_chat(example, tokenizer)
     if example.raw_prompt is not None:
         return example.raw_prompt
-    # Not str.format on the example's own text: braces in it stay as they are.
+    # str.format is not applied to the text of the example, so braces in it stay as they are.
     template = PROMPT_WITH_INPUT if example.input else PROMPT_WITHOUT_INPUT
     return template.format(instruction=example.instruction, input=example.input)
 
@@ -118,9 +120,10 @@ def encode_prompts(
     long_prompts: LongPrompts,
     sources: list[str] | None = None,
 ) -> EncodedPrompts:
-    """Tokens of each prompt, at most max_prompt_length; truncation loses the start, so ``### Response:`` stays.
+    """Tokenise each prompt, with at most max_prompt_length tokens. Truncation removes the start, so ``### Response:``
+    stays.
 
-    Raises UserError where a prompt is longer and long_prompts is "error", or where none is left.
+    Raises UserError if a prompt is longer and long_prompts is "error", or if no prompt is left.
     """
     names = sources or [""] * len(prompts)
     encoded = _limit(_plain_ids(prompts, tokenizer), names, tokenizer, max_prompt_length, long_prompts)
@@ -135,10 +138,10 @@ def encode_example_prompts(
     max_prompt_length: int,
     long_prompts: LongPrompts,
 ) -> EncodedPrompts:
-    """`render_prompt` and `encode_prompts` of each example; one that is messages gets no second start token.
+    """Apply `render_prompt` and `encode_prompts` to each example; a prompt from messages gets no second start token.
 
     Raises:
-        UserError: as those two do.
+        UserError: as in these two functions.
     """
     names = [example.source for example in examples]
     encoded = _limit(_example_ids(examples, tokenizer), names, tokenizer, max_prompt_length, long_prompts)
@@ -147,12 +150,12 @@ def encode_example_prompts(
 
 
 def _example_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Tokens of each example's prompt, whatever their number."""
+    """The tokens of each example's prompt, without a limit on their number."""
     texts = [render_prompt(example, tokenizer) for example in examples]
     plain = [text for text, example in zip(texts, examples, strict=True) if not example.messages]
     chats = [text for text, example in zip(texts, examples, strict=True) if example.messages]
     plain_ids = iter(_plain_ids(plain, tokenizer))
-    # A chat template writes the start token itself, and an end token in it is the template's own.
+    # A chat template writes the start token itself, and an end token in it belongs to the template.
     chat_ids = iter(tokenizer(chats, add_special_tokens=False, verbose=False)["input_ids"] if chats else [])
     return [next(chat_ids) if example.messages else next(plain_ids) for example in examples]
 
@@ -164,10 +167,10 @@ def _plain_ids(prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[l
 
 
 def _as_prompt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # A ready prompt may be written with the start token that the tokenizer adds too.
+    # A prompt without template may already contain the start token that the tokenizer adds.
     if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
         ids = ids[1:]
-    # Some tokenizers close every text with the end token; a prompt is to be continued.
+    # Some tokenizers add the end token to every text, but the model has to continue a prompt.
     ends = ids and ids[-1] == tokenizer.eos_token_id
     return ids[:-1] if ends else ids
 
@@ -179,7 +182,7 @@ def _limit(
     max_prompt_length: int,
     long_prompts: LongPrompts,
 ) -> EncodedPrompts:
-    """What long_prompts says, done to the prompts that are too long; perhaps none is left."""
+    """Apply long_prompts to the prompts that are too long; it is possible that no prompt is left."""
     long = [index for index, ids in enumerate(all_ids) if len(ids) > max_prompt_length]
     if long and long_prompts == "error":
         raise _too_long(names[long[0]] or f"prompt {long[0] + 1}", all_ids, long, max_prompt_length)
@@ -193,7 +196,7 @@ def _limit(
 def _too_long(first: str, all_ids: list[list[int]], long: list[int], max_prompt_length: int) -> UserError:
     length, limit = len(all_ids[long[0]]), f"data.max_prompt_length={max_prompt_length}"
     many = f"{len(long)} of {len(all_ids)} prompts are longer than {limit} tokens, first {first} with {length}"
-    # Of a stream only one is in sight.
+    # A stream passes a single prompt at a time.
     one = f"{first}: the prompt has {length} tokens and is longer than {limit}"
     remedy = "set data.long_prompts=drop or =truncate, or a larger data.max_prompt_length"
     return UserError(f"{one if len(all_ids) == 1 else many}; {remedy}")
@@ -205,7 +208,7 @@ def _check_any_left(prompts: EncodedPrompts, max_prompt_length: int) -> None:
 
 
 def none_left(dropped: int, max_prompt_length: int) -> UserError:
-    """The error for a set whose every prompt is dropped."""
+    """The error for a set of which all prompts are dropped."""
     return UserError(
         f"all {dropped} prompts are longer than data.max_prompt_length={max_prompt_length} tokens and "
         "data.long_prompts=drop leaves none; set a larger data.max_prompt_length or data.long_prompts=truncate"
@@ -215,7 +218,7 @@ def none_left(dropped: int, max_prompt_length: int) -> UserError:
 def _last_tokens(ids: list[int], length: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if len(ids) <= length:
         return ids
-    # A model trained with a start token is lost without it.
+    # A model that was trained with a start token works badly without it.
     start = ids[:1] if ids[0] == tokenizer.bos_token_id else []
     return start + ids[len(ids) - length + len(start) :]
 
@@ -228,11 +231,11 @@ def encode(
     max_length: int,
     long_prompts: LongPrompts = "error",
 ) -> InstructData:
-    """Prompt and first reference of each example as tokens, the end token appended (and learnt) always.
+    """Tokenise the prompt and the first reference of each example; the end token is always appended (and learnt).
 
-    Prompt and response are tokenised apart, as MiniLLM does in effect: no token straddles the two. Prompt plus
-    response have at most max_length tokens; a longer response is cut and counted. Raises UserError as
-    encode_example_prompts does, or where the limits or the tokenizer do not fit.
+    Prompt and response are tokenised separately, as MiniLLM does in effect, so no token contains parts of both. Prompt
+    and response together have at most max_length tokens; a longer response is cut and counted. Raises UserError as
+    encode_example_prompts does, or if the limits or the tokenizer do not fit.
     """
     check_encodable(tokenizer, max_prompt_length, max_length)
     data = encode_each(
@@ -255,7 +258,7 @@ def encode_each(
     max_length: int,
     long_prompts: LongPrompts,
 ) -> InstructData:
-    """`encode` of a part of a set, which may be dropped as a whole; `check_encodable` is the caller's.
+    """Apply `encode` to a part of a set, of which all examples may be dropped; the caller runs `check_encodable`.
 
     Raises:
         UserError: a prompt is too long and long_prompts is "error".
@@ -274,14 +277,14 @@ def encode_each(
 
 
 def check_encodable(tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, max_length: int) -> None:
-    """Raises UserError where the tokenizer has no end token or the limits do not fit each other."""
+    """Raises UserError if the tokenizer has no end token or the limits contradict each other."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
     check_lengths(max_prompt_length, max_length)
 
 
 def check_lengths(max_prompt_length: int, max_length: int) -> None:
-    """Raises UserError unless a longest prompt leaves room for at least one token of response."""
+    """Raises UserError if the longest prompt leaves no room for at least one token of the response."""
     if not 0 < max_prompt_length < max_length:
         raise UserError(
             f"data.max_prompt_length={max_prompt_length} must be at least 1 and below data.max_length={max_length}; "

@@ -1,4 +1,4 @@
-"""How sequences are cut out of a corpus: packed one after the other, or as pairs of segments."""
+"""Cuts sequences out of a corpus: packed one after the other, or as pairs of segments."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from llmdistill.data.corpus import Corpus
 from llmdistill.errors import UserError
 
 Objective = Literal["next", "masked"]
-"""What is learnt of a text: each next token (decoders), or masked tokens (encoders)."""
+"""The prediction task on a text: each next token (decoders), or masked tokens (encoders)."""
 
 _SHORTEST = 8
-"""A rest of the text with fewer tokens makes no sequence."""
+"""A rest of the text with fewer tokens is dropped."""
 _SHORT_SHARE = 0.1
-"""Share of the pairs that are made shorter than they could be (BERT's short_seq_prob)."""
+"""Share of the pairs that are made shorter than the maximum (BERT's short_seq_prob)."""
 _SENTENCE_ENDS = (".", "!", "?", "。", "！", "？", "।", "۔", "؟")
 
 
 @dataclass(frozen=True)
 class TextSequence:
-    """The tokens of one sequence, special ones included."""
+    """The tokens of one sequence, special tokens included."""
 
     ids: np.ndarray
     """(T,) int64."""
     second: int
-    """Where the second segment begins; the length, where there is none."""
+    """Start of the second segment; the length of the sequence if there is no second segment."""
     target: int = IGNORE_INDEX
     """0 where the second segment follows the first, 1 where it does not."""
 
 
 class Layout(Protocol):
-    """How sequences are cut out of a corpus."""
+    """A way to cut sequences out of a corpus."""
 
     filled: float
-    """Mean share of the maximum length that the sequences have."""
+    """The mean length of the sequences, as a share of the maximum length."""
 
     def __len__(self) -> int: ...
 
@@ -48,14 +48,16 @@ class Layout(Protocol):
 def lay_out(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, objective: Objective, max_length: int, next_sentence: bool
 ) -> Layout:
-    """Sequences of up to max_length tokens, the special ones that the tokenizer's models know included.
+    """Build the layout of sequences of up to max_length tokens, including the special tokens that the tokenizer's
+    models use.
 
-    For "next" documents follow one another with the end token between them, behind a start token where the tokenizer
-    puts one. For "masked" the separator stands between them, and start token and separator around each sequence; with
-    next_sentence each is a pair of segments. The rest of the text makes a shorter sequence, or none under 8 tokens.
+    For "next" the documents follow one another with the end token between them, after a start token if the tokenizer
+    adds one. For "masked" the separator is between the documents, and each sequence has the start token before it and
+    the separator after it; with next_sentence each sequence is a pair of segments. The rest of the text makes a shorter
+    sequence; a rest of less than 8 tokens is dropped.
 
     Raises:
-        UserError: the text is too short, or the tokenizer lacks what the objective needs.
+        UserError: the text is too short, or the tokenizer lacks a token that the objective needs.
     """
     assert max_length >= _SHORTEST
     name = type(tokenizer).__name__
@@ -75,7 +77,7 @@ def lay_out(
             f"data.text.next_sentence needs cls_token and sep_token, and this {name} has no "
             f"{'sep_token' if start else 'cls_token'}; set it in its tokenizer_config.json, or next_sentence to false"
         )
-    # RoBERTa parts the two segments by two separators, BERT by one.
+    # RoBERTa separates the two segments by two separators, BERT by one.
     between = end * max(1, tokenizer.num_special_tokens_to_add(pair=True) - 2)
     return _Pairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=_sentence_ends(tokenizer))
 
@@ -89,7 +91,7 @@ def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_leng
     end = next((each for each in ends if each is not None), None)
     if end is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
-    # A model trained with a start token is lost without it.
+    # A model that was trained with a start token works badly without it.
     bos = tokenizer.bos_token_id
     start = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
     return _Packed(corpus, max_length, start=start, end=[], between=[end])
@@ -114,7 +116,7 @@ class _Packed:
         self._room = max_length - len(start) - len(end)
         offsets = _document_offsets(corpus)
         self._lengths = np.diff(offsets)
-        # Where each document begins once the separators are in.
+        # The start of each document, separators included.
         self._begins = offsets[:-1] + np.arange(len(self._lengths)) * len(between)
         self._total = int(self._begins[-1] + self._lengths[-1])
         whole, rest = divmod(self._total, self._room)
@@ -136,7 +138,7 @@ class _Packed:
         while document < len(self._begins) and self._begins[document] < stop:
             first = max(int(self._begins[document]), start)
             last = min(int(self._begins[document] + self._lengths[document]), stop)
-            if first < last:  # else the piece begins with the separator after the document
+            if first < last:  # otherwise the piece begins with the separator after the document
                 before = document * len(self._between)
                 text[first - start : last - start] = self._corpus.tokens[first - before : last - before]
             document += 1
@@ -145,15 +147,15 @@ class _Packed:
 
 
 class _Pairs:
-    """Two segments a sequence, of which the second follows the first or comes from another document.
+    """Two segments in each sequence: the second follows the first or comes from another document.
 
-    After BERT's create_pretraining_data.py: pairs of up to max_length tokens, a tenth of them shorter, the place where
-    A ends drawn among the ends of lines, and B from another document half of the time. Otherwise than there, a document
-    is cut into spans of nearly the same length, each of which gives one pair an epoch; so each epoch has the same
-    number of pairs, any of them can be made without those before it, and no text is lost to lines that are too long. A
-    span of a single line is parted at the end of a sentence, or else in the middle. And a B from elsewhere begins where
-    such a parting would be there, and is as long as what followed A, unless its document ends before: so its beginning
-    does not tell what it is, and its length hardly.
+    This follows BERT's create_pretraining_data.py: pairs of up to max_length tokens, a tenth of them shorter; the end
+    of A is drawn among the ends of lines, and B is from another document half of the time. There are these differences.
+    A document is cut into spans of nearly the same length, and each span gives one pair in an epoch. So each epoch has
+    the same number of pairs, any pair can be made without those before it, and no text is lost because of lines that
+    are too long. A span of a single line is split at the end of a sentence, or else in the middle. A B from another
+    document begins at a place where such a split would be there, and it is as long as the text that followed A, unless
+    its document ends before. So the beginning of B does not show whether it follows A, and its length hardly does.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class _Pairs:
         return TextSequence(np.concatenate([head, second, self._end]).astype(np.int64), len(head), target)
 
     def _span(self, index: int) -> tuple[int, int, int]:
-        """The document of a pair, and where among the tokens its text begins and ends."""
+        """The document of a pair, and the start and end of its text among the tokens."""
         document = int(np.searchsorted(self._spans, index, side="right")) - 1
         count = int(self._spans[document + 1] - self._spans[document])
         place = index - int(self._spans[document])
@@ -209,7 +211,8 @@ class _Pairs:
         return document, begin + (end - begin) * place // count, begin + (end - begin) * (place + 1) // count
 
     def _parting(self, start: int, stop: int, rng: np.random.Generator) -> int:
-        """Where the first segment ends, strictly inside: at a line's end, else a sentence's, else in the middle."""
+        """The end of the first segment, strictly inside the span: at the end of a line, else of a sentence, else in
+        the middle."""
         segments = self._corpus.segments
         inside = segments[np.searchsorted(segments, start, "right") : np.searchsorted(segments, stop, "left")]
         if len(inside) == 0:
@@ -225,5 +228,5 @@ class _Pairs:
 
 
 def _document_offsets(corpus: Corpus) -> np.ndarray:
-    """Where each document begins among the tokens, and the end."""
+    """The first token of each document, and the end."""
     return np.asarray(corpus.segments[corpus.documents])

@@ -1,4 +1,4 @@
-"""Masked words for an encoder to guess."""
+"""Masks tokens that an encoder has to predict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmdistill.batch import IGNORE_INDEX
 from llmdistill.errors import UserError
 
 _BYTE_BLANKS = ("Ġ", "Ċ", "ĉ", "č")
-"""How byte-level vocabularies write blank, newline, tabulator and carriage return."""
+"""The characters by which byte-level vocabularies write blank, newline, tabulator and carriage return."""
 
 
 def mask_tokens(
@@ -25,25 +25,27 @@ def mask_tokens(
     vocabulary: np.ndarray,
     word_starts: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose tokens of a sequence for the model to guess, and hide most of them (Devlin et al. 2019, section 3.1).
+    """Choose tokens of a sequence for the model to predict, and mask most of them (Devlin et al. 2019, section 3.1).
 
-    As in BERT a fixed number is chosen, at least one, and of the chosen tokens each becomes the mask token with
-    probability 0.8, a random token with 0.1, and stays with 0.1; so it does within whole words too. Other than in BERT
-    the number is a share of the tokens that can be chosen, special ones not counted; random tokens are never special;
-    and the word that crosses the number is masked whole, where BERT passes over it.
+    As in BERT a fixed number of tokens is chosen, at least one. Each chosen token becomes the mask token with
+    probability 0.8, becomes a random token with probability 0.1, and stays with probability 0.1, also within whole
+    words. There are three differences from BERT: the number is a share of the tokens that can be chosen, without
+    special tokens; random tokens are never special tokens; and the word that exceeds the number is masked whole, while
+    BERT skips it.
 
     Args:
         ids: (T,) the tokens.
-        special: (T,) bool, true at those that are never chosen: special tokens and padding.
-        rng: decides all.
-        mask_share: share of the tokens that is chosen.
-        mask_token_id: what they become.
-        vocabulary: the ids that random tokens are drawn among.
-        word_starts: over the whole vocabulary, whether a token begins a word, as `word_starts` says; whole words are
-            chosen then, and None chooses single tokens.
+        special: (T,) bool, true at tokens that are never chosen: special tokens and padding.
+        rng: the source of all random numbers.
+        mask_share: the share of the tokens that is chosen.
+        mask_token_id: the id of the mask token.
+        vocabulary: the ids from which random tokens are drawn.
+        word_starts: for each token of the vocabulary whether it begins a word, from `word_starts`; whole words are then
+            chosen. None chooses single tokens.
 
     Returns:
-        The tokens to be shown, (T,) as ids, and the labels, (T,) int64: the token where chosen, else IGNORE_INDEX.
+        The input tokens, (T,) as ids, and the labels, (T,) int64: the original token if it is chosen, else
+        IGNORE_INDEX.
     """
     labels = np.full(len(ids), IGNORE_INDEX, np.int64)
     shown = ids.copy()
@@ -65,8 +67,8 @@ def mask_tokens(
 def _whole_words(
     ids: np.ndarray, places: np.ndarray, number: int, word_starts: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """The places of random words, one after the other until they are at least `number`."""
-    # What follows a special token begins a word, whatever it is: the rest of the word is not in sight.
+    """The positions of random words; words are added until they have at least `number` tokens."""
+    # A token after a special token always begins a word, because the rest of the word is not in the sequence.
     begins = word_starts[ids[places]] | (np.diff(places, prepend=-2) > 1)
     words = np.split(places, np.flatnonzero(begins)[1:])
     order = rng.permutation(len(words))
@@ -76,10 +78,10 @@ def _whole_words(
 
 
 def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Whether each token of the vocabulary begins a word, (highest id + 1,) bool.
+    """For each token of the vocabulary, whether it begins a word, (highest id + 1,) bool.
 
-    In a WordPiece vocabulary the tokens that go on with a word are marked (``##``). In byte-level BPE (``Ġ``) and
-    sentencepiece (``▁``) those after a blank are: a word there has the punctuation around it.
+    In a WordPiece vocabulary a prefix (``##``) marks the tokens that continue a word. In byte-level BPE (``Ġ``) and
+    sentencepiece (``▁``) a prefix marks the tokens after a blank, so a word includes the punctuation around it.
 
     Raises:
         UserError: the vocabulary is of another kind.
@@ -99,7 +101,7 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def _rule(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bool] | None:
-    """How a token that begins a word is known; None where it cannot be."""
+    """A function that tells whether a token begins a word; None if the vocabulary does not show it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return _follows_sentencepiece if hasattr(tokenizer, "sp_model") else None
@@ -109,7 +111,7 @@ def _rule(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bool] | None:
         return lambda token: not token.startswith(prefix)
     if '"ByteLevel"' in json.dumps(parts["pre_tokenizer"]):
         return _follows_byte_blank
-    # Metaspace names the sign as its replacement; older files write it with a normaliser.
+    # Metaspace has the character as its replacement; older files have it in a normaliser.
     if "▁" in json.dumps([parts["pre_tokenizer"], parts["normalizer"]], ensure_ascii=False):
         return _follows_sentencepiece
     return None

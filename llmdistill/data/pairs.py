@@ -1,4 +1,4 @@
-"""Sentences, and pairs of them, as batches with a target for each sequence."""
+"""Batches of sentences, or pairs of sentences, with a target for each sequence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llmdistill.errors import UserError
 
 @dataclass(frozen=True)
 class PairExample:
-    """A sentence, or two, and what is to be said of them."""
+    """A sentence, or a pair of sentences, with its target."""
 
     sentence1: str
     sentence2: str | None
     target: int | float | None
     """Class (index into the task's classes) or score; None in a test split."""
     index: int
-    """The number under which the GLUE server knows it (test), else the row's, from 0."""
+    """The number of the example on the GLUE server (test), else the number of its row, from 0."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,24 @@ class EncodedPair:
 
     @cached_property
     def sample_id(self) -> int:
-        """See `data.sample_ids`."""
+        """The id of the sample; see `data.sample_ids`."""
         return sample_id(self.input_ids, self.token_type_ids or [])
 
     def __len__(self) -> int:
-        """Tokens, special ones included."""
+        """The number of tokens, special tokens included."""
         return len(self.input_ids)
 
 
 def encode_pairs(
     examples: Sequence[PairExample], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[EncodedPair]:
-    """Each example as tokens, with the tokenizer's own marks around and between; the longer sentence is cut first.
+    """Tokenise each example, with the tokenizer's special tokens around and between the sentences; the longer sentence
+    is cut first.
 
-    A tokenizer without such marks (GPT-2's) puts the two sentences side by side with nothing between them.
+    A tokenizer without such special tokens (GPT-2's) puts the two sentences side by side with nothing between them.
 
     Raises:
-        UserError: max_length leaves no room beside those marks.
+        UserError: max_length leaves no room beside the special tokens.
     """
     if not examples:
         return []
@@ -75,9 +76,10 @@ def encode_pairs(
 
 
 def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
-    """Right-padded (B, T), with a target for each sequence and no labels; see Batch.targets.
+    """Collate examples into a right-padded batch (B, T), with a target for each sequence and no labels; see
+    Batch.targets.
 
-    Targets are fp32 where any is a score (NaN where unknown), else int64 (IGNORE_INDEX where unknown).
+    Targets are fp32 if any target is a score (NaN if unknown), else int64 (IGNORE_INDEX if unknown).
     """
     width = max(len(item) for item in items)
     input_ids = torch.full((len(items), width), pad_token_id, dtype=torch.long)
@@ -105,17 +107,19 @@ def _targets(targets: Sequence[int | float | None]) -> Tensor:
 
 
 def steps_per_epoch(num_items: int, global_batch_size: int) -> int:
-    """Steps after which each example has been learnt once; the last batch takes the next epoch's first ones in."""
+    """Number of steps in which each example is learnt once; the last batch is filled with the first examples of the
+    next epoch."""
     return -(-num_items // global_batch_size)
 
 
 def pair_batches(
     items: Sequence[EncodedPair], *, pad_token_id: int, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[tuple[list[int], Batch]]:
-    """One rank's batches for scoring, the shortest first, each with its items' indices; the same number on each rank.
+    """One rank's batches for scoring, the shortest examples first, each with the indices of its items; all ranks get
+    the same number of batches.
 
-    A rank that would have one batch less repeats the first, without indices and targets (a sharded model needs all
-    ranks in every forward pass).
+    A rank with one batch less repeats the first batch, without indices and targets (a sharded model needs all ranks in
+    every forward pass).
     """
     order = sorted(range(len(items)), key=lambda index: len(items[index]))
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

@@ -1,4 +1,4 @@
-"""The next step's batches, made while the device is busy with this one's."""
+"""Prepares the batches of the next step while the device computes the current step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmdistill.batch import Batch, Loader
 
 
 class Prefetched:
-    """A loader that makes the micro batches of the next step in a thread while the caller works on those it got.
+    """A loader that prepares the micro batches of the next step in a thread while the caller uses the current ones.
 
-    They are the same as without it. What goes wrong in the thread is raised where the step is asked for. The thread is
-    idle between steps and ends with the loader, or with the process.
+    The batches are the same as without prefetching. An exception in the thread is raised when the caller asks for the
+    step. The thread is idle between steps and ends with the loader, or with the process.
     """
 
     def __init__(
@@ -31,22 +31,25 @@ class Prefetched:
         """Wrap a loader.
 
         Args:
-            loader: the loader, whose batches follow from the step alone, not from the model or from torch's random
-                numbers; from now on nobody else may ask it for batches.
-            steps: steps of the run; nothing is made ahead beyond them.
-            device: where the batches will go; for a GPU they are kept in pinned memory, which it copies from by itself.
-            prepare: what is still to be done with each batch, on the CPU.
+            loader: the loader, whose batches depend on the step alone, not on the model or on torch's random numbers;
+                from now on no other code may ask it for batches.
+            steps: the number of steps of the run; no batches are prepared beyond them.
+            device: the device for the batches; for a GPU they are kept in pinned memory, from which it copies
+                asynchronously.
+            prepare: a function that is applied to each batch, on the CPU.
         """
         self._loader = loader
         self._steps = steps
         self._device = device
         self._prepare = prepare
-        # One thread makes all batches, in the order in which they are asked for: a loader may have a place in a stream.
+        # One thread makes all batches, in the order in which they are requested, because a loader may have a position
+        # in a stream.
         self._thread = ThreadPoolExecutor(1, "batches", initializer=_use, initargs=(device,))
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step; of one that was not made ahead, when a run begins, they are made now."""
+        """This rank's micro batches of a step; if they were not prepared, as at the start of a run, they are made
+        now."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == step:
             batches = ahead[1].result()
@@ -64,13 +67,13 @@ class Prefetched:
 
 
 def _use(device: torch.device) -> None:
-    """Otherwise the thread of every rank would pin memory through the first GPU."""
+    """Selects the device in the thread; otherwise the thread of every rank would pin memory through the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _pinned(batch: Batch) -> Batch:
-    """The same batch in pinned memory."""
+    """Returns the same batch in pinned memory."""
 
     def pinned(value: Any) -> Any:
         return value.pin_memory() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""The segments (lines) of a text, each with its document, read one after the other and never all of them in memory."""
+"""Reads the segments (lines) of a text, each with its document, one after the other and never all of them in memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from llmdistill.data.sources import stream_rows
 from llmdistill.errors import UserError
 
 Segments = Iterator[tuple[tuple[int, int], str]]
-"""The lines of a text, each with the document that it is of: number of the file and number in the file."""
+"""The lines of a text, each with its document: number of the file and number in the file."""
 
 ROWS = (".jsonl", ".json", ".parquet", ".csv")
-"""Endings of files that hold rows; any other is plain text."""
+"""Endings of files that hold rows; any other file is plain text."""
 
-_DOCUMENTS = 4  # keeps these random numbers apart from those of windows, sequences and answers
+_DOCUMENTS = 4  # separates these random numbers from those of windows, sequences and answers
 
 
 def text_files(reference: str | Path) -> list[Path] | None:
-    """The files of a text in order, None where it is not a local one.
+    """The files of a text in order, or None if the text is not local.
 
     Raises:
-        UserError: a folder without files, or a path where nothing is.
+        UserError: a folder has no files, or a path does not exist.
     """
     path = Path(reference)
     if path.is_dir():
@@ -57,16 +57,16 @@ def file_kind(file: Path) -> str:
 
 
 def read_segments(reference: str | Path, files: list[Path] | None, *, field: str, keep_ends: bool) -> Segments:
-    """The segments of a text.
+    """Read the segments of a text.
 
     Args:
-        reference: the text's name on the hub, where it has no files.
-        files: its files, as `text_files` gives them.
+        reference: the name of the text on the hub, if it has no files.
+        files: the files of the text, from `text_files`.
         field: the key of the text in rows.
         keep_ends: whether a segment keeps its line end and the blanks at its ends, as decoders need it.
 
     Raises:
-        UserError: when it is reached: a row without the text, or what is not UTF-8.
+        UserError: a row has no text, or a file is not UTF-8; raised when the reading reaches this place.
     """
     if files is None:
         yield from _rows(0, reference, field, keep_ends)
@@ -79,12 +79,13 @@ def read_segments(reference: str | Path, files: list[Path] | None, *, field: str
 
 
 def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
-    """The segments of one document out of each 1/fraction successive ones, the same ones for the same seed.
+    """Keep the segments of one document out of each 1/fraction successive documents, the same documents for the same
+    seed.
 
-    So of n documents, whatever n, between ⌊n·fraction⌋ and ⌈n·fraction⌉ are taken, from all over the text, and their
-    number need not be known before the last of them is read.
+    So of n documents, for any n, between ⌊n·fraction⌋ and ⌈n·fraction⌉ are kept, from all parts of the text, and their
+    number need not be known before the last document is read.
     """
-    # As it was written: one of every ten is 0.1, while the float of that name is a little more.
+    # The fraction is used as it was written: 0.1 is one of every ten, while the float 0.1 is a little more.
     every = 1 / Fraction(str(fraction))
     rng = np.random.default_rng((seed, 0, _DOCUMENTS))
     taken = group = end = 0
@@ -111,7 +112,7 @@ def _text(file_number: int, file: Path, keep_ends: bool) -> Segments:
 
 
 def unreadable(file: Path, error: Exception) -> UserError:
-    """The error for a file that is no text."""
+    """The error for a file that is not text."""
     return UserError(f"{file}: cannot be read as UTF-8 text ({type(error).__name__}: {error}); give a readable file")
 
 
@@ -133,7 +134,7 @@ def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) 
 
 
 def _row_lines(text: str, keep_ends: bool) -> list[str]:
-    # Only newlines end a line here; str.splitlines would also cut at other separators.
+    # Only newlines end a line here; str.splitlines would also split at other separators.
     lines = text.split("\n")
     if not keep_ends:
         return [line.strip() for line in lines if line.strip()]

@@ -1,4 +1,4 @@
-"""Data sets by path or by name: JSONL, JSON, Parquet and CSV files, and what is on the hub."""
+"""Reads data sets by path or by name: JSONL, JSON, Parquet and CSV files, and data sets on the hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmdistill.data.examples import Example, parse_row
 from llmdistill.errors import UserError
 
 Rows = Iterator[tuple[dict[str, Any], str]]
-"""Each row with where it stands: ``file:line``, ``file: item N`` or ``file: row N``, from 1."""
+"""Each row with its place: ``file:line``, ``file: item N`` or ``file: row N``, from 1."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILE = re.compile(r"hf:/+datasets/(?P<file>[^:]+)(:(?P<split>.+))?")  # pathlib squeezes the two slashes to one
@@ -23,33 +23,34 @@ _SLICE = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<start>\d*):(?P<stop>\d*)\]")
 
 
 def read_examples(reference: str | Path) -> list[Example]:
-    """Examples of a file or of a data set on the hub; their forms are those of `parse_row`.
+    """Read the examples of a file or of a data set on the hub; `parse_row` describes their forms.
 
     Args:
-        reference: a JSONL, JSON, Parquet or CSV file (any other name is read as JSONL), or else a name on the hub:
-            ``OWNER/NAME``, ``OWNER/NAME:SPLIT`` or ``OWNER/NAME:CONFIG:SPLIT``, the split in the notation of the
-            datasets library, such as ``train[:500]``, and ``train`` by default; or one file of such a set,
-            ``hf://datasets/OWNER/NAME/FILE``, perhaps with ``:train[:500]``. A path that exists wins over a name.
+        reference: a JSONL, JSON, Parquet or CSV file (any other file is read as JSONL), or else a name on the hub:
+            ``OWNER/NAME``, ``OWNER/NAME:SPLIT`` or ``OWNER/NAME:CONFIG:SPLIT``, with the split in the notation of the
+            datasets library, such as ``train[:500]``, and ``train`` by default; or one file of such a data set,
+            ``hf://datasets/OWNER/NAME/FILE``, optionally with ``:train[:500]``. A path that exists takes precedence
+            over a name.
 
     Raises:
-        UserError: nothing there, nothing in it, or a malformed row, which is named.
+        UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
     return _parse_all(reference, needs_answer=True)
 
 
 def read_prompts(reference: str | Path) -> list[Example]:
-    """As `read_examples`, but an answer may be missing: for prompts that a model is to answer."""
+    """As `read_examples`, but an answer may be missing: for prompts that a model has to answer."""
     return _parse_all(reference, needs_answer=False)
 
 
 def stream_rows(reference: str | Path) -> Rows:
-    """The rows of a file or of a data set on the hub one after the other, never all of them in memory.
+    """Read the rows of a file or of a data set on the hub one after the other, never all of them in memory.
 
-    A JSON array is the exception: it has to be read as a whole. Of the datasets library's slices only those by whole
-    numbers can be streamed.
+    A JSON array is the exception: it has to be read as a whole. Of the slices of the datasets library only those with
+    whole numbers can be streamed.
 
     Raises:
-        UserError: nothing there, at once; a malformed row, when it is reached.
+        UserError: immediately if the data set does not exist; for a malformed row, when the reading reaches it.
     """
     return _open_rows(reference, streaming=True)
 
@@ -76,7 +77,7 @@ def _open_rows(reference: str | Path, *, streaming: bool) -> Rows:
     if in_set is not None and kind is not None:
         url = f"hf://datasets/{in_set['file']}"
         return _hub_rows(str(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
-    # A colon inside the brackets of a slice separates nothing.
+    # A colon inside the brackets of a slice is not a separator.
     name, *rest = re.split(r":(?![^\[]*\])", str(reference))
     if path.suffix.lower() in _READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
         raise UserError(
@@ -89,7 +90,7 @@ def _open_rows(reference: str | Path, *, streaming: bool) -> Rows:
 
 def _jsonl_rows(path: Path) -> Rows:
     try:
-        # Only newlines end a line here; str.splitlines would also cut at separators inside strings.
+        # Only newlines end a line here; str.splitlines would also split at separators inside strings.
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
@@ -112,7 +113,7 @@ def _json_rows(path: Path) -> Rows:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object a line, under the other name
+        if error.msg == "Extra data":  # the file is JSONL with the ending .json
             yield from _jsonl_rows(path)
             return
         where = f"{path}:{error.lineno}"
@@ -137,7 +138,7 @@ def _csv_rows(path: Path) -> Rows:
 
 
 def _csv_options(path: Path) -> dict[str, Any]:
-    """Options with which every cell stays the text that it is: "007", "NA" and "None" too. An empty cell is missing."""
+    """Options that keep every value as text, "007", "NA" and "None" too. An empty value counts as missing."""
     from datasets import Features, Value
 
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -146,7 +147,7 @@ def _csv_options(path: Path) -> dict[str, Any]:
 
 
 def _table_rows(path: Path, kind: str, options: Callable[[], dict[str, Any]]) -> Rows:
-    """Rows of a table, read piece by piece; so no second copy of it comes into the datasets library's cache."""
+    """Read the rows of a table piece by piece, so that the datasets library makes no second copy of it in its cache."""
 
     def open_table() -> Iterable[dict[str, Any]]:
         import datasets
@@ -192,7 +193,7 @@ def _numbered(
             yield row, f"{reference}: row {number}"
     except UserError:
         raise
-    except Exception as error:  # the datasets library raises what its many readers and the network raise
+    except Exception as error:  # the datasets library passes on the exceptions of its readers and of the network
         raise explain(error) from error
 
 

@@ -1,4 +1,4 @@
-"""Training data read while training, for sets that do not fit into memory."""
+"""Reads training data during training, for sets that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Item = TypeVar("Item")
 
 
 def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
-    """A permutation of items that holds no more than size of them at a time.
+    """Yield a permutation of items that holds no more than size of them at a time.
 
-    Each new item takes the place of a random one of those held, which is given out; in the end come those still held.
+    Each new item replaces a random item of the buffer, which is yielded; at the end the items that are still in the
+    buffer are yielded.
     """
     held: list[Item] = []
     for item in items:
@@ -39,7 +40,7 @@ def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iter
 
 
 def check_stream(reference: str | Path) -> None:
-    """Read the first row of a set.
+    """Check that a set can be read: read its first row.
 
     Raises:
         UserError: the set is missing or empty, or the row is malformed.
@@ -51,13 +52,13 @@ def check_stream(reference: str | Path) -> None:
 
 
 class StreamLoader:
-    """The batches of one rank, by step, from a set that is walked and never held.
+    """The batches of one rank, by step, from a set that is read as a stream and never held in memory.
 
-    Like TrainLoader it gives the same batches for the same seed and step, whatever was asked for before, and the same
-    global order for any number of ranks and micro batch sizes. It gets there by walking: every rank reads and tokenises
-    the whole stream and takes its share, a later step is reached by passing over those before it, and an earlier one
-    from the beginning. Each epoch has its own order, drawn from seed and epoch; a batch may straddle epochs. It holds
-    the shuffle buffer and the examples that are sorted by length together.
+    Like TrainLoader it gives the same batches for the same seed and step, whatever was requested before, and the same
+    global order for any number of ranks and any micro batch size. Every rank reads and tokenises the whole stream and
+    takes its share. To reach a later step the loader skips the steps before it; to reach an earlier step it starts
+    again from the beginning. Each epoch has its own order, drawn from seed and epoch; a batch may contain examples of
+    two epochs. The loader holds the shuffle buffer and the examples that are sorted by length together.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class StreamLoader:
         bucket_steps: int = 1,
         spread: bool = False,
     ) -> None:
-        """Check the settings and the set's first row; the last three are those of TrainLoader.
+        """Check the settings and the first row of the set; the last three arguments are those of TrainLoader.
 
         Raises:
             UserError: a limit or the tokenizer does not fit, or the set is missing, empty or malformed.
@@ -106,15 +107,16 @@ class StreamLoader:
         check_stream(reference)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, fewer rows if packed."""
+        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, or fewer rows if
+        packed."""
         return [self.collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
 
     def micro_batch_items(self, step: int) -> list[list[Encoded]]:
         """The examples of each of this rank's micro batches of a step, in order.
 
         Raises:
-            UserError: a malformed row or, where data.long_prompts is "error", a prompt over the limit, on the way to
-                this step; or no prompt of the set is within the limit.
+            UserError: before this step is reached, a row is malformed or, if data.long_prompts is "error", a prompt is
+                over the limit; or no prompt of the set is within the limit.
         """
         window = self._read_window(step // self.bucket_steps)
         return rank_micro_batches(
@@ -126,7 +128,8 @@ class StreamLoader:
         )
 
     def report(self) -> str:
-        """One sentence: where the examples come from, and what had to be left out up to the last step asked for."""
+        """Report in one sentence the source of the examples, and what was dropped or cut up to the last requested
+        step."""
         return (
             f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {self.dropped} "
             f"dropped for a long prompt, {self.truncated_prompts} prompts and {self.truncated_responses} responses "
@@ -139,7 +142,8 @@ class StreamLoader:
         self.dropped = self.truncated_prompts = self.truncated_responses = 0
 
     def _read_window(self, number: int) -> list[Encoded]:
-        """The examples of the steps that are sorted together, over all ranks; kept until others are asked for."""
+        """The examples of the steps that are sorted together, over all ranks; they are kept until other steps are
+        requested."""
         assert number >= 0
         if number < self._number:
             self._restart()
@@ -148,17 +152,17 @@ class StreamLoader:
                 self._window = list(islice(self._walk, self.bucket_steps * self.global_batch_size))
                 self._number += 1
         except BaseException:
-            # A generator that has failed ends silently when it is asked again.
+            # A generator that has failed ends silently when it is used again.
             self._restart()
             raise
         return self._window
 
     def _encoded(self) -> Iterator[Encoded]:
-        """Every example within the limits, epoch after epoch, without end."""
+        """Yield every example within the limits, epoch after epoch, without end."""
         for epoch in count():
             read, kept = 0, 0
             rng = np.random.default_rng((self.seed, epoch))
-            # Texts are shuffled and not tokens, as they are smaller; so each is tokenised when its turn comes.
+            # Texts are shuffled, not tokens, because texts are smaller; each text is tokenised when its turn comes.
             for example in shuffled(self._examples(), self.shuffle_buffer, rng):
                 read += 1
                 item = self._encode(example)
@@ -174,7 +178,7 @@ class StreamLoader:
         return (parse_row(row, source) for row, source in stream_rows(self.reference))
 
     def _encode(self, example: Example) -> Encoded | None:
-        """The tokens of an example; None where it is dropped."""
+        """The tokens of an example; None if it is dropped."""
         data = encode_each(
             [example],
             self.tokenizer,

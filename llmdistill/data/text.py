@@ -1,4 +1,4 @@
-"""Batches of plain text: each next token for decoders; masked ones, and whether B follows A, for encoders."""
+"""Batches of plain text: next tokens for decoders; masked tokens, and next-sentence targets, for encoders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmdistill.errors import UserError
 
 
 class _Sequences:
-    """The sequences of a corpus as a model is to see them, each a pure function of seed, epoch and index."""
+    """The sequences of a corpus as inputs of a model, each a pure function of seed, epoch and index."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class _Sequences:
         self._mask_token_id = tokenizer.mask_token_id
         pads = (tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
         self._pad_token_id = next((pad for pad in pads if pad is not None), 0)
-        # A decoder has no segments, whatever its tokenizer says: GPT-2 would add a word's embedding for each.
+        # A decoder has no segments, whatever its tokenizer gives: GPT-2 would add the embedding of a token for each
+        # segment id.
         self._token_types = self.masked and "token_type_ids" in tokenizer.model_input_names
         every = np.array(sorted(tokenizer.get_vocab().values()))
         self._special = np.zeros(every[-1] + 1, dtype=bool)
@@ -52,7 +53,7 @@ class _Sequences:
         return len(self.layout)
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        """The sequences at these places of an endless walk over index 0, 1, ... epoch after epoch, padded on the right.
+        """The sequences at these places, padded on the right; places count through the epochs without end.
 
         A place is epoch * len(self) + index.
         """
@@ -76,14 +77,15 @@ class _Sequences:
         )
 
     def _read(self, seed: int, epoch: int, index: int) -> tuple[TextSequence, np.ndarray, np.ndarray]:
-        """A sequence, its tokens as they are shown, and its labels."""
-        # The last number keeps index 0 from the numbers that (seed, epoch) alone gives, which order the epoch.
+        """A sequence, its input tokens, and its labels."""
+        # The last number separates index 0 from the random numbers of (seed, epoch) alone, which decide the order of
+        # the epoch.
         rng = np.random.default_rng((seed, epoch, index, 1))
         sequence = self.layout.read(index, rng)
         if not self.masked:
             return sequence, sequence.ids, sequence.ids
         special = self._special[sequence.ids]
-        special[0] = True  # the start token nearly always; no loss looks at the first label
+        special[0] = True  # nearly always the start token; no loss uses the first label
         shown, labels = mask_tokens(
             sequence.ids,
             special,
@@ -97,11 +99,11 @@ class _Sequences:
 
 
 class TextLoader:
-    """The batches of one rank, by step, from a corpus; it has no state, so a resumed run needs only the step.
+    """The batches of one rank, by step, from a corpus. The loader has no state, so a resumed run needs only the step.
 
-    Each epoch walks the sequences in its own order, masks other tokens and makes other pairs, all drawn from seed,
-    epoch and index of the sequence; so the global order is the same for any number of ranks and micro batch sizes. A
-    batch may straddle epochs.
+    Each epoch has its own order of the sequences, its own masks and its own pairs, all drawn from seed, epoch and index
+    of the sequence. So the global order is the same for any number of ranks and any micro batch size. A batch may
+    contain sequences of two epochs.
     """
 
     def __init__(
@@ -120,10 +122,10 @@ class TextLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Find out where the sequences are; their tokens stay on disk until they are asked for.
+        """Find the places of the sequences; their tokens stay on disk until they are requested.
 
         Raises:
-            UserError: the text is too short, or the tokenizer lacks what the objective needs.
+            UserError: the text is too short, or the tokenizer lacks a token that the objective needs.
         """
         self._sequences = _Sequences(
             corpus,
@@ -141,7 +143,7 @@ class TextLoader:
         self.world_size = world_size
 
     def __len__(self) -> int:
-        """Sequences of an epoch."""
+        """The number of sequences of an epoch."""
         return len(self._sequences)
 
     def micro_batches(self, step: int) -> list[Batch]:
@@ -158,7 +160,7 @@ class TextLoader:
         return [self._sequences.batch(part, self.seed) for part in parts]
 
     def report(self) -> str:
-        """One sentence: how many sequences an epoch has, and how much of them is padding."""
+        """Report in one sentence how many sequences an epoch has, and how much of them is padding."""
         sequences = self._sequences
         return (
             f"{len(sequences):,} sequences of up to {sequences.max_length} tokens, {sequences.layout.filled:.0%} filled"
@@ -181,11 +183,11 @@ def validation_batches(
 ) -> list[Batch]:
     """One rank's share of the first sequences of a text, whose masks and pairs are always the same.
 
-    Every rank gets as many batches as the others (a sharded model needs all ranks in every forward pass), and each
-    sequence stands in one batch, so that every token counts once; batches are about `batch_size`.
+    All ranks get the same number of batches (a sharded model needs all ranks in every forward pass), and each sequence
+    is in exactly one batch, so that every token counts once. The size of a batch is about `batch_size`.
 
     Raises:
-        UserError: as TextLoader does, or there are fewer sequences than ranks.
+        UserError: as in TextLoader, or there are fewer sequences than ranks.
     """
     sequences = _Sequences(
         corpus,
@@ -203,7 +205,7 @@ def validation_batches(
             f"{world_size} ranks: give a longer text, or data.text.valid_sequences of {world_size} or more"
         )
     rounds = -(-size // (batch_size * world_size))
-    if rounds * world_size > size:  # tiny batches: rather a few larger ones than an empty one
+    if rounds * world_size > size:  # tiny batches: a few larger batches rather than an empty one
         rounds -= 1
     parts = np.array_split(np.arange(size), rounds * world_size)
     return [sequences.batch(part.tolist(), seed=0) for part in parts[rank::world_size]]

@@ -1,4 +1,4 @@
-"""The validation set as batches that every rank can walk in step with the others."""
+"""The validation set as batches; all ranks get the same number of batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from llmdistill.data.instruct import Encoded
 def validation_batches(
     items: Sequence[Encoded], *, pad_token_id: int, batch_size: int, rank: int, world_size: int
 ) -> list[Batch]:
-    """One rank's share, the same number of batches on each (a sharded model needs all ranks in every forward pass).
+    """One rank's share; all ranks get the same number of batches (a sharded model needs all ranks in every forward
+    pass).
 
-    A rank that would have one batch less repeats its first, without labels, so that nothing counts twice.
+    A rank with one batch less repeats its first batch, without labels, so that no example counts twice.
     """
     ordered = sorted(items, key=len)
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]

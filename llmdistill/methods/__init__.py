@@ -1,7 +1,8 @@
-"""Training methods: each builds, from its settings and two models' configs, weighted terms and what they need.
+"""The training methods. Each method builds its weighted loss terms from its settings and the configs of both models.
 
-A new one is a file with its settings and a function that returns a `Method`, and an entry in METHODS; one of a user's
-own is put there before the command line is read. Nothing here loads torch before a method is built.
+To add a method, write a file with its settings and a function that returns a `Method`, and add an entry to METHODS. A
+user's own method is added to METHODS before the command line is parsed. This package does not import torch before a
+method is built.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ METHODS: dict[str, MethodEntry] = {
         label="untrained", help="no training, only scores", build=build_sft, needs_teacher=False, trains=False
     ),
 }
-"""By the name that users type. Their settings stand under the same name."""
+"""The methods by the name that users type. Their settings have the same name."""
 
 
 def build_method(
@@ -113,17 +114,17 @@ def build_method(
     student: PreTrainedConfig,
     objective: Objective = TOKENS,
 ) -> Method:
-    """One method as it is, or several as one.
+    """Build one method, or combine several methods into one.
 
     Args:
         names: keys of METHODS.
-        settings: of each method that has any, by its name; the default ones where there are none.
+        settings: the settings of each method by its name; a method that is missing here gets its default settings.
         teacher: the teacher's config.
         student: the student's config.
-        objective: what the batches have to be learnt.
+        objective: the targets that the batches have.
 
     Raises:
-        UserError: a method's settings do not fit the models, or the models each other.
+        UserError: the settings of a method do not fit the models, or the models do not fit each other.
     """
     methods = {
         name: METHODS[name].build(settings.get(name, METHODS[name].defaults()), teacher, student, objective)

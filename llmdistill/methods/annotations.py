@@ -1,7 +1,8 @@
-"""Types that only the annotations of method files need; at run time they stand for anything, and nothing is loaded.
+"""Types that the files of the methods need only for annotations. At run time they are placeholders, and nothing is
+imported.
 
-jsonargparse runs the `if TYPE_CHECKING` blocks of a file that holds settings. Such a file takes them from here, so that
-`--help` waits for neither torch nor transformers.
+jsonargparse runs the `if TYPE_CHECKING` blocks of a file that defines settings. Such a file imports the types from
+here, so that `--help` waits for neither torch nor transformers.
 """
 
 from __future__ import annotations

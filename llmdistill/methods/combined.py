@@ -1,4 +1,4 @@
-"""Several methods at once: the terms of all of them, added up."""
+"""Combines several methods: adds up the terms of all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from llmdistill.methods.method import Method
 
 
 def combine(methods: Mapping[str, Method]) -> Method:
-    """The terms of several methods, by name; a name that two of them share has the method's in front (`kd.label`)."""
+    """Combine the terms of several methods, by name. A name that two methods share gets the method's name as a
+    prefix (`kd.label`)."""
     shared = Counter(term for method in methods.values() for term in method.weights)
 
     def naming(method: str) -> Callable[[str], str]:

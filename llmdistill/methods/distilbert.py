@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al. 2019): the softened output, the labels, and the angle between the last hidden states."""
+"""DistilBERT (Sanh et al. 2019): soft targets, labels, and the cosine between the last hidden states."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class DistilbertConfig:
-    """DistilBERT's triple loss (Sanh et al. 2019). A weight of 0 drops the term."""
+    """The triple loss of DistilBERT (Sanh et al. 2019). A weight of 0 drops the term."""
 
     soft: float = 5.0
-    """Weight of KL(T||S) on the softened output, times the squared temperature."""
+    """Weight of KL(T||S) between the softened outputs, times the squared temperature."""
     label: float = 2.0
-    """Weight of the cross-entropy on the labels (the masked words)."""
+    """Weight of the cross-entropy on the labels (the masked tokens)."""
     cosine: float = 1.0
-    """Weight of 1 - cos between the last hidden states; teacher and student must be of the same width."""
+    """Weight of 1 - cos between the last hidden states; teacher and student must have the same width."""
     temperature: float = 2.0
-    """Both distributions are softened by it."""
+    """Temperature that softens both distributions."""
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: a negative weight, none at all, or no temperature.
+            ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
         """
         check_weights("distilbert", self, ("soft", "label", "cosine"))
         if not self.temperature > 0:
@@ -43,16 +43,17 @@ class DistilbertConfig:
 
 
 SOFT = OutputTerm("soft", "sequence_soft")
-"""KL(T‖S) of the softened output."""
+"""KL(T‖S) between the softened outputs."""
 
 
 def build_distilbert(
     settings: DistilbertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """The triple loss: t²·KL(T‖S) of the output, cross-entropy on the labels, 1 - cos of the last layers' outputs.
+    """Build the triple loss: t²·KL(T‖S) between the outputs, cross-entropy on the labels, 1 - cos between the last
+    hidden states.
 
     Raises:
-        UserError: one model is a decoder and the other an encoder, or their widths differ under the cosine loss.
+        UserError: one model is a decoder and the other an encoder, or the cosine loss is used and the widths differ.
     """
     causal = same_direction(teacher, student, method="distilbert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)

@@ -1,4 +1,5 @@
-"""What the table of methods holds for each of them: all that the command line, plans, comparisons and reports ask."""
+"""The entries of the table of methods: all that the command line, plans, comparisons and reports need to know of a
+method."""
 
 from __future__ import annotations
 
@@ -14,63 +15,65 @@ if TYPE_CHECKING:
     from llmdistill.objective import Objective
 
 Build = Callable[[Any, "PreTrainedConfig", "PreTrainedConfig", "Objective"], "Method"]
-"""Makes a method from its settings, the teacher's config, the student's config, and what the batches have to be
-learnt. Raises UserError where the settings do not fit the models, or the models each other."""
+"""Builds a method from its settings, the teacher's config, the student's config, and the objective (the targets that
+the batches have). Raises UserError if the settings do not fit the models, or the models do not fit each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A method under certain settings, as a comparison knows it by a name of its own."""
+    """A method with certain settings, which has a name of its own in comparisons."""
 
     label: str
     """Name in reports."""
     settings: Mapping[str, Any]
-    """Settings of the run besides `method`, by dotted key."""
+    """Settings of the run other than `method`, by dotted key."""
     grid: Mapping[str, Sequence[Any]] | None = None
-    """Values to try, by dotted key; without it those of the method."""
+    """Values to try, by dotted key; None takes those of the method."""
 
 
 def no_check(settings: Any, config: RunConfig) -> None:
-    """The check of a method that works with any data."""
+    """The check of a method that works with any data: does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MethodEntry:
-    """One method. Of the flags most methods need none."""
+    """One method. Most methods need none of the flags."""
 
     label: str
     """Name in reports."""
     help: str
-    """What the method is, for `--help`, in a few words behind its name."""
+    """Describes the method in a few words, for `--help`, which prints this text behind the method's name."""
     build: Build
     settings: type[Any] | None = None
-    """Frozen keyword-only dataclass of the method's settings, which a run has under the method's name. The docstring
-    under a field is its help text. None where there is nothing to set."""
+    """Frozen keyword-only dataclass of the method's settings. A run has these settings under the method's name. The
+    docstring under a field is its help text. None if the method has no settings."""
     check: Callable[[Any, RunConfig], None] = no_check
-    """Called with the method's settings and the run's, where the run uses the method. Raises ValueError, with one
-    sentence, where they do not go together."""
+    """Called with the method's settings and the run's configuration if the run uses the method. Raises ValueError,
+    with one sentence, if they do not fit each other."""
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values that a comparison tries besides its learning rates, by dotted key of a run's settings."""
+    """Values that a comparison tries in addition to its learning rates, by dotted key of the run's settings."""
     presets: Mapping[str, Preset] = field(default_factory=dict)
-    """Further names for the method in comparisons."""
+    """Further names of the method in comparisons, each with its own settings."""
     needs_teacher: bool = True
-    """Whether a teacher is at work beside the student. Only such methods can be added to others, by `also`."""
+    """Whether the method needs a teacher during training. Only such methods can be added to others with `also`."""
     uses_output: bool = False
-    """Whether the method by default compares the models' outputs, or learns the labels: pretraining by BERT's next
-    sentences is of use only then."""
+    """Whether the method by default uses the models' outputs or the labels. Only such a method benefits from
+    pretraining with BERT's next-sentence prediction."""
     trains: bool = True
-    """Whether there is anything to train."""
+    """Whether the method trains the student."""
     on_policy: bool = False
-    """Whether the student can learn from answers that it writes itself (data.on_policy)."""
+    """Whether the student can learn from answers that it generates itself (data.on_policy)."""
     teacher_writes: bool = False
-    """Whether the labels are answers that the teacher wrote before."""
+    """Whether the labels are answers that the teacher generated before training."""
     searches_layer: bool = False
-    """Whether the settings have `teacher_layer`, which may be auto, and `search`, the settings of its search."""
+    """Whether the settings have `teacher_layer`, which may be auto, and `search`, the settings of the search for
+    that layer."""
     copies_classifier: bool = False
-    """Whether the student's classifier on a task starts as the teacher's, unless the user says otherwise."""
+    """Whether the student's classifier on a task is initialised from the teacher's, unless the user sets it
+    otherwise."""
 
     def defaults(self) -> Any:
-        """The method's default settings; None where there is nothing to set."""
+        """Returns the method's default settings, or None if the method has no settings."""
         return None if self.settings is None else self.settings()
 
 
@@ -78,7 +81,7 @@ def check_weights(method: str, settings: object, keys: tuple[str, ...]) -> None:
     """Check the weights of a method's terms.
 
     Raises:
-        ValueError: one is negative, or all are 0.
+        ValueError: a weight is negative, or all weights are 0.
     """
     for key in keys:
         if getattr(settings, key) < 0:

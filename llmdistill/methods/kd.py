@@ -1,4 +1,5 @@
-"""Distillation of the output (Hinton et al. 2015; GKD; DistiLLM): a divergence, and the labels beside it."""
+"""Distillation of the output (Hinton et al. 2015; GKD; DistiLLM): a divergence to the teacher plus the loss on the
+labels."""
 
 from __future__ import annotations
 
@@ -18,22 +19,23 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class KdConfig:
-    """Word-level distillation of the output: a divergence to the teacher, and the labels beside it."""
+    """Distillation of the output for each token: a divergence to the teacher plus the cross-entropy on the labels."""
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"] = "forward_kl"
     """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalised Jensen-Shannon; skew_*:
     DistiLLM's, against a mixture; tvd: total variation distance."""
     beta: float = 0.5
-    """The teacher's share in the mixture of jsd, between 0 and 1."""
+    """Share of the teacher in the mixture of jsd, between 0 and 1."""
     alpha: float = 0.1
     """Share in the mixture of skew_forward_kl (of the teacher) and skew_reverse_kl (of the student)."""
     temperature: float = 1.0
-    """Both distributions are softened by it; the divergence is multiplied by its square (Hinton et al. 2015)."""
+    """Temperature that softens both distributions; the divergence is multiplied by its square (Hinton et al. 2015)."""
     ratio: float = 0.5
-    """Weight of the divergence; the cross-entropy of the labels has the rest. 1 learns from the teacher alone."""
+    """Weight of the divergence; the cross-entropy on the labels has weight 1 - ratio. With 1 the student learns from
+    the teacher alone."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the settings.
 
         Raises:
             ValueError: a number is out of its range.
@@ -48,7 +50,7 @@ class KdConfig:
 
 
 def divergence_of(settings: KdConfig) -> losses.Divergence:
-    """The chosen divergence, of the teacher's and the student's log-probabilities."""
+    """Returns the chosen divergence between the teacher's and the student's log-probabilities."""
     divergences = {
         "forward_kl": losses.FORWARD_KL,
         "reverse_kl": losses.REVERSE_KL,
@@ -61,11 +63,13 @@ def divergence_of(settings: KdConfig) -> losses.Divergence:
 
 
 def make_kd(settings: KdConfig, *, causal: bool = True, objective: Objective = TOKENS) -> Method:
-    """ratio · divergence + (1 - ratio) · cross-entropy on the labels; on words, on what is said of sequences, or both.
+    """ratio · divergence + (1 - ratio) · cross-entropy on the labels, for tokens, for the targets of sequences, or for
+    both.
 
-    A decoder predicts the next token (causal), an encoder the masked one. The divergence's term has its own name.
-    Scores have no distribution: there the squared error stands in both places, as `sequence_mse` to the teacher's.
-    Answers that the student wrote itself are no labels: on such batches the divergence stands alone.
+    A decoder predicts the next token (causal), an encoder the masked tokens. The term of the divergence is named after
+    it. Scores have no distribution, so both terms become a squared error; the one to the teacher's scores is
+    `sequence_mse`. Answers that the student generated itself are no labels: on such batches only the divergence is
+    computed.
     """
     measure = "mse" if objective.sequences == "scores" else settings.divergence
     names = OutputTerm(settings.divergence, f"sequence_{measure}")
@@ -79,7 +83,7 @@ def make_kd(settings: KdConfig, *, causal: bool = True, objective: Objective = T
 def build_kd(
     settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """KD for two models, from their configs.
+    """Build kd for two models, from their configs.
 
     Raises:
         UserError: one model is a decoder and the other an encoder.
@@ -88,10 +92,10 @@ def build_kd(
 
 
 def check_kd(settings: KdConfig, config: RunConfig) -> None:
-    """Check that a run has the labels that kd is to learn.
+    """Check that the run has the labels that kd needs.
 
     Raises:
-        ValueError: the student writes all answers itself, and some share of the loss is left for labels.
+        ValueError: the student generates all answers itself, but the loss on the labels has a weight.
     """
     if config.method == "kd" and config.data.on_policy == 1 and settings.ratio < 1:
         raise ValueError("data.on_policy 1 leaves no labels to learn, but kd.ratio keeps some: set kd.ratio to 1")
@@ -108,4 +112,4 @@ PRESETS = {
     ),
     "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),
 }
-"""The divergences of the papers."""
+"""The divergences of the papers, as presets."""

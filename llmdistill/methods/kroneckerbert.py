@@ -1,4 +1,5 @@
-"""KroneckerBERT: embedding, attention scores and feed-forward outputs of every layer, the output, and the labels."""
+"""KroneckerBERT: loss on embedding, attention scores and feed-forward outputs of every layer, on the logits, and on
+the labels."""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerbertConfig:
-    """KroneckerBERT's loss (eq. 14), between all layers of a teacher and of its factorised self. A weight of 0 drops
-    the term; in the paper all are 1."""
+    """The loss of KroneckerBERT (eq. 14), between all layers of the teacher and of its factorised copy. A weight of
+    0 drops the term; in the paper all weights are 1."""
 
     embedding: float = 1.0
     """Weight of the MSE of the embedding's output."""
     attention: float = 1.0
-    """Weight of the MSE of the attention scores before the softmax, summed over layers."""
+    """Weight of the MSE of the attention scores before the softmax, summed over the layers."""
     ffn: float = 1.0
-    """Weight of the MSE of the feed-forward outputs (of the down projection), summed over layers."""
+    """Weight of the MSE of the feed-forward outputs (the outputs of the down projection), summed over the layers."""
     logits: float = 1.0
-    """Weight of the soft cross-entropy on the logits, of words and of sequences."""
+    """Weight of the soft cross-entropy on the logits, of tokens and of sequences."""
     label: float = 1.0
-    """Weight of the loss on the labels: masked words and next sentences, next words, or a task's labels."""
+    """Weight of the loss on the labels: masked tokens and next sentences, next tokens, or the labels of a task."""
     temperature: float = 1.0
-    """Of the soft cross-entropy (not in the paper)."""
+    """Temperature of the soft cross-entropy (not in the paper)."""
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: a negative weight, none at all, or no temperature.
+            ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
         """
         check_weights("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
         if not self.temperature > 0:
@@ -51,18 +52,19 @@ def build_kroneckerbert(
     student: PreTrainedConfig,
     objective: Objective = TOKENS,
 ) -> Method:
-    """The loss of KroneckerBERT (eq. 14), for a student of the teacher's own shape, however it is factorised.
+    """The loss of KroneckerBERT (eq. 14), for a student with the shape of its teacher, with any factorisation.
 
-    MSE of the embedding's output, of the attention scores before the softmax (O_l of eq. 9) and of the feed-forward
-    outputs H_l; soft cross-entropy of the logits, whose loss the paper does not spell out; and the labels: masked words
-    and next sentences, the next word, or a task's. The inner losses are sums over all layers of means over tokens.
+    The terms are: the MSE of the embedding's output, of the attention scores before the softmax (O_l of eq. 9) and of
+    the feed-forward outputs H_l; the soft cross-entropy on the logits (the paper does not give a formula for this
+    loss); and the loss on the labels: masked tokens and next sentences, next tokens, or the labels of a task. The
+    losses of layers are sums over all layers of means over tokens.
 
-    "The outputs of the FFN" are read as what the second feed-forward matrix gives, before dropout, residual and norm:
-    that is where the feed-forward network ends in the paper's eq. 12 and 13. With the residual they would be the
-    layer's output, which would be called so.
+    "The outputs of the FFN" are taken as the outputs of the second feed-forward matrix, before dropout, residual and
+    norm, because the feed-forward network ends there in eq. 12 and 13 of the paper. With the residual they would be the
+    output of the layer, and the paper would call them so.
 
     Raises:
-        UserError: the models' sizes differ.
+        UserError: the sizes of the models differ.
     """
     check_same_shape(teacher, student, method="kroneckerbert")
     causal, windows = family_of(student).causal, shape_of(student).windows

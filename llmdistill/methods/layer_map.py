@@ -1,4 +1,5 @@
-"""Which layers of student and teacher are compared, and what two models must share for that."""
+"""Decides which layers of student and teacher are compared, and checks what the two models must have in common for
+that."""
 
 from __future__ import annotations
 
@@ -15,19 +16,20 @@ from llmdistill.models.families import family_of, shape_of
 
 
 class LayerPair(NamedTuple):
-    """One comparison: layers counted from 0."""
+    """One pair of layers to compare, both counted from 0."""
 
     student: int
     teacher: int
     window: int | None
-    """Sliding attention window of both layers; None where they see everything."""
+    """Sliding attention window of both layers; None if the layers attend to all tokens."""
 
 
 def uniform_map(student_layers: int, teacher_layers: int) -> list[int]:
-    """The teacher's layer (0-based) of each of the student's, evenly spread, last against last.
+    """The teacher's layer (0-based) for each layer of the student, evenly spread, the last layer for the last.
 
-    TinyBERT's and MiniLM's uniform map: layer m of M learns from layer m·L/M of L (both from 1). Where M does not
-    divide L the product is rounded, halves up; a student deeper than its teacher meets some layers more than once.
+    This is the uniform map of TinyBERT and MiniLM: layer m of M learns from layer m·L/M of L (both counted from 1). If
+    M does not divide L, the product is rounded, halves up. If the student is deeper than its teacher, some layers of
+    the teacher occur more than once.
     """
     return [
         max(1, (2 * layer * teacher_layers + student_layers) // (2 * student_layers)) - 1
@@ -36,7 +38,7 @@ def uniform_map(student_layers: int, teacher_layers: int) -> list[int]:
 
 
 def named_layer(spec: int | Literal["last"], teacher: PreTrainedConfig, *, key: str) -> int:
-    """The teacher's layer (0-based) that a setting names, from 1.
+    """The teacher's layer (0-based) that a setting gives, counted from 1.
 
     Raises:
         UserError: the teacher has no such layer.
@@ -52,10 +54,10 @@ def named_layer(spec: int | Literal["last"], teacher: PreTrainedConfig, *, key: 
 def pair_layers(
     layers: Iterable[tuple[int, int]], teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str
 ) -> list[LayerPair]:
-    """Layers to compare by what their tokens see, from (student, teacher) numbers.
+    """The layer pairs for (student, teacher) layer numbers, each with its attention window.
 
     Raises:
-        UserError: two layers to be compared have different attention windows.
+        UserError: the two layers of a pair have different attention windows.
     """
     of_student, of_teacher = shape_of(student).windows, shape_of(teacher).windows
     pairs: list[LayerPair] = []
@@ -87,10 +89,10 @@ def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, meth
 
 
 def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
-    """Heads are compared one by one, so there must be equally many (query) heads.
+    """Check that both models have the same number of (query) heads, because heads are compared one by one.
 
     Raises:
-        UserError: there are not.
+        UserError: the numbers of heads differ.
     """
     of_teacher, of_student = shape_of(teacher), shape_of(student)
     if of_teacher.num_heads != of_student.num_heads:
@@ -102,10 +104,11 @@ def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method:
 
 
 def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
-    """Every layer is compared with its like, and head with head: all sizes must agree, whatever the factors.
+    """Check that all sizes of the models agree, because layers and heads are compared one by one. Factorisation does
+    not matter.
 
     Raises:
-        UserError: they do not.
+        UserError: a size differs.
     """
     if family_of(teacher) != family_of(student):
         raise UserError(
@@ -122,14 +125,14 @@ def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, me
 
 
 def attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
-    """What one layer's attention is made of."""
+    """The inputs of one layer's attention, from its taps."""
     return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
 
 
 def layer_term(
     name: str, aspects: Collection[Aspect], pair: LayerPair, loss: Callable[[Taps, Taps, Tensor], LossSum]
 ) -> LayerTerm:
-    """A term that needs the same aspects of both layers of a pair."""
+    """A term that needs the same aspects from both layers of a pair."""
     of_student, of_teacher = (
         frozenset((aspect, layer) for aspect in aspects) for layer in (pair.student, pair.teacher)
     )

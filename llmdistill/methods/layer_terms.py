@@ -1,4 +1,4 @@
-"""Mean squared errors in one pair of layers, as the methods that have them share them."""
+"""Mean squared errors in one pair of layers, shared by the methods that use them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def score_term(pair: LayerPair, *, causal: bool) -> LayerTerm:
 
 
 def state_term(name: str, aspect: Aspect, pair: LayerPair, *, mapped: bool = False) -> LayerTerm:
-    """MSE of what each token has at one place of both models, (B, T, W): TinyBERT eq. 8 and 9, KroneckerBERT eq. 14.
+    """MSE between the features of each token at one place of both models, (B, T, W): TinyBERT eq. 8 and 9,
+    KroneckerBERT eq. 14.
 
     Args:
-        name: of the term.
-        aspect: what is compared: hidden states, the embedding or a feed-forward output.
+        name: the name of the term.
+        aspect: the features to compare: hidden states, the embedding or a feed-forward output.
         pair: the layers.
-        mapped: whether a learnt matrix maps the student's width to the teacher's; without it they are the same.
+        mapped: whether a learnt matrix maps the student's width to the teacher's; without it both widths are the same.
     """
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:

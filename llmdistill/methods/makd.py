@@ -22,7 +22,7 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class MakdConfig:
-    """The terms of MaKD (eq. 12-19), where they act and how much they count. A weight of 0 drops the term."""
+    """The terms of MaKD (eq. 12-19), their layers and their weights. A weight of 0 drops the term."""
 
     matrix_layers: str = "lower"
     """Layers of the matrix losses: lower, upper, all, none, or numbers from 1 such as 1-3,6."""
@@ -55,13 +55,13 @@ class MakdConfig:
 
 
 MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")
-"""Terms of the matrix aspect (eq. 17), each named as what it taps."""
+"""Terms of the matrix aspect (eq. 17), each with the name of its tap."""
 
 LAYER_TERMS = ("attention", "hidden")
 """Terms of the layer aspect (eq. 14)."""
 
 TERMS = (*MATRIX_TERMS, *LAYER_TERMS, "logits", "label")
-"""All terms, in the order of the log. Each is also a setting, its weight."""
+"""All terms, in the order of the log. The weight of each term is a setting of the same name."""
 
 
 def make_makd(
@@ -73,22 +73,23 @@ def make_makd(
     windows: Sequence[int | None] | None = None,
     objective: Objective = TOKENS,
 ) -> Method:
-    """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in others, logits on top.
+    """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in other layers, and the
+    logits.
 
-    A term is the sum over its layers of the mean over tokens, so it grows with the number of layers. A term of weight
-    0 or without layers does not exist: it is not in the weights, not computed, and asks for no taps. Where sequences
-    have targets, logits and label have a counterpart of the same weight on them (sequence_logits, sequence_label).
+    A term is the sum over its layers of the mean over tokens, so it grows with the number of layers. A term with weight
+    0 or without layers is left out: it is not in the weights, is not computed, and requests no taps. If sequences have
+    targets, logits and label have a counterpart of the same weight for them (sequence_logits, sequence_label).
 
     Args:
         settings: terms, layers, weights.
-        num_layers: layers of the teacher and of the student.
-        causal: decoder or encoder.
-        gated: whether the feed-forward layers have a gate; without one the term ffn_gate does not exist.
-        windows: sliding attention window of each layer; None where, or if, there is none.
-        objective: what the batches have to be learnt.
+        num_layers: the number of layers of the teacher and of the student.
+        causal: whether the models are decoders; if not, they are encoders.
+        gated: whether the feed-forward layers have a gate; without a gate the term ffn_gate is left out.
+        windows: the sliding attention window of each layer, None for a layer without one; None if no layer has one.
+        objective: the targets that the batches have.
 
     Raises:
-        UserError: layers that are not there, a negative weight, a temperature of 0, or no term left.
+        UserError: a layer does not exist, a weight is negative, a temperature is 0, or no term is left.
     """
     check_settings(settings)
     windows = (None,) * num_layers if windows is None else windows
@@ -114,10 +115,10 @@ def make_makd(
 
 
 def check_settings(settings: MakdConfig) -> None:
-    """Refuse numbers that no loss can have.
+    """Check the weights and the temperature.
 
     Raises:
-        UserError: a negative weight, or a temperature that is not over 0.
+        UserError: a weight is negative, or the temperature is not positive.
     """
     for name in TERMS:
         if getattr(settings, name) < 0:
@@ -151,10 +152,10 @@ def _layer_term(name: str, layer: int, settings: MakdConfig, *, causal: bool, wi
 def build_makd(
     settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """MaKD for two models, from their configs.
+    """Build MaKD for two models, from their configs.
 
     Raises:
-        UserError: the models' sizes differ, or the settings do not fit them.
+        UserError: the sizes of the models differ, or the settings do not fit the models.
     """
     check_same_shape(teacher, student, method="makd")
     family, shape = family_of(student), shape_of(student)

@@ -1,4 +1,4 @@
-"""What a training method is: weighted terms, each with what it needs of the two models."""
+"""Defines a training method: weighted terms, each with the taps and outputs that it needs from the two models."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A training method. What it asks of the models follows from its terms."""
+    """A training method. Its terms determine what it needs from the models."""
 
     weights: Mapping[str, float]
-    """Factor of each term, in the order of the log; the same names as the terms."""
+    """Weight of each term, in the order of the log. The names are the same as those of the terms."""
     layer_terms: Sequence[LayerTerm] = ()
     token_terms: Sequence[losses.TokenTerm] = ()
     sequence_terms: Sequence[SequenceTerm] = ()
     shift: bool = True
-    """Whether position i predicts label i+1 (decoders) or label i (masked words)."""
+    """Whether position i predicts label i+1 (decoders) or label i (masked tokens)."""
     projections: Mapping[Aspect, tuple[int, int]] = field(default_factory=dict)
-    """Aspects whose student taps a learnt matrix maps to the teacher's width before they are compared (they are then in
-    `Taps.projected`): the width that goes in, heads side by side, and the one that comes out."""
+    """Aspects for which a learnt matrix maps the student's taps to the teacher's width before the comparison (the
+    mapped taps are in `Taps.projected`): the input width, all heads side by side, and the output width."""
 
     def __post_init__(self) -> None:
-        """Names and terms must agree."""
+        """Check that the weights and the terms have the same names."""
         assert {term.name for term in self._terms()} == self.weights.keys(), "terms and weights differ"
 
     @cached_property
     def positions(self) -> Mapping[str, Positions]:
-        """What each term is a sum over, so that its global count is known before the first backward pass."""
+        """The kind of positions that each term sums over, so that its global count is known before the first
+        backward pass."""
         of_tokens, of_sequences = ({term.name for term in terms} for terms in (self.token_terms, self.sequence_terms))
         return {
             name: "labels" if name in of_tokens else "sequences" if name in of_sequences else "tokens"
@@ -45,17 +46,17 @@ class Method:
 
     @cached_property
     def student_taps(self) -> TapRequest:
-        """What the student must hand over."""
+        """The taps that the student must return."""
         return _request(tap for term in self.layer_terms for tap in term.student)
 
     @cached_property
     def teacher_taps(self) -> TapRequest:
-        """What the teacher must hand over."""
+        """The taps that the teacher must return."""
         return _request(tap for term in self.layer_terms for tap in term.teacher)
 
     @cached_property
     def needs_teacher(self) -> bool:
-        """Whether any term looks at the teacher."""
+        """Whether any term uses the teacher."""
         return (
             bool(self.layer_terms)
             or self.needs_teacher_logits
@@ -64,23 +65,23 @@ class Method:
 
     @cached_property
     def needs_teacher_logits(self) -> bool:
-        """Whether any term looks at the teacher's output on words."""
+        """Whether any term uses the teacher's logits for tokens."""
         return any(term.divergence is not None for term in self.token_terms)
 
     def running(
         self, teacher: Outputs | None, batch: Batch, divisors: Mapping[Positions, Tensor] | None = None
     ) -> RunningTerms:
-        """The terms that a student's forward pass computes while it runs, and what each is multiplied by.
+        """The terms that are computed during a student's forward pass, and the factor of each.
 
         Args:
             teacher: the teacher's outputs, None only if `needs_teacher` is False.
-            batch: the batch both see.
-            divisors: what the sums over each kind of position are divided by; by default nothing.
+            batch: the batch that both models get.
+            divisors: the divisor for the sums over each kind of position; by default the sums are not divided.
         """
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
         return RunningTerms(
             layer_terms=self.layer_terms,
-            # What the student wrote itself says nothing as a label.
+            # Tokens that the student generated itself are no labels.
             token_terms=[each for each in self.token_terms if each.divergence is not None or not batch.own_answers],
             sequence_terms=self.sequence_terms,
             teacher=teacher,
@@ -95,7 +96,7 @@ class Method:
 
 
 def _divided(weight: float, divisor: Tensor) -> Tensor:
-    """In fp32. A plain `weight / divisor` would multiply by the reciprocal, which rounds twice."""
+    """Divides in fp32. A plain `weight / divisor` would multiply by the reciprocal, which rounds twice."""
     divisor = divisor.float()
     return divisor.new_full((), weight) / divisor
 

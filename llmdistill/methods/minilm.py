@@ -1,4 +1,4 @@
-"""MiniLM: deep self-attention distillation, the last layer's attention and the relations between its values."""
+"""MiniLM: distils the self-attention of the last layer, that is, its attention and the relations between its values."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class MinilmConfig:
-    """MiniLM: the attention and the value relation of one layer (MiniLM §3.1, §3.2). Teacher and student need the same
-    number of heads; depth and width are free. A weight of 0 drops the term."""
+    """MiniLM: the attention and the value relation of one layer (MiniLM §3.1, §3.2). Teacher and student need the
+    same number of heads; their depth and width may differ. A weight of 0 drops the term."""
 
     attention: float = 1.0
     """Weight of KL(A_teacher || A_student) (L_AT)."""
     value_relation: float = 1.0
     """Weight of the KL between the value relations (L_VR)."""
     value_mse: float = 0.0
-    """Weight of the MSE of the values, a learnt matrix in between where the widths differ (MiniLM Table 6)."""
+    """Weight of the MSE of the values, with a learnt matrix between them if the widths differ (MiniLM Table 6)."""
     layers: Literal["last", "uniform"] = "last"
-    """last: the last layer alone; uniform: every layer of the student against one of the teacher's, evenly spread
-    (layer-to-layer, MiniLM Table 7)."""
+    """last: only the last layer; uniform: every layer of the student learns from one layer of the teacher, evenly
+    spread (layer-to-layer, MiniLM Table 7)."""
     teacher_layer: int | None = None
-    """The teacher's layer, from 1, where layers is last; without it the last (MiniLMv2 Table 4 takes another)."""
+    """The teacher's layer, counted from 1, if layers is last; by default the last layer (MiniLMv2 Table 4 takes
+    another)."""
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: a negative weight, none at all, or a layer that layers rules out.
+            ValueError: a weight is negative, all weights are 0, or teacher_layer is set but layers does not allow it.
         """
         check_weights("minilm", self, ("attention", "value_relation", "value_mse"))
         if self.teacher_layer is not None and self.layers == "uniform":
@@ -64,20 +65,23 @@ TERMS: dict[str, tuple[Aspect, ...]] = {
     "value_relation": ("value",),
     "value_mse": ("value",),
 }
-"""Each term, in the order of the log, and what it taps."""
+"""The taps of each term, in the order of the log."""
 
 
 def build_minilm(
     settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), any depth and width.
+    """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), for models of any depth and
+    width.
 
-    The student's last layer learns from one layer of the teacher's, or each of its layers from one (`uniform`, a term
-    is then the sum over layers). The MSE of the values is the paper's ablation (Table 6); where they have different
-    widths a learnt matrix maps the student's. The output is never looked at, whatever the objective.
+    The student's last layer learns from one layer of the teacher, or each layer of the student learns from one
+    (`uniform`; a term is then the sum over layers). The MSE of the values is an ablation in the paper (Table 6); if the
+    widths of the values differ, a learnt matrix maps the student's values. The method never uses the logits, whatever
+    the objective is.
 
     Raises:
-        UserError: the models have different numbers of heads, see different things, or lack the layer.
+        UserError: the models have different numbers of heads, only one of them is a decoder, the attention windows
+            differ, or the layer does not exist.
     """
     check_heads(teacher, student, method="minilm")
     causal = same_direction(teacher, student, method="minilm")
@@ -86,7 +90,8 @@ def build_minilm(
     maps_values = settings.value_mse > 0 and widths[0] != widths[1]
     loss_of: dict[str, Callable[[LayerPair], Loss]] = {
         "attention": partial(_attention, causal=causal),
-        # Where both models repeat their values alike, so do the relations: their least common number gives the mean.
+        # If both models repeat their values by a common factor, the relations repeat too: the least common number of
+        # heads gives the same mean.
         "value_relation": partial(
             _value_relation, heads=math.lcm(of_student.num_kv_heads, of_teacher.num_kv_heads), causal=causal
         ),
@@ -120,9 +125,11 @@ def _attention(pair: LayerPair, *, causal: bool) -> Loss:
 
 
 def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> Loss:
-    """The mean over attention heads: under grouped-query attention a value head counts once for each that reads it.
+    """The mean over attention heads: with grouped-query attention a value head counts once for each attention head that
+    uses it.
 
-    So a student that shares its values among more heads than its teacher can still be compared head by head.
+    So the heads can be compared one by one even if the student shares its values among more attention heads than its
+    teacher.
     """
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:

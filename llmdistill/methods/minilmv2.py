@@ -21,21 +21,22 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """The search for the teacher's layer (MiniLMv2 Figure 2): for each candidate a short run, then some steps on the
-    words alone, as any use of the student would be; the loss on data.valid after them is its score."""
+    """The search for the teacher's layer (MiniLMv2 Figure 2). Each candidate gets a short run of distillation and
+    then some steps on the language-modelling labels alone, as when the student is used later; its score is the
+    validation loss on data.valid after these steps."""
 
     layers: str = "all"
     """Candidates: lower, upper, all, or numbers from 1 such as 9-12."""
     steps: int = 1000
     """Steps of distillation for each candidate."""
     probe_steps: int = 200
-    """Steps on the words (masked ones for an encoder, the next one for a decoder) before the score is taken."""
+    """Steps on the labels (masked tokens for an encoder, next tokens for a decoder) before the score is computed."""
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: no steps.
+            ValueError: a number of steps is not positive.
         """
         for key in ("steps", "probe_steps"):
             if getattr(self, key) < 1:
@@ -44,29 +45,30 @@ class SearchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Minilmv2Config:
-    """MiniLMv2: relations between queries, keys and values (MiniLMv2 eq. 5-8). Depth, width and heads are free."""
+    """MiniLMv2: relations between queries, keys and values (MiniLMv2 eq. 5-8). Depth, width and number of heads of
+    the models may differ."""
 
     relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]] = field(
         default_factory=lambda: ["qq", "kk", "vv"]
     )
-    """Which of the nine relations, each named by its two sides: query, key, value. All have weight 1 (alpha in eq.
-    5)."""
+    """The relations to use, of nine. Each is named after its two sides: query, key, value. All have weight 1 (alpha
+    in eq. 5)."""
     relation_heads: int = 48
-    """Heads that queries, keys and values are cut into anew; must divide the width of both models. The paper takes 48
-    for base-size and 64 for large teachers."""
+    """The number of heads that queries, keys and values are split into again; it must divide the width of both
+    models. The paper takes 48 for base-size and 64 for large teachers."""
     teacher_layer: int | Literal["last", "auto"] = "last"
-    """The teacher's layer, from 1 (the paper: the last of 12; of 24 the 21st for BERT, the 19th for RoBERTa and XLM-R),
-    or auto to search for it."""
+    """The teacher's layer, counted from 1, or auto to search for it. The paper takes the last of 12 layers; of 24
+    layers the 21st for BERT, the 19th for RoBERTa and XLM-R."""
     weight: float = 1.0
     """Weight of each relation."""
     search: SearchConfig = field(default_factory=SearchConfig)
-    """Where teacher_layer is auto."""
+    """The search, if teacher_layer is auto."""
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: no relation, one twice, no heads, or a weight of 0.
+            ValueError: there is no relation, a relation occurs twice, there are no relation heads, or the weight is 0.
         """
         if not self.relations or len(set(self.relations)) < len(self.relations):
             raise ValueError(f"minilmv2.relations is {self.relations}: give at least one of the nine, each once")
@@ -76,7 +78,7 @@ class Minilmv2Config:
 
 
 SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value"}
-"""The letters that a relation is named by."""
+"""The letters in the names of relations."""
 
 Sides = tuple[Aspect, Aspect]
 
@@ -84,13 +86,15 @@ Sides = tuple[Aspect, Aspect]
 def build_minilmv2(
     settings: Minilmv2Config, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """KL(R^T‖R^S) of each chosen relation (MiniLMv2 eq. 5); depth, width and number of heads are free.
+    """KL(R^T‖R^S) of each chosen relation (MiniLMv2 eq. 5); depth, width and number of heads of the models may differ.
 
-    The student's last layer learns from one layer of the teacher's; one to be searched for must be found before. The
-    weight of each relation is α_ij times one common factor. The output is never looked at, whatever the objective.
+    The student's last layer learns from one layer of the teacher; if this layer is to be searched for, the search must
+    be done before. The weight of each relation is α_ij times one common factor. The method never uses the logits,
+    whatever the objective is.
 
     Raises:
-        UserError: the relation heads do not divide a width, the models see different things, or lack the layer.
+        UserError: the relation heads do not divide a width, only one model is a decoder, the attention windows differ,
+            or the layer does not exist.
     """
     if settings.teacher_layer == "auto":
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
@@ -111,10 +115,10 @@ def build_minilmv2(
 
 
 def check_minilmv2(settings: Minilmv2Config, config: RunConfig) -> None:
-    """Check that a run can search for the teacher's layer, where it is to.
+    """Check that a run that searches for the teacher's layer has the data for it.
 
     Raises:
-        ValueError: there is no text to search on, or none to score the candidates on.
+        ValueError: there is no text to train the candidates on, or no validation text to score them on.
     """
     if settings.teacher_layer != "auto":
         return
@@ -162,7 +166,7 @@ def _inputs(taps: Taps, layer: int, sides: Sides) -> losses.RelationInputs:
 
 
 def _width(shape: Shape, sides: Sides) -> int:
-    """How wide both sides are once those with fewer heads are repeated."""
+    """The width of both sides after the side with fewer heads is repeated."""
     return shape.head_dim * (shape.num_heads if "query" in sides else shape.num_kv_heads)
 
 

@@ -1,4 +1,4 @@
-"""The names that the output's terms have under an objective."""
+"""The names of the terms on the models' outputs, under an objective."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from llmdistill.objective import Objective
 
 
 class OutputTerm(NamedTuple):
-    """The two names of one term of the output."""
+    """The two names of one term on the outputs."""
 
     token_name: str
-    """Where it stands on words, so at the labels."""
+    """Its name for tokens, at the positions of the labels."""
     sequence_name: str
-    """Where it stands on what is said of each sequence."""
+    """Its name for the targets of sequences."""
 
     def positions(self, objective: Objective) -> dict[str, Positions]:
-        """The names that the term has under an objective, and what each is a sum over."""
+        """The names of the term under an objective, each with the kind of positions that it sums over."""
         positions: dict[str, Positions] = {}
         if objective.tokens:
             positions[self.token_name] = "labels"
@@ -27,7 +27,7 @@ class OutputTerm(NamedTuple):
 
 
 LABEL = OutputTerm("label", "sequence_label")
-"""What the data itself says."""
+"""The loss on the labels of the data."""
 
 LOGITS = OutputTerm("logits", "sequence_logits")
-"""Soft cross-entropy (MaKD eq. 18): of the language model's head, and of the one for next sentences or a task."""
+"""Soft cross-entropy (MaKD eq. 18) on the logits of the lm_head, and of the head for next sentences or a task."""

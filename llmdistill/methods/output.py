@@ -1,4 +1,4 @@
-"""The output's terms, on words and on sequences, as the methods that have them share them."""
+"""The terms on the models' outputs, for tokens and for sequences, shared by the methods that use them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llmdistill.objective import Objective
 
 
 class OutputTerms(NamedTuple):
-    """Terms on words and on sequences, and their weights."""
+    """Terms for tokens and for sequences, with their weights."""
 
     weights: Mapping[str, float]
     token_terms: tuple[losses.TokenTerm, ...]
     sequence_terms: tuple[SequenceTerm, ...]
 
     def __or__(self, other: OutputTerms) -> OutputTerms:
-        """Both."""
+        """Combine the terms of both."""
         return OutputTerms(
             {**self.weights, **other.weights},
             self.token_terms + other.token_terms,
@@ -33,12 +33,13 @@ NO_OUTPUT = OutputTerms({}, (), ())
 
 
 def label_terms(weight: float, objective: Objective) -> OutputTerms:
-    """Cross-entropy on the labels (`label`), and on the sequences' classes or squared error on their scores."""
+    """Cross-entropy on the labels of tokens (`label`), and for sequences cross-entropy on classes or squared error
+    on scores."""
     return _terms(LABEL, weight, objective, losses.TokenTerm(LABEL.token_name, None), False, _label_loss)
 
 
 def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temperature: float) -> OutputTerms:
-    """Soft cross-entropy (MaKD eq. 18, TinyBERT eq. 10) of words and classes; squared error of scores."""
+    """Soft cross-entropy (MaKD eq. 18, TinyBERT eq. 10) for tokens and classes; squared error for scores."""
 
     def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         of_student, of_teacher = _logits(student, teacher)
@@ -53,7 +54,7 @@ def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temper
 def divergence_terms(
     names: OutputTerm, weight: float, objective: Objective, *, divergence: losses.Divergence, temperature: float
 ) -> OutputTerms:
-    """A divergence of words and classes, times the squared temperature; squared error of scores."""
+    """A divergence for tokens and classes, times the squared temperature; squared error for scores."""
 
     def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         of_student, of_teacher = _logits(student, teacher)

@@ -1,4 +1,4 @@
-"""Which layers a loss acts in, as a user writes it."""
+"""Parses the layers of a loss from a setting."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
     """The layers (0-based, ascending) that a setting names.
 
     Args:
-        spec: lower (1..L/2, rounded down), upper (the rest), all, none, or numbers from 1 such as "1-3,6".
+        spec: lower (1..L/2, rounded down), upper (the rest), all, none, or numbers counted from 1 such as "1-3,6".
         num_layers: L.
-        key: the setting's name, for the error.
+        key: the name of the setting, for the error message.
 
     Raises:
-        UserError: the text is none of these, or names a layer that is not there.
+        UserError: the text has none of these forms, or it names a layer that does not exist.
     """
     half = num_layers // 2
     named = {"lower": range(half), "upper": range(half, num_layers), "all": range(num_layers), "none": range(0)}

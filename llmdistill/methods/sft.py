@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the labels alone, no teacher."""
+"""Supervised fine-tuning: the loss on the labels alone, without a teacher."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from llmdistill.objective import TOKENS, Objective
 
 
 def make_sft(*, causal: bool = True, objective: Objective = TOKENS) -> Method:
-    """Cross-entropy on the labels, or squared error on scores: the baseline that every distillation must beat.
+    """Cross-entropy on the labels, or squared error on scores: the baseline for every distillation.
 
-    A decoder predicts the next token (causal), an encoder the masked one. The terms are `label` on words and
-    `sequence_label` on sequences.
+    A decoder predicts the next token (causal), an encoder the masked tokens. The terms are `label` for tokens and
+    `sequence_label` for sequences.
     """
     return Method(**label_terms(1.0, objective)._asdict(), shift=causal)
 
@@ -22,15 +22,15 @@ def make_sft(*, causal: bool = True, objective: Objective = TOKENS) -> Method:
 def build_sft(
     settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """SFT for a student, from its config; nothing is asked of the teacher."""
+    """Build sft for a student, from its config; the method needs nothing from the teacher."""
     return make_sft(causal=family_of(student).causal, objective=objective)
 
 
 def check_seqkd(settings: None, config: RunConfig) -> None:
-    """Check that a run has answers to learn.
+    """Check that the data of a run have answers as labels.
 
     Raises:
-        ValueError: its data are text.
+        ValueError: the data are text.
     """
     if config.data.kind == "text":
         raise ValueError("method seqkd learns answers, but data.kind is text: take kd, or instructions")

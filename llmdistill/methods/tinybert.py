@@ -1,4 +1,5 @@
-"""TinyBERT (Jiao et al. 2020): embedding, attention scores, hidden states of evenly spread layers, and the output."""
+"""TinyBERT (Jiao et al. 2020): loss on embedding, attention scores, hidden states of evenly spread layers, and the
+logits."""
 
 from __future__ import annotations
 
@@ -19,26 +20,26 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class TinybertConfig:
-    """TinyBERT's distillation of embedding, attention and hidden states, the teacher's layers evenly spread over the
-    student's (Jiao et al. 2020, eq. 7-9). Learnt matrices map the student's width to the teacher's. A weight of 0 drops
-    the term."""
+    """TinyBERT's distillation of embedding, attention and hidden states, with the teacher's layers evenly spread
+    over the student's (Jiao et al. 2020, eq. 7-9). Learnt matrices map the student's width to the teacher's. A
+    weight of 0 drops the term."""
 
     attention: float = 1.0
-    """Weight of the MSE of the attention scores before the softmax; needs the teacher's number of heads."""
+    """Weight of the MSE of the attention scores before the softmax; both models need the same number of heads."""
     hidden: float = 1.0
     """Weight of the MSE of the layers' outputs."""
     embedding: float = 1.0
     """Weight of the MSE of the embedding's output."""
     soft: float = 0.0
-    """Weight of the soft cross-entropy on the output (eq. 10): for a task, not for general distillation."""
+    """Weight of the soft cross-entropy on the logits (eq. 10): for a task, not for general distillation."""
     temperature: float = 1.0
-    """Of the soft cross-entropy."""
+    """Temperature of the soft cross-entropy."""
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: a negative weight, none at all, or no temperature.
+            ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
         """
         check_weights("tinybert", self, ("attention", "hidden", "embedding", "soft"))
         if not self.temperature > 0:
@@ -46,7 +47,7 @@ class TinybertConfig:
 
 
 SOFT = OutputTerm("soft", "sequence_soft")
-"""Soft cross-entropy of the output."""
+"""Soft cross-entropy on the logits."""
 
 INNER_TERMS: tuple[str, ...] = ("attention", "hidden", "embedding")
 
@@ -57,11 +58,11 @@ def build_tinybert(
     """MSE of the attention scores (eq. 7), hidden states (eq. 8) and embedding (eq. 9); soft cross-entropy (eq. 10).
 
     Layer m of the student learns from layer m·L/M of the teacher; a term is the sum over the student's layers (eq. 11).
-    Where the widths differ, one learnt matrix maps the hidden states of all layers, and another the embedding.
+    If the widths differ, one learnt matrix maps the hidden states of all layers, and another maps the embedding.
 
     Raises:
-        UserError: one model is a decoder and the other an encoder, or their numbers of heads or attention windows
-            differ under the attention loss.
+        UserError: one model is a decoder and the other an encoder, or the attention loss is used and the numbers of
+            heads or the attention windows differ.
     """
     causal = same_direction(teacher, student, method="tinybert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
