@@ -1,4 +1,4 @@
-"""What flows between data, models, losses and methods.
+"""The types that data, models, losses and methods exchange: batches, taps, outputs and sums of losses.
 
 Legend of shape letters, used as name suffixes throughout: B batch (sequences), T tokens, W model width,
 H query heads, G key/value heads (G < H under grouped-query attention), D head width, F feed-forward width,
@@ -11,30 +11,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-if TYPE_CHECKING:  # the names below are needed where torch is not yet
+if TYPE_CHECKING:  # the names below are also used before torch is imported
     import torch
     from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Label of a position that no loss looks at (the convention of torch and transformers)."""
+"""Label of a position that every loss ignores (the convention of torch and transformers)."""
 
 Aspect = Literal["query", "key", "value", "ffn_up", "ffn_gate", "ffn_down", "hidden", "embedding"]
-"""What can be tapped in a layer; the embedding, which stands before them all, counts as layer 0's."""
+"""The kinds of tensor that can be tapped in a layer. The embedding, input of the first layer, counts as layer 0."""
 
 Positions = Literal["tokens", "labels", "sequences"]
-"""What a loss is a sum over: all real tokens, those to be learnt, or the sequences that have a target."""
+"""The positions that a loss is summed over: all real tokens, tokens with a label, or sequences with a target."""
 
 POSITIONS: tuple[Positions, ...] = ("tokens", "labels", "sequences")
 
 TapRequest = Mapping[Aspect, frozenset[int]]
-"""Which aspects to keep, and in which layers (0-based)."""
+"""The aspects to keep, and for each aspect the layers (0-based)."""
 
 
 class LossSum(NamedTuple):
-    """A loss before its division: the sum over positions, and how many positions it is a sum over.
+    """A loss before the division: the sum over positions, and the number of these positions.
 
-    Only the trainer divides, once, by the count of the whole global batch; so the split of a batch over ranks
-    and accumulation steps cannot change the result.
+    Only the trainer divides, once, by the count of the whole global batch. Therefore the split of a batch over ranks
+    and accumulation steps does not change the result.
     """
 
     sum: Tensor
@@ -52,36 +52,36 @@ def predicted_labels(labels: Tensor, *, shift: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch. Padding may stand on either side."""
+    """One micro batch. It may be padded on the left or on the right."""
 
     input_ids: Tensor
     """(B, T) int64."""
     attention_mask: Tensor
-    """(B, T) int64, 1 at real tokens, 0 at padding. In a packed batch the number, from 1, of the token's sequence in
-    its row: it sees no other."""
+    """(B, T) int64, 1 at real tokens, 0 at padding. In a packed batch, the number (from 1) of the token's sequence in
+    the row; a token sees only tokens with the same number."""
     labels: Tensor
-    """(B, T) int64: the token itself where it is to be learnt, else IGNORE_INDEX. Not shifted: in a decoder's batch the
-    first label of a sequence has nothing before it that could predict it, and no masked word stands there either."""
+    """(B, T) int64, not shifted: the token id where the token is to be learnt, else IGNORE_INDEX. The first label of a
+    sequence is always IGNORE_INDEX: no token before it could predict it, and the first token is never masked."""
     own_answers: bool = False
-    """Whether the student wrote what the labels stand on (on-policy), so that only a teacher can judge it."""
+    """Whether the student generated the tokens that have labels (on-policy). Only a teacher can judge such tokens."""
     token_type_ids: Tensor | None = None
     """(B, T) int64, 0 in the first and 1 in the second segment; None for models without segments."""
     position_ids: Tensor | None = None
-    """(B, T) int64, from 0 in each sequence of a packed row; None where a row is one sequence."""
+    """(B, T) int64, counted from 0 in each sequence of a packed row; None if each row is one sequence."""
     label_rows: Tensor | None = None
     """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `with_label_rows`."""
     padded: bool | None = None
-    """Whether any row ends in padding, or begins with it; None until `with_label_rows`."""
+    """Whether any row starts or ends with padding; None until `with_label_rows`."""
     targets: Tensor | None = None
-    """What is to be said of each sequence, (B,) or (B, K); None in batches without. int64: a class (next sentence: 0 it
-    follows, 1 it does not, as in BERT), or K positions such as start and end of a span; IGNORE_INDEX where unknown.
-    fp32: a score, or K labels; NaN where unknown."""
+    """The target of each sequence, (B,) or (B, K); None if the batch has no targets. int64: a class (next sentence: 0
+    if it follows, 1 if it does not, as in BERT), or K positions such as the start and end of a span; IGNORE_INDEX where
+    unknown. fp32: a score, or K labels; NaN where unknown."""
     sample_ids: tuple[tuple[int, ...], ...] = ()
-    """For each row the ids of its samples, one unless the row is packed; see `data.sample_ids`. Empty where the student
-    wrote the text itself."""
+    """For each row the ids of its samples: one id, or several if the row is packed; see `data.sample_ids`. Empty if the
+    student generated the text."""
 
     def counts(self) -> dict[Positions, Tensor]:
-        """How many of each kind of position the batch has, as scalars."""
+        """The number of positions of each kind in the batch, as scalars."""
         return {
             "tokens": (self.attention_mask != 0).sum(),
             "labels": (self.labels[:, 1:] != IGNORE_INDEX).sum(),
@@ -89,17 +89,19 @@ class Batch:
         }
 
     def has_target(self) -> Tensor:
-        """Which sequences have a target, or some of several: (B,), bool."""
+        """Which sequences have a target, or at least one of their K targets: (B,), bool."""
         if self.targets is None:
             return self.input_ids.new_zeros(len(self.input_ids)).bool()
         known = ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
         return known.flatten(1).any(1) if known.dim() > 1 else known
 
     def with_label_rows(self, *, shift: bool) -> Batch:
-        """The same batch with `label_rows` and `padded`, found where it is: on a GPU the host would have to wait.
+        """The same batch with `label_rows` and `padded` filled in.
+
+        Call it while the batch is on the CPU: on a GPU the host would have to wait for the result.
 
         Args:
-            shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
+            shift: if True, position i predicts label i+1 (decoders); if False, label i (masked tokens of encoders).
         """
         if self.label_rows is not None:
             return self
@@ -107,7 +109,7 @@ class Batch:
         return replace(self, label_rows=rows_N, padded=bool((self.attention_mask == 0).any()))
 
     def row_labels(self, *, shift: bool) -> Tensor:
-        """(N,): the label that each of `label_rows` predicts."""
+        """(N,): the label that each position of `label_rows` predicts."""
         assert self.label_rows is not None, "the batch is not located"
         return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_rows)
 
@@ -121,10 +123,10 @@ class Batch:
 
 
 class Loader(Protocol):
-    """Where a step's batches come from."""
+    """The source of the batches of each step."""
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0)."""
+        """The micro batches of this rank for a step (counted from 0)."""
         ...
 
 
@@ -133,33 +135,33 @@ class Taps:
     """Inner tensors of one forward pass, by aspect and layer (0-based)."""
 
     query: dict[int, Tensor] = field(default_factory=dict)
-    """(B, H, T, D), after the rotary embedding where there is one."""
+    """(B, H, T, D), after the rotary embedding if the model has one."""
     key: dict[int, Tensor] = field(default_factory=dict)
-    """(B, G, T, D), after the rotary embedding where there is one."""
+    """(B, G, T, D), after the rotary embedding if the model has one."""
     value: dict[int, Tensor] = field(default_factory=dict)
     """(B, G, T, D)."""
     ffn_up: dict[int, Tensor] = field(default_factory=dict)
     """(B, T, F), output of the up projection, before the activation."""
     ffn_gate: dict[int, Tensor] = field(default_factory=dict)
-    """(B, T, F), output of the gate projection, before the activation; empty without one."""
+    """(B, T, F), output of the gate projection, before the activation; empty if the model has no gate."""
     ffn_down: dict[int, Tensor] = field(default_factory=dict)
     """(B, T, W), output of the down projection, before the residual."""
     hidden: dict[int, Tensor] = field(default_factory=dict)
     """(B, T, W), output of the layer."""
     embedding: dict[int, Tensor] = field(default_factory=dict)
-    """(B, T, W), what goes into the first layer; its only key is 0."""
+    """(B, T, W), input of the first layer; the only key is 0."""
     scaling: dict[int, float] = field(default_factory=dict)
-    """Factor on query·key before the softmax; kept with query."""
+    """Factor on query·key before the softmax; recorded together with the query."""
     projected: dict[Aspect, dict[int, Tensor]] = field(default_factory=dict)
-    """What was tapped, heads side by side, mapped to the teacher's width by a learnt matrix: (B, T, teacher's
+    """Tapped tensors with their heads concatenated, mapped to the teacher's width by a learnt matrix: (B, T, teacher's
     width)."""
 
 
 class HeadInputs(NamedTuple):
-    """The last product of a language-model head, rows · weightᵀ + bias, before it is made."""
+    """The inputs of the last linear of an LM head, whose output rows · weightᵀ + bias is the logits."""
 
     rows: Tensor
-    """(N, K), at the positions that predict a label; K is the model's width, or the rank of a factorised head."""
+    """(N, K), rows at the positions that predict a label; K is the model's width, or the rank of a factorised head."""
     weight: Tensor
     """(V, K)."""
     bias: Tensor | None
@@ -168,12 +170,12 @@ class HeadInputs(NamedTuple):
 
 @dataclass
 class Outputs:
-    """What a model gave for one batch."""
+    """The outputs of a model for one batch."""
 
     logits: Tensor | None
-    """(B, T, V); None for a model without language-model head, or where its rows stand in `lm_head`."""
+    """(B, T, V); None if the model has no LM head, or if `lm_head` holds the inputs of the logits instead."""
     taps: Taps
     sequence_logits: Tensor | None = None
-    """(B, C), of a next-sentence or classification head (C = 1 where scores are predicted); None without one."""
+    """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); None without one."""
     lm_head: HeadInputs | None = None
-    """In place of the logits: what goes into the head's last product, and its parameters."""
+    """In place of the logits: the inputs and the parameters of the LM head's last linear."""

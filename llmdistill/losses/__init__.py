@@ -1,4 +1,4 @@
-"""Losses: pure functions of tensors and masks that give a sum and a count. None of them sees a model.
+"""Losses: pure functions of tensors and masks that return a sum and a count. They do not depend on a model.
 
     from llmdistill.losses import forward_kl, hidden_mse, output_divergence
 
@@ -6,11 +6,11 @@
     hidden = hidden_mse(student_hidden, teacher_hidden, attention_mask)
     (output.sum / output.count + hidden.sum / hidden.count).backward()
 
-Logits are (B, T, V), labels (B, T) with -100 where nothing is learnt and not shifted, hidden states (B, T, W), masks
-(B, T) with 1 at real tokens. Divide by the count of the whole global batch, and its split changes nothing.
+Logits are (B, T, V). Labels are (B, T), not shifted, with -100 where nothing is learnt. Hidden states are (B, T, W).
+Masks are (B, T) with 1 at real tokens. Divide by the count of the whole global batch: then the split of the batch over
+ranks and accumulation steps does not change the result.
 
-The names below are loaded when they are first asked for, so that methods can be listed, and their settings parsed,
-without torch.
+The names below are imported on first use, so that methods can be listed and their settings parsed without torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# ruff: noqa: F401  (what a type checker sees is what __getattr__ loads)
+# ruff: noqa: F401  (these imports are for type checkers; __getattr__ loads the same names)
 
 if TYPE_CHECKING:
     from llmdistill.losses.attention import AttentionInputs, attention_kl, attention_score_mse
@@ -69,7 +69,7 @@ _NAMES = {
     ),
     "terms": ("LayerTerm", "Losses", "RunningTerms", "SequenceTerm", "add_losses"),
 }
-"""Module -> the names that it is asked for."""
+"""Module -> the names that are imported from it."""
 
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

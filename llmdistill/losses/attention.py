@@ -1,4 +1,4 @@
-"""Attention of student and teacher, built from their queries and keys: its distributions, or the scores before them."""
+"""Losses on the attention of student and teacher, computed from queries and keys: KL divergence, or MSE of scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmdistill.losses.fused.triton import available
 __all__ = ["AttentionInputs", "Direction", "attention_kl", "attention_score_mse"]
 
 Direction = Literal["student_teacher", "teacher_student"]
-"""KL(A^S‖A^T), MaKD's, or KL(A^T‖A^S), MiniLM's."""
+"""student_teacher is KL(A^S‖A^T), as in MaKD; teacher_student is KL(A^T‖A^S), as in MiniLM."""
 
 
 def attention_kl(
@@ -29,18 +29,18 @@ def attention_kl(
 ) -> LossSum:
     """MaKD eq. 12: KL(A^S‖A^T) of one layer, mean over heads, summed over the queries of real tokens.
 
-    Student and teacher need the same number of query heads H; head width D and key heads G may differ. The scores
-    exist only block by block; the gradient is formed with the value, and none of it where no gradient is wanted. None
-    goes to the teacher.
+    Student and teacher need the same number of query heads H; head width D and key heads G may differ. The scores are
+    computed block by block. The gradient is computed together with the value, and only if the student requires it. The
+    teacher gets no gradient.
 
     Args:
         student: queries and keys of the student.
         teacher: queries and keys of the teacher.
-        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch the number, from 1, of the token's
-            sequence, outside of which it sees nothing.
-        causal: a token sees only itself and what stands before it.
-        window: a token sees only the last so many positions, itself included; None for all.
-        direction: student_teacher is KL(A^S‖A^T), MaKD's; teacher_student is KL(A^T‖A^S), MiniLM's.
+        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch, the number (from 1) of the token's
+            sequence. A token sees only tokens of its own sequence.
+        causal: if True, a token sees only itself and the tokens before it.
+        window: a token sees only the last `window` positions, including its own; None for no limit.
+        direction: student_teacher is KL(A^S‖A^T), as in MaKD; teacher_student is KL(A^T‖A^S), as in MiniLM.
 
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
@@ -58,17 +58,17 @@ def attention_score_mse(
 ) -> LossSum:
     """TinyBERT eq. 7: squared error of one layer's attention scores before the softmax, summed over real queries.
 
-    KroneckerBERT's attention loss is the same. A query's error is the mean over the keys that it may look at, so that
-    neither padding nor a mask changes its scale. Student and teacher need the same number of query heads H; head width
-    D and key heads G may differ.
+    KroneckerBERT uses the same attention loss. The error of a query is the mean over the keys that the query can see,
+    so that neither padding nor a mask changes the scale. Student and teacher need the same number of query heads H;
+    head width D and key heads G may differ.
 
     Args:
         student: queries and keys of the student.
         teacher: queries and keys of the teacher.
-        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch the number, from 1, of the token's
-            sequence, outside of which it sees nothing.
-        causal: a token sees only itself and what stands before it.
-        window: a token sees only the last so many positions, itself included; None for all.
+        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch, the number (from 1) of the token's
+            sequence. A token sees only tokens of its own sequence.
+        causal: if True, a token sees only itself and the tokens before it.
+        window: a token sees only the last `window` positions, including its own; None for no limit.
 
     Returns:
         The sum over real queries of the mean over heads and visible keys, and the number of real tokens.
@@ -110,11 +110,11 @@ def _loss(
     query_grad: bool,
     key_grad: bool,
 ) -> BlockLoss:
-    """`block_loss`, by Triton kernels where they run and take these types."""
+    """The result of `block_loss`, computed by Triton kernels if they support the device and the dtypes."""
     types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
     if not available(student.query.device) or torch.float64 in types:
         return block_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
-    from llmdistill.losses.fused.triton_attention import Sides, attention_loss  # it needs Triton
+    from llmdistill.losses.fused.triton_attention import Sides, attention_loss  # importing it requires Triton
 
     both = student.key is student.query
     loss = attention_loss(
@@ -135,7 +135,7 @@ def _loss(
 
 
 class _LayerLoss(torch.autograd.Function):
-    """Forms the gradient with the value, so that what is kept for the backward pass is no larger than the inputs."""
+    """Computes the gradient in the forward pass, so that the saved tensors are no larger than the inputs."""
 
     @staticmethod
     def forward(

@@ -13,12 +13,12 @@ from torch import Tensor
 from llmdistill.batch import IGNORE_INDEX, LossSum, predicted_labels
 
 LOG_FLOOR = -1e5
-"""Least log-probability: far below what fp32 can turn into a probability, and still finite. A forbidden word (logit
--inf) has it in place of -inf, because 0 x inf would make the loss and its gradient NaN."""
+"""Smallest log-probability: its exp is 0 in fp32, but it is finite. It replaces -inf for a token whose logit is -inf,
+because 0 x inf would make the loss and its gradient NaN."""
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(T‖S) = Σ p (log p - log q) of each row; covers all that the teacher finds likely (Hinton et al. 2015).
+    """KL(T‖S) = Σ p (log p - log q) of each row; the student covers all tokens likely under T (Hinton et al. 2015).
 
     Args:
         log_p: the teacher's log-probabilities, (N, V), as in all functions below.
@@ -31,23 +31,23 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(S‖T) = Σ q (log q - log p); keeps to what the teacher finds likely (MiniLLM's objective, word by word)."""
+    """KL(S‖T) = Σ q (log q - log p); the student avoids tokens unlikely under T (MiniLLM's objective, per token)."""
     return forward_kl(log_q, log_p)
 
 
 def jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """β KL(T‖M) + (1-β) KL(S‖M) with M = β T + (1-β) S (GKD eq. 1); bounded, near a KL at either end of β."""
+    """β KL(T‖M) + (1-β) KL(S‖M) with M = β T + (1-β) S (GKD eq. 1); bounded, and close to a KL near β = 0 and 1."""
     log_m = _log_mix(log_p, log_q, beta)
     return beta * forward_kl(log_p, log_m) + (1 - beta) * forward_kl(log_q, log_m)
 
 
 def skew_forward_kl(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
-    """KL(T‖αT + (1-α)S): gradients stay bounded where the student gives the teacher's word no chance (DistiLLM)."""
+    """KL(T‖αT + (1-α)S); the gradient is bounded even where the student's probability is near 0 (DistiLLM)."""
     return forward_kl(log_p, _log_mix(log_p, log_q, alpha))
 
 
 def skew_reverse_kl(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
-    """KL(S‖(1-α)T + αS), the reverse of the same (DistiLLM)."""
+    """KL(S‖(1-α)T + αS), the reverse of `skew_forward_kl` (DistiLLM)."""
     return forward_kl(log_q, _log_mix(log_q, log_p, alpha))
 
 
@@ -57,24 +57,24 @@ def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 class Divergence(NamedTuple):
-    """A divergence with its derivative in closed form, for losses that form gradients without autograd."""
+    """A divergence and its derivative in closed form, for losses that compute gradients without autograd."""
 
     value: Callable[[Tensor, Tensor], Tensor]
-    """(log_p, log_q), both (N, V), to (N,)."""
+    """Maps (log_p, log_q), both (N, V), to the divergence of each row, (N,)."""
     derivative: Callable[[Tensor, Tensor], Tensor]
-    """The same to (N, V): the derivative of the value by log q_j, all log q taken as free variables. Through
-    z = logits and q = softmax(z / t) it becomes dz_j = (derivative_j - q_j Σ derivative) / t."""
+    """Maps (log_p, log_q) to (N, V): the derivative of the value with respect to log q_j, with all log q as independent
+    variables. For logits z and q = softmax(z / t), the gradient is dz_j = (derivative_j - q_j Σ derivative) / t."""
     kernel: str | None = None
-    """What the kernels for GPUs call it; None for one that they do not know."""
+    """Name of the divergence in the GPU kernels; None if the kernels do not support it."""
     share: float = 0.5
-    """The β or α that it has there."""
+    """β or α of the divergence in the GPU kernels."""
 
 
 FORWARD_KL = Divergence(forward_kl, lambda log_p, log_q: -log_p.exp(), "forward_kl")
 SOFT_CROSS_ENTROPY = Divergence(
     lambda log_p, log_q: -(log_p.exp() * log_q).sum(-1), FORWARD_KL.derivative, "soft_cross_entropy"
 )
-"""-Σ p log q (MaKD eq. 18): KL(T‖S) and the teacher's entropy."""
+"""-Σ p log q (MaKD eq. 18), which equals KL(T‖S) plus the teacher's entropy."""
 REVERSE_KL = Divergence(reverse_kl, lambda log_p, log_q: log_q.exp() * (log_q - log_p + 1), "reverse_kl")
 TOTAL_VARIATION = Divergence(
     total_variation, lambda log_p, log_q: 0.5 * log_q.exp() * (log_q.exp() - log_p.exp()).sign(), "total_variation"
@@ -82,18 +82,18 @@ TOTAL_VARIATION = Divergence(
 
 
 def jsd_with_derivative(beta: float) -> Divergence:
-    """`jsd` at this β. With M's own dependence on S, ∂/∂log q = (1-β) q (log q - log m): the rest cancels."""
+    """`jsd` with this β. M depends on S too; the other terms cancel, so that ∂/∂log q = (1-β) q (log q - log m)."""
     return Divergence(partial(jsd, beta=beta), partial(_jsd_derivative, beta=beta), "jsd", beta)
 
 
 def skew_forward_kl_with_derivative(alpha: float) -> Divergence:
-    """`skew_forward_kl` at this α; ∂/∂log q = -p (1-α) q / m."""
+    """`skew_forward_kl` with this α; ∂/∂log q = -p (1-α) q / m."""
     value, derivative = partial(skew_forward_kl, alpha=alpha), partial(_skew_forward_kl_derivative, alpha=alpha)
     return Divergence(value, derivative, "skew_forward_kl", alpha)
 
 
 def skew_reverse_kl_with_derivative(alpha: float) -> Divergence:
-    """`skew_reverse_kl` at this α; ∂/∂log q = q (log q - log m + 1 - α q / m)."""
+    """`skew_reverse_kl` with this α; ∂/∂log q = q (log q - log m + 1 - α q / m)."""
     value, derivative = partial(skew_reverse_kl, alpha=alpha), partial(_skew_reverse_kl_derivative, alpha=alpha)
     return Divergence(value, derivative, "skew_reverse_kl", alpha)
 
@@ -122,15 +122,15 @@ def output_divergence(
 ) -> LossSum:
     """A divergence of the softened distributions, times t², summed over the positions that predict a label.
 
-    The factor keeps the size of the gradient when the temperature changes (Hinton et al. 2015, §2).
+    The factor t² keeps the scale of the gradient constant when the temperature changes (Hinton et al. 2015, §2).
 
     Args:
         student_logits: (B, T, V).
         teacher_logits: (B, T, V).
-        labels: (B, T), IGNORE_INDEX where nothing is learnt; only where they are counts, not what.
-        divergence: a function of log p (teacher) and log q (student), both (N, V), that gives (N,).
-        temperature: t, over zero.
-        shift: position i predicts label i+1 (decoders); without it position i predicts label i (masked words).
+        labels: (B, T), IGNORE_INDEX where nothing is learnt; only their positions matter, not their values.
+        divergence: a function of log p (teacher) and log q (student), both (N, V), that returns (N,).
+        temperature: t, greater than 0.
+        shift: if True, position i predicts label i+1 (decoders); if False, label i (masked tokens of encoders).
 
     Returns:
         The sum over these positions, and their number.
@@ -142,7 +142,7 @@ def output_divergence(
 
 
 def _rows_of(logits: Tensor, chosen_BT: Tensor) -> Tensor:
-    """The chosen rows, (N, V), gathered first and only then made at least fp32: V is large and most rows go."""
+    """The chosen rows, (N, V), gathered before the cast to at least fp32, because V is large and most rows drop out."""
     rows_NV = logits[chosen_BT]
     return rows_NV.to(torch.promote_types(rows_NV.dtype, torch.float32))
 

@@ -1,4 +1,4 @@
-"""The losses on tokens from the rows before the LM head: its last linear and the losses in one, chunk by chunk."""
+"""Losses on tokens from the inputs of the LM head: computes its last linear and the losses together, in chunks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from llmdistill.losses.fused.head_chunk import TokenTerm, chunk_losses
 __all__ = ["HeadInputs", "TokenLosses", "TokenTerm", "token_losses"]
 
 _CPU_CHUNK = 256
-"""Rows: the product that makes the weight's gradient reads and writes all of that at each chunk, which by 128 rows
-costs more than a tenth of it."""
+"""Rows of a chunk on the CPU. Each chunk reads and writes the whole gradient of the weight; with 128 rows this takes
+more than a tenth of the time of that product."""
 
 _CUDA_CHUNK_BYTES = 1 << 28
-"""Of one chunk's logits."""
+"""Bytes of the logits of one chunk on CUDA."""
 
 _SLAB = 8192
-"""Words at a time where the weight's gradient is summed in a wider type than the product has."""
+"""Vocabulary rows added at a time when the weight's gradient is summed in a wider dtype than that of the product."""
 
 
 class TokenLosses(NamedTuple):
-    """The losses of some rows."""
+    """The losses of the given rows."""
 
     total: Tensor
-    """Scalar: the sums times their factors, added up. It alone has a graph."""
+    """Scalar: Σ factor · sum. Only this tensor has an autograd graph."""
     sums: Tensor
-    """(C,), each term's sum over the rows, without a graph."""
+    """(C,), the sum of each term over the rows, without an autograd graph."""
 
 
 def token_losses(
@@ -44,25 +44,27 @@ def token_losses(
     vocabulary: int | None = None,
     chunk: int | None = None,
 ) -> TokenLosses:
-    """The terms' sums over the rows, with logits of no more than a chunk of rows at a time.
+    """The sum of each term over the rows; only the logits of one chunk of rows are in memory at a time.
 
-    The gradients of all terms are formed together and in the forward pass, so that no logits are kept or computed
-    twice; the backward pass scales them and hands them over. Hence there is one backward pass, and none through it.
+    The gradients of all terms are computed together in the forward pass, so that no logits are kept or computed
+    twice. The backward pass only scales and returns these gradients. Therefore it can run only once, and it cannot be
+    differentiated itself.
 
     Args:
-        student: its rows, weight and bias; the total is differentiable by all three.
-        teacher: the teacher's, which get no gradient; None where no term asks for a divergence.
-        labels_N: the word that each row predicts; each must be one (no IGNORE_INDEX).
-        terms: C of them.
-        factors: (C,): what each sum is multiplied by in the total.
-        vocabulary: how many words take part, the first ones, where the models pad theirs to different sizes.
-        chunk: rows at a time (the teacher's logits take half of them); by default what suits the device.
+        student: rows, weight and bias of the student; the total is differentiable with respect to all three.
+        teacher: rows, weight and bias of the teacher, which get no gradient; None if no term uses a divergence.
+        labels_N: the token id that each row predicts; IGNORE_INDEX is not allowed.
+        terms: the C terms.
+        factors: (C,), the factor of each sum in the total.
+        vocabulary: only the first `vocabulary` logits are used, for models whose vocabularies are padded to different
+            sizes; None uses all.
+        chunk: rows of a chunk (half as many for the teacher's logits); the default depends on the device.
 
     Returns:
         The total and the sums, at least fp32.
 
     Raises:
-        RuntimeError: in a second backward pass, and in one that is to be differentiated itself.
+        RuntimeError: in a second backward pass, or in a backward pass with create_graph=True.
     """
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in student]
     if all(term.divergence is None for term in terms):
@@ -95,7 +97,7 @@ class _TokenLosses(torch.autograd.Function):
         factors = factors.to(device=rows_NK.device, dtype=exact)
         inner_factors, unit = factors, None
         if weight_VK.dtype == torch.float16:
-            # It would lose derivatives as small as 1 / count; backward brings them to their size.
+            # fp16 would lose derivatives as small as 1 / count, so the backward pass multiplies by `unit`.
             unit = factors.abs().max().clamp(min=torch.finfo(exact).tiny)
             inner_factors = factors / unit
         gradients = _Gradients.of(whole, needs, exact)
@@ -113,8 +115,8 @@ class _TokenLosses(torch.autograd.Function):
                 )
                 start = here.stop
             gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
-        # Not by save_for_backward, nor the weight with them: a gradient that nothing else holds goes to its parameter
-        # without a copy, and ZeRO-3 may take the weight away.
+        # Neither the gradients nor the weight go through save_for_backward: a gradient without another reference
+        # becomes the parameter's gradient without a copy, and ZeRO-3 may release the weight.
         ctx.gradients, ctx.unit = gradients, unit
         ctx.mark_non_differentiable(sums)
         return (sums * factors).sum(), sums
@@ -133,13 +135,13 @@ class _TokenLosses(torch.autograd.Function):
 
 @dataclass
 class _Gradients:
-    """Of rows, weight and bias, in the shapes of these; None where none is asked for."""
+    """The gradients of rows, weight and bias, each in the shape of its tensor; None if it is not required."""
 
     rows: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
     types: tuple[torch.dtype, ...]
-    """What they are made into at the end."""
+    """The dtypes that the gradients of rows, weight and bias are cast to at the end."""
     empty: bool = True
 
     @classmethod
@@ -150,7 +152,7 @@ class _Gradients:
         return cls(rows, weight, bias, tuple(whole.weight.dtype if x is None else x.dtype for x in whole))
 
     def add(self, student: HeadInputs, derivative_NV: Tensor, here: slice) -> None:
-        """What some rows give, by the derivative by their logits."""
+        """Add the gradients from some rows, given the derivative with respect to their logits."""
         if self.rows is not None:
             torch.mm(derivative_NV, student.weight, out=self.rows[here])
         if self.weight is not None:
@@ -160,7 +162,7 @@ class _Gradients:
 
     def _add_to_weight(self, weight_VK: Tensor, rows_NK: Tensor, derivative_NV: Tensor) -> None:
         words = derivative_NV.shape[1]
-        if self.empty:  # where one type serves, the first product fills the memory, which need not be touched before
+        if self.empty:  # with equal dtypes the first product overwrites its part of the memory
             (weight_VK[words:] if weight_VK.dtype == rows_NK.dtype else weight_VK).zero_()
         if weight_VK.dtype == rows_NK.dtype:
             weight_VK[:words].addmm_(derivative_NV.T, rows_NK, beta=0 if self.empty else 1)
@@ -171,24 +173,24 @@ class _Gradients:
         self.empty = False
 
     def scaled(self, scale: Tensor) -> list[Tensor | None]:
-        """All times a scalar, in their types. Done in place, so only once."""
+        """The gradients times a scalar, each cast to its dtype. Works in place, so it can be called only once."""
         if self.empty and self.weight is not None:
             self.weight.zero_()
         gradients = [self.rows, self.weight, self.bias]
         self.rows = self.weight = self.bias = None
-        if scale.device.type != "cpu" or scale != 1:  # as a rule it is 1; on CUDA the host would wait to know
+        if scale.device.type != "cpu" or scale != 1:  # usually 1; on CUDA the host would wait to compare
             gradients = [None if x is None else x.mul_(scale) for x in gradients]
         return [None if x is None else x.to(kind) for x, kind in zip(gradients, self.types, strict=True)]
 
 
 def _cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
-    """Its first words, and the rows in the weight's type."""
+    """The head restricted to the first `vocabulary` tokens, with rows and bias in the dtype of the weight."""
     bias_V = None if head.bias is None else head.bias[:vocabulary].to(head.weight.dtype)
     return HeadInputs(head.rows.to(head.weight.dtype), head.weight[:vocabulary], bias_V)
 
 
 def _logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
-    """Of some rows, (n, V), in the buffer."""
+    """The logits of some rows, (n, V), written to the buffer."""
     rows_NK = head.rows[here]
     out = buffer[: len(rows_NK)]
     if head.bias is None:

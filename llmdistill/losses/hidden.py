@@ -1,4 +1,4 @@
-"""Distances between hidden states: mean squared error, and the angle."""
+"""Distances between hidden states: mean squared error and cosine distance."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from llmdistill.losses.matrix import matrix_mse
 def hidden_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, normalize: bool = False) -> LossSum:
     """MaKD eq. 13: squared error of the layers' outputs (B, T, W), summed over real tokens.
 
-    For students of the teacher's own width; the arithmetic is that of `matrix_mse`.
+    Student and teacher must have the same width. The computation is that of `matrix_mse`.
 
     Args:
         student: (B, T, W).
         teacher: (B, T, W).
         attention_mask: (B, T), 1 at real tokens.
-        normalize: divide each token's error by the variance of the teacher's features at that token.
+        normalize: if True, divide the error of each token by the variance of the teacher's features at that token.
 
     Returns:
         The sum over real tokens of the mean over features, and the number of real tokens.
@@ -42,7 +42,7 @@ def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> L
     assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
     real_BT = attention_mask.bool()
     dtype = torch.promote_types(student.dtype, torch.float32)
-    # Padding becomes a vector with a direction: that of zero has none, nor a gradient that is a number.
+    # Padding is replaced by ones: the cosine of a zero vector is undefined and its gradient is NaN.
     student_BTW, teacher_BTW = (torch.where(real_BT[..., None], each, 1.0).to(dtype) for each in (student, teacher))
     distance_BT = 1 - functional.cosine_similarity(student_BTW, teacher_BTW, dim=-1)
     return LossSum(torch.where(real_BT, distance_BT, 0.0).sum(), real_BT.sum())

@@ -1,4 +1,4 @@
-"""Mean squared error between the outputs of a student's and a teacher's inner matrices."""
+"""Mean squared error between the outputs of the student's and the teacher's inner matrices."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from torch import Tensor
 from llmdistill.batch import LossSum
 
 MIN_VARIANCE = 1e-6
-"""Floor under the teacher's variance when an error is divided by it, so that a constant row cannot blow it up."""
+"""Lower bound of the teacher's variance when an error is divided by it, so that a constant row gives a finite error."""
 
 
 def matrix_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, normalize: bool = False) -> LossSum:
     """MaKD eq. 15 and 16: squared error of queries, keys, values or feed-forward outputs, summed over real tokens.
 
-    The gradient is formed with the value, so that nothing but it is kept for the backward pass, in the student's type.
+    The gradient is computed in the forward pass, so that it is the only tensor saved for the backward pass, in the
+    student's dtype.
 
     Args:
-        student: (B, H, T, D) heads, or (B, T, F) flat.
-        teacher: the same shape. No gradient goes there.
-        attention_mask: (B, T), not 0 at real tokens.
-        normalize: divide each token's error by the variance of the teacher's features at that token (all heads
-            together), so that layers of different scale count alike.
+        student: (B, H, T, D) with heads, or (B, T, F) without.
+        teacher: the same shape as the student. The teacher gets no gradient.
+        attention_mask: (B, T), nonzero at real tokens.
+        normalize: if True, divide the error of each token by the variance of the teacher's features at that token
+            (over all heads), so that layers of different scale have equal weight.
 
     Returns:
-        The sum over real tokens of the mean over heads and features, and the number of real tokens. Eq. 16 is written
-        with heads too, but a feed-forward layer has none: there it is the mean over features.
+        The sum over real tokens of the mean over heads and features, and the number of real tokens. Eq. 16 also
+        contains heads, but a feed-forward layer has no heads: its error is the mean over features.
     """
     assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
     real_BT = attention_mask != 0
@@ -57,12 +58,12 @@ class _SquaredError(torch.autograd.Function):
 def _squared_error(
     student: Tensor, teacher: Tensor, real_BT: Tensor, normalize: bool
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """The loss's sum, the error of each feature in at least fp32, and what each square is multiplied by."""
+    """The sum of the loss, the error of each feature in at least fp32, and the weight of each squared error."""
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     with_heads = student.dim() == 4
     features = (1, 3) if with_heads else (2,)
     real = real_BT[:, None, :, None] if with_heads else real_BT[..., None]
-    # A choice, not a product: padded positions may hold anything, and NaN times zero is NaN.
+    # masked_fill instead of a product: padded positions may hold NaN, and NaN times zero is NaN.
     error = (student.to(dtype) - teacher.to(dtype)).masked_fill_(~real, 0.0)
     count = student.shape[-1] * (student.shape[1] if with_heads else 1)
     if not normalize:
@@ -73,5 +74,5 @@ def _squared_error(
 
 
 def _sum_of_squares(error: Tensor) -> Tensor:
-    """By rows first: a plain dot product of millions of numbers would lose digits."""
+    """The sum of squares, summed by rows first: one dot product of millions of numbers would lose precision."""
     return torch.linalg.vecdot(error, error).sum()

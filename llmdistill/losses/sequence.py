@@ -1,4 +1,4 @@
-"""Losses of what is said of a whole sequence: next sentence, class or score. Each is a sum over those with a target."""
+"""Losses on whole sequences: next sentence, class or score. Each loss is a sum over the sequences with a target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from llmdistill.batch import IGNORE_INDEX, LossSum
 from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, log_softmax
 
-# All sequences are computed, those without a target as zeros: picking some out would make the host wait for a GPU.
+# Sequences without a target are computed too, as zeros: selecting the others would make the host wait for the GPU.
 
 
 def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
@@ -19,7 +19,7 @@ def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
 
     Args:
         logits: (B, C).
-        targets: (B,), int64, IGNORE_INDEX where none.
+        targets: (B,), int64, IGNORE_INDEX if there is no target.
 
     Returns:
         The sum over sequences with a target, and their number.
@@ -34,7 +34,7 @@ def sequence_mse(logits: Tensor, targets: Tensor) -> LossSum:
 
     Args:
         logits: (B, 1).
-        targets: (B,), floating point, NaN where none.
+        targets: (B,), floating point, NaN if there is no target.
 
     Returns:
         The sum over sequences with a target, and their number.
@@ -50,14 +50,14 @@ def sequence_divergence(
     divergence: Callable[[Tensor, Tensor], Tensor],
     temperature: float = 1.0,
 ) -> LossSum:
-    """A divergence of the softened distributions over classes, times t², as `output_divergence` has it over words.
+    """A divergence of the softened distributions over classes, times t², as in `output_divergence` over tokens.
 
     Args:
         student_logits: (B, C).
         teacher_logits: (B, C).
-        has_target: (B,), bool: the sequences that count; what their target is does not matter.
-        divergence: a function of log p (teacher) and log q (student), both (N, C), that gives (N,).
-        temperature: t, over zero.
+        has_target: (B,), bool: the sequences to sum over; the values of their targets do not matter.
+        divergence: a function of log p (teacher) and log q (student), both (N, C), that returns (N,).
+        temperature: t, greater than 0.
 
     Returns:
         The sum over these sequences, and their number.
@@ -77,8 +77,8 @@ def sequence_soft_cross_entropy(
     Args:
         student_logits: (B, C).
         teacher_logits: (B, C).
-        has_target: (B,), bool: the sequences that count; what their target is does not matter.
-        temperature: t, over zero.
+        has_target: (B,), bool: the sequences to sum over; the values of their targets do not matter.
+        temperature: t, greater than 0.
 
     Returns:
         The sum over these sequences, and their number.
@@ -95,7 +95,7 @@ def sequence_score_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> 
     Args:
         student: (B, 1).
         teacher: (B, 1).
-        has_target: (B,), bool: the sequences that count.
+        has_target: (B,), bool: the sequences to sum over.
 
     Returns:
         The sum over these sequences, and their number.
@@ -106,5 +106,5 @@ def sequence_score_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> 
 
 
 def _cleared(logits_BC: Tensor, has_target: Tensor) -> Tensor:
-    """In at least fp32, zero where there is no target: what stands there may be anything, NaN too."""
+    """The logits in at least fp32, with zeros for sequences without a target, whose logits may be NaN."""
     return torch.where(has_target[:, None], logits_BC, 0.0).to(torch.promote_types(logits_BC.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Losses as data: what each needs and how it is computed, so that a forward pass can compute them while it runs."""
+"""Losses as data: the tensors that each term needs and its function, so that the forward pass can compute them."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ Tap = tuple[Aspect, int]
 
 @dataclass(frozen=True)
 class LayerTerm:
-    """A term in one pair of layers. Several of one name add up."""
+    """A loss term on one pair of layers. Terms with the same name are added."""
 
     name: str
     student: frozenset[Tap]
-    """What it needs of the student."""
+    """The taps that the term needs from the student."""
     teacher: frozenset[Tap]
-    """What it needs of the teacher."""
+    """The taps that the term needs from the teacher."""
     loss: Callable[[Taps, Taps, Tensor], LossSum]
-    """Of the student's taps, the teacher's, and the attention mask (B, T)."""
+    """Function of the student's taps, the teacher's taps, and the attention mask (B, T)."""
 
 
 @dataclass(frozen=True)
 class SequenceTerm:
-    """A term on what is said of each sequence."""
+    """A loss term on whole sequences."""
 
     name: str
     needs_teacher: bool
     loss: Callable[[Outputs, Outputs | None, Batch], LossSum]
-    """Of the student's outputs, the teacher's (None where it needs none), and the batch."""
+    """Function of the student's outputs, the teacher's outputs (None if the term needs no teacher), and the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningTerms:
-    """What a student's forward pass is to compute while it runs."""
+    """The loss terms that the student's forward pass computes while it runs."""
 
     layer_terms: Sequence[LayerTerm]
     token_terms: Sequence[TokenTerm]
     sequence_terms: Sequence[SequenceTerm]
     teacher: Outputs | None
-    """The teacher's outputs of the same batch. Its taps are taken out one by one, as soon as no term needs them."""
+    """The teacher's outputs for the same batch. Each tap is removed as soon as no term needs it any more."""
     factors: Mapping[str, Tensor | float]
-    """What each term's sum is multiplied by in the total."""
+    """Term name -> the factor of its sum in the total."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What a student's forward pass computed of a batch's terms."""
+    """The losses that the student's forward pass computed for a batch."""
 
     total: Tensor
-    """Scalar: the terms' sums times their factors, added up. It alone has a graph."""
+    """Scalar: Σ factor · sum over all terms. Only this tensor has an autograd graph."""
     terms: Mapping[str, LossSum]
-    """Each term, unweighted and without a graph."""
+    """Term name -> its loss, unweighted and without an autograd graph."""
 
 
 def add_losses(one: LossSum, other: LossSum) -> LossSum:
-    """A term of several layers: the sum of their losses, over the positions that each of them counts."""
-    # Every layer counts the same tokens: one layer's count makes the term a sum over layers of means.
+    """Add the losses of two layers of one term; the count is that of one layer."""
+    # All layers have the same tokens, so dividing by the count of one layer gives the sum of the layers' means.
     return LossSum(one.sum + other.sum, one.count)

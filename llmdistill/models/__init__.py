@@ -1,1 +1,1 @@
-"""Models: loading them, knowing their parts, tapping what goes on inside."""
+"""Models: loading, supported architectures, adapters, and taps of inner tensors."""

@@ -1,4 +1,4 @@
-"""LoRA adapters (peft): folders that hold one, students that train one, and merging both into stock models."""
+"""LoRA adapters (peft): reading adapter folders, training students with adapters, merging them into stock models."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LINEAR_TYPES = (nn.Linear, Conv1D)
 _FACTORS = (".A", ".B")
-"""Ends of the names of a factorised linear's two factors."""
+"""Name suffixes of the two factors of a factorised linear."""
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder, or what a hub name stands for, is a peft adapter."""
+    """Whether a folder or a hub name is a peft adapter."""
     return adapter_folder(path) is not None
 
 
 def adapter_folder(path: str | Path) -> Path | None:
-    """The local folder of an adapter, downloaded if `path` is its hub name; None for anything else.
+    """The local folder of an adapter, downloaded if `path` is a hub name; None if `path` is not an adapter.
 
-    A hub that cannot be reached says no: what loads the model then tells the reason.
+    Returns None if the hub cannot be reached; loading the model then reports the reason.
     """
     if Path(path).exists():
         return Path(path) if (Path(path) / CONFIG_FILE).is_file() else None
@@ -43,25 +43,25 @@ def adapter_folder(path: str | Path) -> Path | None:
 
 @cache
 def _hub_adapter(name: str) -> Path | None:
-    """Asked once for a name: a hub that does not answer is waited for a while."""
+    """Download an adapter from the hub. Cached per name, because a request to an unreachable hub takes a while."""
     from huggingface_hub import snapshot_download
     from transformers.utils import peft_utils
 
     try:
         file = peft_utils.find_adapter_config_file(name)
-    except (OSError, ValueError):  # no such name on the hub, or no name at all
+    except (OSError, ValueError):  # no such name on the hub, or not a valid name
         return None
     if file is None:
         return None
-    # Never the pickled adapter_model.bin.
+    # The pickled adapter_model.bin is never downloaded.
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", WEIGHTS_FILE]))
 
 
 def base_of(folder: Path) -> str:
-    """What an adapter's folder names as its base: a folder beside it if there is one of that name, else as given.
+    """The base model that an adapter names: a path relative to the adapter's folder if it exists, else as given.
 
     Raises:
-        UserError: adapter_config.json is damaged, names no base, or one that is an adapter itself.
+        UserError: adapter_config.json is damaged, names no base, or names a base that is an adapter itself.
     """
     file = folder / CONFIG_FILE
     try:
@@ -80,10 +80,12 @@ def base_of(folder: Path) -> str:
 
 
 def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The base with an adapter merged into it, a stock model again; give it in fp32, so that only the end rounds.
+    """Merge an adapter into its base and return the stock model.
+
+    Pass the base in fp32, so that only the final cast rounds.
 
     Raises:
-        UserError: no safetensors, or an adapter that cannot be merged or does not fit.
+        UserError: the adapter has no safetensors file, cannot be merged, or does not fit the base.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -95,7 +97,7 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     state = base.state_dict().keys()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what does not fit is looked at below
+            warnings.simplefilter("ignore")  # missing and unknown weights are checked below
             model: Any = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
         expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
         with safe_open(str(folder / WEIGHTS_FILE), framework="pt") as file:
@@ -117,20 +119,20 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the parameters in place; buffers stay, as they do when a model is loaded in that dtype (RoPE's are fp32)."""
+    """Cast the parameters in place. Buffers keep their dtype, as in a model loaded in that dtype (RoPE's are fp32)."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
 
 
 def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
-    """Give the linears of a model adapters, in place, and freeze all the rest.
+    """Add adapters to the linears of a model, in place, and freeze all other parameters.
 
-    They start as the identity (B is zero), with an A that depends on the seed alone; the global random state stays.
-    The model keeps its class and the names of its modules, so taps see the adapted outputs.
+    At the start B is zero, so the adapters change nothing, and A depends only on the seed; the global random state does
+    not change. The model keeps its class and its module names, so taps record the adapted outputs.
 
     Raises:
-        UserError: a target that fits no linear of the layers, or layers of Kronecker factors.
+        UserError: a target matches no linear of the layers, or a chosen module is a Kronecker product.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -146,13 +148,13 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
         init_lora_weights=False,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fan_in_fan_out: set for each module by its type
+        warnings.simplefilter("ignore")  # peft sets fan_in_fan_out for each module by its type and warns
         inject_adapter_in_model(config, model)
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for _, layer in _adapted(model):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        # The bound of torch's linears, which is LoRA's own choice too.
+        # The default initialisation of torch's linears, which LoRA uses too.
         values = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
         a.data, b.data = values.to(a.device, dtype), torch.zeros_like(b, dtype=dtype)
         a.requires_grad_(True)
@@ -161,9 +163,9 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
 
 @torch.no_grad()
 def merge_lora(model: PreTrainedModel) -> None:
-    """Multiply the adapters into their linears, in place: what is left is the model without them, all of it trainable.
+    """Merge the adapters into their linears, in place. The model then has no adapters and all parameters are trainable.
 
-    W + alpha / rank · BA is computed in fp64, so that the one rounding is that of the stored matrix.
+    W + alpha / rank · BA is computed in fp64, so that only the cast to the dtype of the stored matrix rounds.
     """
     for name, layer in _adapted(model):
         base = layer.get_base_layer()
@@ -178,10 +180,10 @@ def merge_lora(model: PreTrainedModel) -> None:
 
 
 def load_adapters(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
-    """Load the adapters of a model with `add_lora` from a state that holds them and nothing else.
+    """Load the adapters that `add_lora` added to a model from a state dict that holds only these adapters.
 
     Raises:
-        RuntimeError: one is missing, of another shape, or unknown.
+        RuntimeError: an adapter weight is missing, unknown, or of another shape.
     """
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if wanted != state.keys():
@@ -198,7 +200,7 @@ def _adapted(model: PreTrainedModel) -> list[tuple[str, Any]]:
 
 
 def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
-    """Full names of the linears to adapt; a target may also name the linear whose factors they are."""
+    """Full names of the linears to adapt. A target may also be the name of a factorised linear."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     _refuse_kronecker(layers, targets)
@@ -218,7 +220,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
 
 
 def _refuse_kronecker(layers: nn.ModuleList, targets: list[str] | None) -> None:
-    """The factors of a Kronecker product are parameters of one module and no linears that an adapter goes on."""
+    """Raises UserError if a target is a Kronecker product: its factors are parameters of one module, not linears."""
     own = {name: {key for key, _ in module.named_parameters(recurse=False)} for name, module in layers.named_modules()}
     kronecker = [name for name, keys in own.items() if {"A", "B"} <= keys]
     asked = kronecker if targets is None else [n for n in kronecker if any(_tensors(n, target) for target in targets)]

@@ -1,4 +1,4 @@
-"""The prediction layer of a student that starts as its fine-tuned teacher's (KroneckerBERT §3.7)."""
+"""Initialises the classifier of a student with the classifier of its fine-tuned teacher (KroneckerBERT §3.7)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmdistill.models.load import auto_class, load_model
 
 
 def classifier_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """What a sequence classifier has outside of its base model, by name; the pooler is part of the base."""
+    """The parameters of a sequence classifier outside its base model, by name; the pooler is part of the base model."""
     base = f"{model.base_model_prefix}."
     return {name: parameter for name, parameter in model.named_parameters() if not name.startswith(base)}
 
@@ -27,17 +27,17 @@ def copies_classifier(
     *,
     by_default: bool,
 ) -> bool:
-    """Whether a run's classifier starts as the teacher's, as far as the models' configs tell.
+    """Whether a run starts from the teacher's classifier, decided from the models' configs.
 
     Args:
-        wanted: what the user says; None leaves it to the default.
-        student: its config.
-        teacher: its config; None without a teacher, of which there is nothing to copy.
+        wanted: the user's setting; None takes the default.
+        student: config of the student.
+        teacher: config of the teacher; None without a teacher, and then nothing is copied.
         num_classes: outputs of the student's classifier.
-        by_default: whether it is copied where the user says nothing and the shapes agree.
+        by_default: whether the classifier is copied if `wanted` is None and the shapes agree.
 
     Raises:
-        UserError: it is asked for, but the classifiers are of different shapes.
+        UserError: `wanted` is True, but the classifiers have different shapes.
     """
     if teacher is None or wanted is False or (wanted is None and not by_default):
         return False
@@ -74,7 +74,7 @@ def read_classifier(path: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def set_classifier(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Give a model the classifier that `read_classifier` read; every rank must, before the engine is built."""
+    """Copy the weights from `read_classifier` into a model. Call it on every rank before the engine is built."""
     own = classifier_parameters(model)
     assert own.keys() == weights.keys(), f"{sorted(own)} is not {sorted(weights)}"
     for name, parameter in own.items():

@@ -1,4 +1,4 @@
-"""The configs of models, by folder, adapter or name on the hub."""
+"""Loading the config of a model from a folder, an adapter or a name on the hub."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Loaded = TypeVar("Loaded")
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of a model of a supported architecture; for a peft adapter, its base's.
+    """The config of a model of a supported architecture; for a peft adapter, the config of its base.
 
     Args:
         path: a folder with config.json or adapter_config.json, or a name on the hub.
 
     Raises:
-        UserError: no such folder, no config.json in it, not JSON, an unknown architecture, or the hub has no such
-            name or cannot be reached.
+        UserError: the folder does not exist, has no config.json or an invalid one, the architecture is not supported,
+            or the hub has no such name or cannot be reached.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None:
@@ -37,14 +37,14 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         _check_config_file(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever a bad value provokes in the config's own checks
+    except Exception as error:  # a config's own checks raise many types of error
         raise not_loaded(path, "config", error) from error
     family_of(config)
     return cast(PreTrainedConfig, config)
 
 
 def of_base(adapter: Path, load: Callable[[str], Loaded]) -> Loaded:
-    """What the base of an adapter gives; a mistake there is told as the adapter's."""
+    """Call `load` with the base of an adapter; a UserError then also names the adapter's config file."""
     base = base_of(adapter)
     try:
         return load(base)
@@ -53,7 +53,11 @@ def of_base(adapter: Path, load: Callable[[str], Loaded]) -> Loaded:
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The folder that a path means, or None if it can only be a name on the hub."""
+    """The folder at a path, or None if the path can only be a name on the hub.
+
+    Raises:
+        UserError: the path is a file, or is neither a folder nor a possible name on the hub.
+    """
     folder = Path(path)
     if folder.is_dir():
         return folder

@@ -1,4 +1,4 @@
-"""What is known of each architecture: where its parts are, how they are shaped, and the sizes of its models."""
+"""The supported architectures: the names of their modules, the axes of their parameters, and the sizes of models."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ if TYPE_CHECKING:
 
 
 Axis = Literal["whole", "hidden", "ffn", "query", "key", "value", "context", "fused", "head"]
-"""What an axis of a parameter counts: things that a shape does not change (words, positions, classes), the width, the
-feed-forward width, all heads' features of queries, keys or values, of what attention gives (context), of queries, keys
-and values in a row (fused), or one head's features (head)."""
+"""The meaning of an axis of a parameter. whole: a size that the student's shape does not change (tokens, positions,
+classes); hidden: the width; ffn: the feed-forward width; query, key, value: the features of all heads of queries, keys
+or values; context: the features of all heads of the attention output; fused: queries, keys and values concatenated;
+head: the features of one head."""
 
 _DECODER_HEADS: Mapping[str, tuple[Axis, ...]] = {"lm_head": ("whole", "hidden"), "score": ("whole", "hidden")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture: its parts as module names, and what else differs between architectures."""
+    """One architecture: the module names of its parts, and other differences between architectures."""
 
     layers: str
-    """List of layers, from the base model."""
+    """Name of the list of layers within the base model."""
     embedding: str
-    """From the base model: the module whose output goes into the first layer."""
+    """Name within the base model: the module whose output is the input of the first layer."""
     attention: str
-    """From a layer: the module that calls the attention function."""
+    """Name within a layer: the module that calls the attention function."""
     ffn_up: str
-    """From a layer: the projection to the feed-forward width."""
+    """Name within a layer: the projection to the feed-forward width."""
     ffn_gate: str | None
-    """From a layer: the gate projection beside it, if there is one."""
+    """Name within a layer: the gate projection of the feed-forward part; None if there is no gate."""
     ffn_down: str
-    """From a layer: the projection back to the model's width."""
+    """Name within a layer: the projection back to the model's width."""
     lm_head: str
-    """From the whole model: its language-model head, where it has one."""
+    """Name within the whole model: the LM head, if the model has one."""
     causal: bool
-    """Decoder (a token sees only what stands before it) or encoder."""
+    """True for a decoder (a token sees only itself and the tokens before it), False for an encoder."""
     layer_axes: Mapping[str, tuple[Axis, ...]]
-    """Axes (outputs, inputs) of the modules of a layer, for students of another shape. Those of the feed-forward part
-    follow from the names above, and norms have the width unless they stand here."""
+    """Axes (outputs, inputs) of the modules of a layer, for students of another shape. The axes of the feed-forward
+    modules follow from the names above. The axis of a norm is the width unless the norm is listed here."""
     head_axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=lambda: _DECODER_HEADS)
-    """The same for what stands around the layers, from the whole model; embeddings are known by their type."""
+    """Axes of the modules outside the layers, by name within the whole model; embeddings are recognised by type."""
     ffn_size: str = "intermediate_size"
-    """The config's name for the feed-forward width; where the config leaves it open it is four times the width."""
+    """The config's name for the feed-forward width; if its value is None, the feed-forward width is 4 x the width."""
     positions_after_padding: bool = False
-    """Whether positions count from behind the padding token's number, so that there are fewer than the config says."""
+    """Whether positions start at pad_token_id + 1, so that fewer positions are usable than the config says."""
     next_sentence: str | None = None
-    """Class of the model with a next-sentence head, if there is such a head."""
+    """Class name of the model with a next-sentence head; None if there is no such class."""
 
 
 _LLAMA = Family(
@@ -135,9 +136,9 @@ FAMILIES: dict[str, Family] = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
 }
-"""Supported architectures, by `model_type` of their config. A new one is a new entry here, or one that a user puts here
-before a model is loaded: the attention module must go through transformers' attention interface, and everything else
-follows from the entry."""
+"""Supported architectures, by the `model_type` of their config. To support another one, add an entry here, or insert
+one at runtime before a model is loaded. Its attention module must use transformers' attention interface; the entry
+defines everything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +152,14 @@ class Shape:
     head_dim: int
     intermediate_size: int
     windows: tuple[int | None, ...]
-    """Sliding attention window of each layer in tokens, the token itself included; None where it sees them all."""
+    """Sliding attention window of each layer in tokens, including the token itself; None for full attention."""
 
 
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a model's config.
 
     Raises:
-        UserError: the architecture is not supported, or an encoder's config makes it a decoder.
+        UserError: the architecture is not supported, or the config of an encoder sets is_decoder.
     """
     family = family_named(config.model_type)
     if not family.causal and getattr(config, "is_decoder", False):
@@ -184,7 +185,7 @@ def family_named(model_type: str) -> Family:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of a model's layers, whatever head the model has."""
+    """The list of a model's layers, for a model with any head."""
     return cast("nn.ModuleList", model.base_model.get_submodule(family_of(model.config).layers))
 
 
@@ -214,7 +215,7 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def max_positions(config: PreTrainedConfig, limit: int) -> int:
-    """Tokens of a sequence that a model has positions for, at most a limit."""
+    """The maximum number of tokens in a sequence of a model, at most `limit`."""
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if positions is None:
         return limit

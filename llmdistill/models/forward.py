@@ -1,4 +1,4 @@
-"""A model's forward pass as the trainer sees it: a batch in; logits and taps, or losses, out."""
+"""The forward pass that the trainer calls: takes a batch and returns logits and taps, or losses."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from llmdistill.models.taps import Recorder
 
 
 class TappedModel:
-    """A forward pass whose inner tensors are kept, or used up by losses while it runs.
+    """A forward pass that records inner tensors, or computes losses on them while it runs.
 
-    The forward pass is that of a DeepSpeed engine where there is one: training around the engine would lose its
-    hooks. The recorder sits on the engine's module.
+    With DeepSpeed, the forward pass is that of the engine: calling the module directly would bypass the engine's hooks.
+    The recorder is installed on the engine's module.
     """
 
     def __init__(self, forward: Callable[..., Any], recorder: Recorder, *, vocabulary: int | None = None) -> None:
-        """`vocabulary` leaves out the logits beyond it: padding rows that another model does not have."""
+        """`vocabulary` keeps only the first logits, and drops padding rows that the other model does not have."""
         self._forward = forward
         self._recorder = recorder
         self._vocabulary = vocabulary
@@ -35,7 +35,7 @@ class TappedModel:
         self._shift = family_of(recorder.model.config).causal
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Run the model on a batch, and its head on every token."""
+        """Run the model on a batch, and compute the logits of every token."""
         with self._recorder.recording():
             result = self._run(batch)
         logits, sequences = self._head_outputs(result)
@@ -46,7 +46,7 @@ class TappedModel:
         )
 
     def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
-        """Run the model on a batch as a teacher: taps, and with `lm_head` the labels' rows in place of logits."""
+        """Run the teacher on a batch; returns taps and, if `lm_head`, the LM head's inputs at the rows with labels."""
         batch = batch.with_label_rows(shift=self._shift)
         kept: list[HeadInputs] = []
 
@@ -64,9 +64,9 @@ class TappedModel:
         )
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
-        """Run the model on a batch and compute losses on the way, each as soon as what it needs is there.
+        """Run the student on a batch and compute each loss term as soon as the tensors that it needs are available.
 
-        No tensor is kept that no loss asks for, and the losses on tokens never make the logits of a batch.
+        Only tensors that a term needs are kept, and the token terms never compute the logits of a whole batch.
         """
         batch = batch.with_label_rows(shift=self._shift)
         taps = None if terms.teacher is None else terms.teacher.taps
@@ -82,7 +82,7 @@ class TappedModel:
         self._recorder.take()
         total, sequences = self._head_outputs(result)
         if not terms.token_terms:
-            # ZeRO-3 gathers parameters on the way back from the model's output, so the total must hang on it.
+            # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
             total = 0.0 * torch.stack([each.sum().float() for each in result.values() if torch.is_tensor(each)]).sum()
         assert total is not None, "the student has no language-model head"
         losses = layers.sums
@@ -98,7 +98,7 @@ class TappedModel:
         )
 
     def remove(self) -> None:
-        """Take the taps off the model; this object is of no use afterwards."""
+        """Remove the taps and the replaced LM head from the model; this object cannot be used afterwards."""
         self._recorder.remove()
         self._head.remove()
 
@@ -114,12 +114,15 @@ class TappedModel:
         return self._forward(**inputs)
 
     def _mask(self, batch: Batch) -> Any:
-        """What transformers is to make of the padding. It looks into a plain mask, and on a GPU the host would have to
-        wait for the answer; so that gets one which is ready, or none where nothing is padded."""
+        """The attention mask to pass to transformers.
+
+        Transformers reads the values of a plain (B, T) mask, and on a GPU the host would have to wait for them.
+        Therefore a batch on a GPU gets a ready (B, 1, T, T) mask, or None if nothing is padded.
+        """
         attention_mask = batch.attention_mask
         if attention_mask.device.type == "cpu" or batch.padded is None:
             return attention_mask
-        if not batch.padded:  # flash attention takes no mask
+        if not batch.padded:  # without a mask sdpa can use flash attention
             return None
         if self._shift:
             return packed_mask(attention_mask, self._recorder.model.config)
@@ -128,7 +131,7 @@ class TappedModel:
     def _rows(
         self, batch: Batch, lm_head: bool, use: Callable[[HeadInputs], Tensor] | None
     ) -> AbstractContextManager[None]:
-        """The head on the rows that predict a label, or, where nobody asks for the LM head, on none."""
+        """Restrict the LM head to the rows that predict a label, or to no rows if `lm_head` is False."""
         assert batch.label_rows is not None
         rows_N = batch.label_rows if lm_head else batch.label_rows[:0]
         return self._head.taken_over(rows_N, use if lm_head else None)
@@ -141,7 +144,7 @@ class TappedModel:
             return token_losses(head, teacher, labels_N, terms.token_terms, factors, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any) -> tuple[Tensor | None, Tensor | None]:
-        """What came out of the head for words and of the one for sequences, by the names transformers gives them."""
+        """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
         if "prediction_logits" in result:
             return result.prediction_logits, result.seq_relationship_logits
         logits = result.get("logits")
@@ -149,9 +152,9 @@ class TappedModel:
 
 
 def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """(K,) fp32, without a look at what stands on the device."""
+    """(K,) fp32, without reading values from the device."""
 
-    def made(value: Tensor | float) -> Tensor:  # of a number by a kernel: a copy would be waited for
+    def made(value: Tensor | float) -> Tensor:  # full() runs a kernel; the host would wait for a copy
         return value.float() if isinstance(value, Tensor) else torch.full((), value, device=device)
 
     return torch.stack([made(each) for each in factors])

@@ -1,4 +1,4 @@
-"""The language-model head, run only on the tokens that predict a label, and without making their logits."""
+"""Runs the LM head only on the tokens that predict a label, and can pass its inputs to a loss instead of the logits."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from llmdistill.models.families import family_of
 
 
 class LMHead:
-    """A model's language-model head, whose last linear (to the vocabulary) can be taken over.
+    """The LM head of a model, whose last linear (to the vocabulary) can be replaced.
 
-    Outside `taken_over()` the model is as it was. It acts inside the head's own modules, where ZeRO-3 has gathered
-    their parameters and hangs its hooks on whatever comes out, so that they are there in the backward pass as well.
+    Outside `taken_over()` the model behaves as before. The replacement runs inside the head's own modules: there ZeRO-3
+    has gathered their parameters, and its hooks on the outputs gather them again in the backward pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the head of a model, if it has one."""
+        """Find the LM head of a model, if it has one, and hook into it."""
         self._rows_N: Tensor | None = None
         self._use: Callable[[HeadInputs], Tensor] | None = None
         self._last = _last_linear(model)
         if self._last is not None:
             entry = model.get_submodule(family_of(model.config).lm_head)
             self._handle = entry.register_forward_pre_hook(self._gather)
-            # An attribute of the instance: DeepSpeed's and peft's hooks around the call stay where they are.
+            # Set on the instance, so that the hooks of DeepSpeed and peft around the call remain.
             self._plain = self._last.forward
             self._last.forward = self._forward  # type: ignore[method-assign, assignment]
 
     @property
     def is_there(self) -> bool:
-        """Whether the model has such a head."""
+        """Whether the model has an LM head."""
         return self._last is not None
 
     @contextmanager
     def taken_over(self, rows_N: Tensor, use: Callable[[HeadInputs], Tensor] | None) -> Iterator[None]:
-        """Run the head on some rows only, and have something else done in place of its last product.
+        """Run the LM head on some rows only, and replace the logits by the result of `use`.
 
         Args:
-            rows_N: (N,) int64, the flat positions (b·T + t) that go through the head.
-            use: what becomes of them in place of the logits; its result stands where the logits would. None multiplies.
+            rows_N: (N,) int64, the flat positions (b·T + t) that the LM head is run on.
+            use: function of the inputs of the last linear, whose result replaces the logits. None computes the logits.
         """
         self._rows_N, self._use = rows_N, use
         try:
@@ -52,10 +52,10 @@ class LMHead:
             self._rows_N = self._use = None
 
     def remove(self) -> None:
-        """Leave the head as it was found; this object is of no use afterwards."""
+        """Restore the LM head; this object cannot be used afterwards."""
         if self._last is not None:
             self._handle.remove()
-            del self._last.forward  # the class's own shows again
+            del self._last.forward  # the forward method of the class applies again
 
     def _gather(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._rows_N is None:
@@ -71,7 +71,7 @@ class LMHead:
 
 
 def whole(head: HeadInputs) -> AbstractContextManager[Any]:
-    """Inside, a head's parameters are there as a whole, even if ZeRO-3 keeps a share of them on each rank."""
+    """Context in which the parameters of an LM head are complete, even if ZeRO-3 shards them over the ranks."""
     sharded = [each for each in (head.weight, head.bias) if each is not None and hasattr(each, "ds_id")]
     if not sharded:
         return nullcontext()
@@ -81,7 +81,7 @@ def whole(head: HeadInputs) -> AbstractContextManager[Any]:
 
 
 def _last_linear(model: PreTrainedModel) -> nn.Linear | None:
-    """The head itself, or the second of a factorised head's two linears."""
+    """The last linear of the LM head: the head itself, or the second of the two linears of a factorised head."""
     head = model.get_output_embeddings()
     if head is None:
         return None

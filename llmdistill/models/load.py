@@ -1,4 +1,4 @@
-"""Loading models. Nothing loaded can run code: safetensors only, no remote code."""
+"""Loading models. Loading never runs code from a checkpoint: only safetensors, no remote code."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from llmdistill.models.families import family_of
 from llmdistill.models.tokenizer import load_tokenizer
 
 Head = Literal["lm_head", "pretraining", "sequence", "none"]
-"""What stands on a model: lm_head, the language-model head (causal for decoders, masked for encoders); pretraining,
-that and BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without any."""
+"""The head of a model: lm_head, the LM head (causal for decoders, masked for encoders); pretraining, the LM head and
+BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without a head."""
 
 
 def auto_class(config: PreTrainedConfig, head: Head) -> Any:
-    """The class of transformers that loads a model with a head; a decoder's is its language-model head or a
-    classifier."""
+    """The auto class of transformers that loads a model with a head; a decoder has an LM head or a classifier."""
     if head == "sequence":
         return AutoModelForSequenceClassification
     if family_of(config).causal:
@@ -48,20 +47,20 @@ def load_model(
     new_head: bool = False,
     num_classes: int | None = None,
 ) -> PreTrainedModel:
-    """A model in evaluation mode, by default with its language-model head.
+    """Load a model in evaluation mode, by default with its LM head.
 
     Args:
-        path: a folder, or a name on the hub; a peft adapter comes merged into its base, in fp32 before it is cast.
-        dtype: of the weights.
-        device: where to put it; None leaves it where it was loaded.
-        head: what stands on it.
-        new_head: whether a head that the weights lack starts from random numbers (drawn from torch's generator)
-            instead of being an error.
-        num_classes: of a new classifier, 1 for one that predicts a score; None takes what the config says.
+        path: a folder, or a name on the hub; a peft adapter is merged into its base in fp32 and then cast.
+        dtype: dtype of the weights.
+        device: device to move the model to; None leaves the model on the device where it was loaded.
+        head: the head of the model.
+        new_head: whether a head that is missing in the weights is initialised at random (from torch's generator)
+            instead of raising an error.
+        num_classes: outputs of a new classifier, 1 for a classifier that predicts a score; None takes the config's.
 
     Raises:
-        UserError: as `load_config`, or no safetensors, weights that are missing or do not fit the config, or an
-            adapter that does not fit its base.
+        UserError: as in `load_config`, or there is no safetensors file, weights are missing or do not fit the config,
+            or an adapter does not fit its base.
     """
     _, adapter = local_folder(path), adapter_folder(path)
     if adapter is None:
@@ -79,7 +78,7 @@ def _load_weights(
     config = load_config(path)
     if num_classes is not None:
         config.num_labels = num_classes
-    if head == "sequence" and config.pad_token_id is None:  # a decoder classifies by its last token that is no padding
+    if head == "sequence" and config.pad_token_id is None:  # a decoder classifies by its last token before the padding
         config.pad_token_id = load_tokenizer(path).pad_token_id
     try:
         loaded: Any = auto_class(config, head).from_pretrained(
@@ -97,7 +96,7 @@ def _load_weights(
         raise not_loaded(path, "weights (safetensors)", error) from error
     model, info = loaded
     missing = {name for name in info["missing_keys"] if not _may_be_new(model, name, new_head)}
-    if missing:  # transformers would go on with random numbers in their place
+    if missing:  # transformers would initialise them at random
         raise UserError(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: the folder is not a whole checkpoint "
             f"of this architecture{_WITH_HEAD[head]}"
@@ -115,7 +114,7 @@ _WITH_HEAD: dict[Head, str] = {
 
 
 def _may_be_new(model: PreTrainedModel, name: str, new_head: bool) -> bool:
-    """Whether a weight may start anew: the pooler where no head reads it, and a head's where that is wanted."""
+    """Whether a weight may be initialised: the pooler of a model without a head, and a head's weights if `new_head`."""
     in_base = name.startswith(f"{model.base_model_prefix}.") or model.base_model is model
     if ".pooler." in f".{name}":
         return new_head or model.base_model is model
@@ -123,9 +122,9 @@ def _may_be_new(model: PreTrainedModel, name: str, new_head: bool) -> bool:
 
 
 def build_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a config on the meta device, without weights, for counting and planning.
+    """The model of a config on the meta device, without weights, to count parameters and to plan.
 
-    Base model (with pooler) for encoders and causal LM for decoders, as papers count their parameters.
+    Encoders are the base model (with pooler) and decoders the causal LM, because papers count their parameters so.
 
     Raises:
         UserError: the architecture is not supported.

@@ -1,4 +1,4 @@
-"""What tokens see in a row that holds several sequences: their own sequence, as if it stood alone."""
+"""The attention mask of rows that hold several sequences: each token sees only its own sequence."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from llmdistill.models.families import family_of
 
 
 def packed_mask(segments_BT: Tensor, config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:
-    """The attention mask of a packed batch, as a decoder of transformers takes one that is ready.
+    """The attention mask of a packed batch, in the ready form that decoders of transformers accept.
 
-    Given positions alone transformers would find the sequences itself, but it looks at their values to do so, and on a
-    GPU the host would have to wait for them.
+    Transformers can find the sequences from the position ids, but for this it reads the values of the position ids,
+    and on a GPU the host would have to wait for them.
 
     Args:
-        segments_BT: the number, from 1, of each token's sequence in its row; 0 at padding, which sees padding.
-        config: of the model.
+        segments_BT: the number (from 1) of each token's sequence in its row; 0 at padding, which sees only padding.
+        config: config of the model.
 
     Returns:
-        (B, 1, T, T), True where a query (third axis) may look at a key; for models some of whose layers slide, one for
-        each kind of layer.
+        (B, 1, T, T), True where a query (third axis) can see a key; a dict with one mask for each layer type if the
+        config names layer types.
     """
     assert family_of(config).causal, "only decoders read packed rows"
     position_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
@@ -31,6 +31,6 @@ def packed_mask(segments_BT: Tensor, config: PreTrainedConfig) -> Tensor | dict[
     sliding_B1TT = full_B1TT if window is None else full_B1TT & (distance_TT < window)
     if (
         getattr(config, "layer_types", None) is None
-    ):  # all layers are of one kind; Mistral's slide where it has a window
+    ):  # all layers are of one type; all of Mistral's slide if it has a window
         return sliding_B1TT
     return {"full_attention": full_B1TT, "sliding_attention": sliding_B1TT}

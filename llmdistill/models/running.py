@@ -1,4 +1,4 @@
-"""Losses of layers, computed while the student runs, so that nothing is kept longer than a loss needs it."""
+"""Layer terms, computed during the student's forward pass, so that no tap is kept longer than a term needs it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llmdistill.losses.terms import LayerTerm, Tap, add_losses
 
 
 class LayerLosses:
-    """Computes each term as soon as all it needs of the student has come, and drops what no other term waits for.
+    """Computes each layer term as soon as the student's taps for it are available, and drops taps that no term needs.
 
-    What a loss must keep for the backward pass (its closed-form gradient) takes the place of the teacher's tensors
-    layer by layer, instead of standing beside all of them.
+    Memory: layer by layer, the closed-form gradients that a loss saves for the backward pass replace the teacher's
+    tensors, instead of being added to all of them.
     """
 
     def __init__(self, terms: Sequence[LayerTerm], teacher: Taps | None, attention_mask: Tensor) -> None:
-        """`teacher` is emptied on the way; None only where there are no terms."""
+        """`teacher` loses its taps as the terms are computed; it may be None only if there are no terms."""
         assert teacher is not None or not terms, "terms of layers need a teacher"
         self._waiting = list(terms)
         self._teacher = Taps() if teacher is None else teacher
@@ -30,7 +30,7 @@ class LayerLosses:
         self.sums: dict[str, LossSum] = {}
 
     def offer(self, taps: Taps, tap: Tap) -> None:
-        """One more of the student's tensors has come; it stands in `taps`, with those that came before."""
+        """Compute the terms that are ready now that the student's tap `tap` has been added to `taps`."""
         self._came.add(tap)
         ready = [term for term in self._waiting if term.student <= self._came]
         self._waiting = [term for term in self._waiting if not term.student <= self._came]
@@ -46,7 +46,7 @@ class LayerLosses:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, operations keep their types: a caller's autocast would round the sums of a loss to bf16."""
+    """Context in which operations keep their dtypes: a caller's autocast would round the sums of a loss to bf16."""
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

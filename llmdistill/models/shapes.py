@@ -1,4 +1,4 @@
-"""Students of other sizes than their teacher: what a shape means, its config, and weights taken from the teacher."""
+"""Students of another size than their teacher: parsing shapes, student configs, and weights copied from the teacher."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from llmdistill.models.families import Axis, Family, Shape, family_of, shape_of
 
 @dataclass(frozen=True, kw_only=True)
 class StudentShape:
-    """The sizes of a student that is built like its teacher."""
+    """The sizes of a student with the architecture of its teacher."""
 
     depth: int
-    """Layers."""
+    """Number of layers."""
     width: int
-    """Features of a token."""
+    """Number of features of a token."""
     heads: int
-    """Attention heads."""
+    """Number of attention heads."""
     intermediate: int | None = None
-    """Feed-forward width; None keeps the teacher's proportion to the width."""
+    """Feed-forward width; None keeps the teacher's ratio of feed-forward width to width."""
 
 
 def parse_shape(text: str, *, key: str = "student.shape") -> StudentShape:
-    """The shape that "6x384x12" or "6x384x12x1536" means: depth, width, heads, feed-forward width.
+    """Parse a shape such as "6x384x12" or "6x384x12x1536": depth, width, heads, feed-forward width.
 
     Raises:
-        UserError: another form, a 0, or heads that do not divide the width.
+        UserError: the text has another form, a number is 0, or the heads do not divide the width.
     """
     match = re.fullmatch(r"\s*(\d{1,6})[x×](\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?\s*", text)
     numbers = [int(number) for number in match.groups() if number is not None] if match is not None else [0]
@@ -50,13 +50,13 @@ def parse_shape(text: str, *, key: str = "student.shape") -> StudentShape:
 
 
 def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedConfig:
-    """The config of a dense student of that shape, in all else the teacher's.
+    """The config of a dense student of the given shape; all other values are the teacher's.
 
-    Kept from the teacher: the proportions of feed-forward to width (rounded), of key-value heads to heads, and of all
-    heads' features to width, and how kinds of layers follow each other. Depth and width are free.
+    The student keeps the teacher's ratios of feed-forward width to width (rounded), of key-value heads to heads, and of
+    the features of all heads to the width, and the pattern of layer types. Depth and width are free.
 
     Raises:
-        UserError: a proportion that does not come out even, or an odd head for rotary positions.
+        UserError: a ratio does not give a whole number, or a model with rotary positions gets an odd head width.
     """
     sizes = shape_of(teacher)
     values = teacher.to_dict()
@@ -80,23 +80,23 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     kinds = getattr(teacher, "layer_types", None)
     if kinds is not None:
         values["layer_types"] = [kinds[i * sizes.num_layers // shape.depth] for i in range(shape.depth)]
-    if hasattr(teacher, "max_window_layers"):  # the first layer with a window, after the same spreading
+    if hasattr(teacher, "max_window_layers"):  # index of the first layer with a window, scaled to the depth
         values["max_window_layers"] = -(-teacher.max_window_layers * shape.depth // sizes.num_layers)
     return cast(PreTrainedConfig, type(teacher).from_dict(values))
 
 
 def teacher_layers(spec: str, student_depth: int, teacher_depth: int, *, key: str) -> list[int]:
-    """The teacher's layers, from 0, that a student's layers start from.
+    """The teacher's layers (0-based) whose weights initialise the student's layers.
 
     Args:
-        spec: spread (i · teacher / student: 0, 2, 4 for 3 of 6), first, last, or as many numbers from 1 as the student
-            has layers, such as 1,3,5.
-        student_depth: layers of the student.
-        teacher_depth: layers of the teacher.
-        key: the setting that gave spec, for the errors.
+        spec: spread (i · teacher / student: 0, 2, 4 for 3 of 6 layers), first, last, or one number (from 1) for each of
+            the student's layers, such as 1,3,5.
+        student_depth: number of layers of the student.
+        teacher_depth: number of layers of the teacher.
+        key: the name of the setting that holds `spec`, for error messages.
 
     Raises:
-        UserError: another word, numbers that do not fit, or a student deeper than its teacher.
+        UserError: `spec` is another word, its numbers do not fit, or the student is deeper than its teacher.
     """
     if student_depth > teacher_depth:
         raise UserError(
@@ -124,19 +124,19 @@ def teacher_layers(spec: str, student_depth: int, teacher_depth: int, *, key: st
 def initialise(
     student: PreTrainedModel, teacher: PreTrainedModel, *, init: Literal["layers", "slice"], layers: list[int]
 ) -> None:
-    """Give a student the weights of its teacher, in place.
+    """Copy the weights of the teacher into the student, in place.
 
     Args:
-        student: of a config that `shaped_config` gave.
-        teacher: dense, of the same architecture. Heads that only one of them has are left as they are.
-        init: layers takes whole layers and needs equal sizes. slice takes of every matrix the first rows and columns,
-            of the heads the first ones, and of each head the first features. Where positions are rotary, which turn
-            feature i with feature i + D/2 of a head, queries and keys take the first D'/2 of each half, so that pairs
-            stay pairs; their frequencies are nevertheless those of the new head width D', not the teacher's.
-        layers: the teacher's layer, from 0, for each of the student's.
+        student: a model with a config from `shaped_config`.
+        teacher: a dense model of the same architecture. A model head that only one of them has is not changed.
+        init: layers copies whole layers and requires equal sizes. slice copies the first rows and columns of every
+            matrix: the first attention heads, and the first features of each head. Rotary positions rotate feature i
+            together with feature i + D/2 of a head, so queries and keys take the first D'/2 features of each half,
+            which keeps the pairs together. Their frequencies are those of the new head width D', not the teacher's.
+        layers: the teacher's layer (0-based) for each of the student's layers.
 
     Raises:
-        UserError: sizes that the way does not allow.
+        UserError: `init` does not allow these sizes.
     """
     sizes, teacher_sizes = shape_of(student.config), shape_of(teacher.config)
     _check_sizes(init, sizes, teacher_sizes)
@@ -173,7 +173,7 @@ def _kv_heads(shape: StudentShape, teacher: Shape) -> int:
 
 
 def _head_dim(shape: StudentShape, teacher: Shape) -> int:
-    # Some models have heads wider than width / heads.
+    # In some models the head width is larger than width / heads.
     features, rest = divmod(shape.width * teacher.head_dim * teacher.num_heads, teacher.hidden_size * shape.heads)
     if rest or features % 2:
         raise UserError(
@@ -184,7 +184,7 @@ def _head_dim(shape: StudentShape, teacher: Shape) -> int:
 
 
 def _check_sizes(init: str, student: Shape, teacher: Shape) -> None:
-    """Refuse sizes from which the way cannot fill the student."""
+    """Raises UserError for sizes that `init` does not allow."""
     assert student.num_heads * teacher.num_kv_heads == teacher.num_heads * student.num_kv_heads, (student, teacher)
     for what, own, theirs in (
         ("width", student.hidden_size, teacher.hidden_size),
@@ -205,7 +205,7 @@ def _check_sizes(init: str, student: Shape, teacher: Shape) -> None:
 
 
 def _taken(student: Shape, teacher: Shape, *, rotary: bool) -> dict[Axis, Tensor]:
-    """The teacher's indices on each kind of axis, in the student's order."""
+    """The indices to take from each axis of the teacher's parameters, in the student's order."""
     features, half = torch.arange(student.head_dim), student.head_dim // 2
     turned = features if not rotary else torch.cat([features[:half], teacher.head_dim // 2 + features[:half]])
 
@@ -228,24 +228,24 @@ def _taken(student: Shape, teacher: Shape, *, rotary: bool) -> dict[Axis, Tensor
 
 
 def _bare(model: PreTrainedModel, name: str) -> str:
-    """A name as the base model has it, and those of heads as they are."""
+    """The name of a parameter within the base model; the name of a head's parameter is not changed."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _is_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter belongs to a head; the pooler counts as one, as some models go without."""
+    """Whether a parameter belongs to a head; the pooler counts as a head, because some models have no pooler."""
     in_base = model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
     return not in_base or ".pooler." in f".{name}"
 
 
 def _split(owner: str, family: Family) -> tuple[int | None, str]:
-    """The layer that a module stands in and its name there; None and the whole name outside of the layers."""
+    """The layer of a module and the module's name within it; None and the full name for modules outside the layers."""
     match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", owner)
     return (None, owner) if match is None else (int(match[1]), match[2])
 
 
 def _axes_of(module: nn.Module, owner: str, leaf: str, family: Family, in_layer: bool) -> tuple[Axis, ...]:
-    """The axes of a module's parameter, as it is stored; none where there is no rule."""
+    """The axes of a module's parameter in stored order; empty if there is no rule."""
     rules = dict(family.head_axes)
     if in_layer:
         rules = {**family.layer_axes, family.ffn_up: ("ffn", "hidden"), family.ffn_down: ("hidden", "ffn")}

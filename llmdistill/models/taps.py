@@ -1,8 +1,8 @@
-"""Taps: the inner tensors of a forward pass, kept without surgery on the model.
+"""Taps: records inner tensors of a forward pass without changing the model's modules.
 
-Queries, keys and values come from transformers' attention interface: a model's attention function is replaced by one
-that hands them over and passes on to the stock sdpa function, so the outputs stay bit-equal. Feed-forward and hidden
-states come from forward hooks.
+Queries, keys and values come from transformers' attention interface: the model's attention function is replaced by a
+function that records them and then calls the stock sdpa function, so the outputs stay bit-equal. Feed-forward outputs
+and hidden states come from forward hooks.
 """
 
 from __future__ import annotations
@@ -25,50 +25,51 @@ from llmdistill.losses.terms import Tap
 from llmdistill.models.families import family_of, layers_of
 
 ATTENTION_NAME = "llmdistill_taps"
-"""Name under which transformers knows the tapping attention function."""
+"""Name under which the tapping attention function is registered in transformers."""
 
 _SINK = "_llmdistill_sink"
-"""Attribute of a tapped attention module; an attribute, so that it lives and dies with the module."""
+"""Attribute of a tapped attention module that holds the recording function, so that both have the same lifetime."""
 
 _ATTENTION_ASPECTS: tuple[Aspect, ...] = ("query", "key", "value")
 
 
 class Collected(NamedTuple):
-    """A tensor that came while a compiled part of the model ran."""
+    """A tensor that was tapped while a compiled part of the model ran."""
 
     aspect: Aspect
     layer: int
     tensor: Tensor
     scaling: float | None
-    """With queries."""
+    """Factor on query·key before the softmax, for queries; None for other aspects."""
 
 
 class Recorder:
-    """Keeps the requested inner tensors of a model's forward pass.
+    """Records the requested inner tensors of a model's forward pass.
 
-    It records only inside `recording()`, and there only between the start and the end of a forward pass of the whole
-    model. So generation and evaluation leave nothing behind, and neither does the recomputation of activation
-    checkpointing in the backward pass, whose second tensors must not replace the first (a loss can look at them already
-    while the pass runs, see `recording`):
+    The recorder is active only inside `recording()`, and only between the start and the end of a forward pass of the
+    whole model. So generation and validation record nothing. Activation checkpointing also records nothing when it
+    recomputes layers in the backward pass: the recomputed tensors must not replace the first ones, which a loss may
+    already have used during the forward pass (see `recording`):
 
         recorder = Recorder(model, {"query": frozenset({0, 1}), "hidden": frozenset({3})})
         with recorder.recording():
             logits = model(**inputs).logits
         taps = recorder.take()
 
-    Build it when the modules are final: after factorisation, and after `deepspeed.initialize`, whose ZeRO-3 hooks wrap
-    the outputs of modules so that their parameters are there in the backward pass; the taps must see what they wrap.
-    For the same reason a loss under ZeRO-3 must reach the model's output too, if only with weight 0.
+    Build the recorder when the modules are final: after factorisation, and after `deepspeed.initialize`. The hooks of
+    ZeRO-3 wrap the outputs of modules, so that their parameters are gathered in the backward pass, and the taps must
+    record the wrapped outputs. For the same reason a loss under ZeRO-3 must also depend on the model's output, if only
+    with weight 0.
     """
 
     def __init__(self, model: PreTrainedModel, request: TapRequest, projectors: nn.ModuleDict | None = None) -> None:
         """Install the taps.
 
         Args:
-            model: the model itself, not the engine around it; its attention implementation is sdpa.
-            request: which aspects to keep, and in which layers (0-based); empty sets are allowed.
-            projectors: by aspect, what maps its tensors to another width; all its layers go through the same. They run
-                inside the model's forward pass, where ZeRO-3 knows how to gather them.
+            model: the model itself, not the engine around it; its attention implementation must be sdpa.
+            request: the aspects to record, and for each aspect the layers (0-based); empty sets are allowed.
+            projectors: aspect -> module that maps the tensors of this aspect to another width; one module for all
+                layers. The projectors run inside the model's forward pass, where ZeRO-3 can gather their parameters.
 
         Raises:
             UserError: the architecture is not supported, or the attention implementation is not sdpa.
@@ -92,10 +93,10 @@ class Recorder:
 
     @contextmanager
     def recording(self, offer: Callable[[Taps, Tap], None] | None = None) -> Iterator[None]:
-        """Record the forward passes inside this block; of several, the last one counts.
+        """Record the forward passes inside this block; `take` returns the taps of the last one.
 
         Args:
-            offer: is told of each tensor when it has come, and may take it, and others, out of the taps.
+            offer: called after each tensor is recorded; it may remove tensors from the taps.
         """
         self._armed, self._offer = True, offer
         try:
@@ -106,13 +107,13 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether this is inside of `recording()`."""
+        """Whether a `recording()` block is active."""
         return self._armed
 
     def collecting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Collected]]:
-        """Run a part of the model, and return its result and the tensors that are still to be kept.
+        """Run a part of the model; returns its result and the tapped tensors, which the caller passes to `keep`.
 
-        A compiled graph hands its inner tensors out as results; what is done with them stays outside of it.
+        This way a compiled graph only returns its inner tensors, and they are used outside the graph.
         """
         collected: list[Collected] = []
         self._collected = collected
@@ -121,7 +122,7 @@ class Recorder:
         return result, collected
 
     def keep(self, collected: list[Collected]) -> None:
-        """Keep what was collected, as if it came now."""
+        """Record the tensors from `collecting` as if they were tapped now."""
         if not self._in_forward:
             return
         assert self._taps is not None
@@ -131,7 +132,11 @@ class Recorder:
             self._keep(aspect, layer, tensor)
 
     def take(self) -> Taps:
-        """What the last recorded forward pass left; the recorder forgets it."""
+        """Return the taps of the last recorded forward pass, and remove them from the recorder.
+
+        Raises:
+            RuntimeError: no forward pass was recorded, or a requested tensor is missing.
+        """
         taps, self._taps = self._taps, None
         if taps is None:
             raise RuntimeError("nothing was recorded: run the model inside `with recorder.recording():` first")
@@ -145,7 +150,7 @@ class Recorder:
         return taps
 
     def remove(self) -> None:
-        """Uninstall the taps and set the attention implementation back; the recorder is of no use afterwards."""
+        """Remove the taps and restore the attention implementation; the recorder cannot be used afterwards."""
         for handle in self._handles:
             handle.remove()
         for module in self._tapped_attention:
@@ -225,7 +230,7 @@ class Recorder:
         self._offered(Collected(aspect, index, output[0] if isinstance(output, tuple) else output, None))
 
     def _offered(self, one: Collected) -> None:
-        # Nothing else is looked at where it is collected: what a compiled graph reads, it is compiled again for.
+        # While collecting, read no other state: a compiled graph is recompiled when a value that it reads changes.
         if self._collected is not None:
             self._collected.append(one)
         else:
@@ -236,21 +241,22 @@ class Recorder:
         assert (aspect, index) not in self._came, f"{aspect} of layer {index} came twice in one forward pass"
         self._came.add((aspect, index))
         getattr(self._taps, aspect)[index] = tensor
-        # What is computed here is not computed again with a checkpointed layer: its tensors must be kept as they are.
+        # The computation below is not repeated when a checkpointed layer is recomputed, so its saved tensors must be
+        # kept: the identity hooks replace the hooks of checkpointing.
         with saved_tensors_hooks(_itself, _itself) if self._recomputes else nullcontext():
             if aspect in self._projectors:
-                # (B, G, T, D) heads side by side, as (B, T, G·D)
+                # concatenate the heads: (B, G, T, D) to (B, T, G·D)
                 flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
                 self._taps.projected.setdefault(aspect, {})[index] = self._projectors[aspect](flat)
             if self._offer is not None:
                 self._offer(self._taps, (aspect, index))
 
     def _is_checkpointed(self) -> bool:
-        """Whether layers are to be recomputed in the backward pass.
+        """Whether activation checkpointing recomputes layers in the backward pass.
 
         Raises:
-            UserError: by reentrant checkpointing. It runs the layers without a graph, so the taps' gradients would
-                silently be lost.
+            UserError: the checkpointing is reentrant. It runs the layers without an autograd graph, so the gradients of
+                the taps would silently be lost.
         """
         checkpointed = False
         if not torch.is_grad_enabled():
@@ -280,7 +286,7 @@ def _tapping_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Hand query (B, H, T, D), key and value (B, G, T, D) to the module's recorder, if any; then the stock sdpa."""
+    """Pass query (B, H, T, D), key and value (B, G, T, D) to the module's recorder, if any, and call the stock sdpa."""
     sink = cast("Callable[[Tensor, Tensor, Tensor, float], None] | None", getattr(module, _SINK, None))
     if sink is not None:
         sink(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)

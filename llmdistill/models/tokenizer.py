@@ -1,4 +1,4 @@
-"""Tokenizers: loaded so that they have an end and a padding token, and compared between models."""
+"""Tokenizers: loading them with an end token and a padding token, and comparing them between models."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _REMEDY = (
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """A tokenizer that has an end and a padding token; its padding side is left as it is.
+    """Load a tokenizer that has an end token and a padding token; the padding side is not changed.
 
-    GPT-2's has no padding token, and neither have many others: the end token is taken for it, as masks and not token
-    ids say what is padding. A folder with a bare tokenizer.json names no end token either: then it is the one of
-    config.json beside it, or else GPT-2's <|endoftext|> where the vocabulary has it. A peft adapter without tokenizer
-    has its base's.
+    Many tokenizers, such as GPT-2's, have no padding token. Then the end token becomes the padding token, because
+    padding is marked by masks and not by token ids. A folder with only tokenizer.json names no end token either. Then
+    the end token is that of config.json in the same folder, or else GPT-2's <|endoftext|> if the vocabulary has it.
+    For a peft adapter without a tokenizer, the tokenizer of its base is loaded.
 
     Raises:
-        UserError: no such folder or name, no tokenizer in it, no end token, or a sentencepiece model that would be
-            read as something else.
+        UserError: the folder or name does not exist, it has no tokenizer, the tokenizer has no end token, or
+            transformers would not read a sentencepiece model correctly.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None and not has_tokenizer(adapter):
@@ -54,7 +54,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise not_loaded(path, "tokenizer", error) from error
     if sentencepiece is not None:
         _check_sentencepiece(tokenizer, sentencepiece)
-    # Encoders end with their separator; only where there is neither does a decoder's folder lack something.
+    # Encoders end a sequence with their separator token, so an end token is missing only if there is no separator.
     if tokenizer.eos_token is None and tokenizer.sep_token is None:
         end = _end_token(tokenizer, folder)
         if end is None:
@@ -71,14 +71,15 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int, str | None]:
-    """How many logits two models share, from the first on, and a note on the others where there are any.
+    """The number of logits that two models share, counted from the first, and a note if other logits are left out.
 
-    A token id must mean the same to both before their logits are compared. Some models of a family pad their
-    vocabulary further than others: rows beyond the tokenizer's are no tokens and are left out. A student folder
-    without tokenizer goes by the teacher's; then the sizes must be the same. Both are folders or hub names.
+    Logits can be compared only if each token id means the same token to both models. Some models of a family pad their
+    vocabulary to a larger size than others: rows beyond the tokenizer's are not tokens and are left out. A student
+    folder without a tokenizer uses the teacher's tokenizer; then the sizes must be equal. Both arguments are folders or
+    hub names.
 
     Raises:
-        UserError: the tokens differ, or the sizes do and more than padding would be lost.
+        UserError: the tokens differ, or the sizes differ by more than padding.
     """
     sizes = load_config(teacher).vocab_size, load_config(student).vocab_size
     least, rows = min(sizes), abs(sizes[0] - sizes[1])
@@ -108,10 +109,10 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
 
 
 def check_tokens(teacher: str | Path, student: str | Path) -> None:
-    """Whether a teacher sees the student's tokens.
+    """Check that teacher and student have the same tokens.
 
     Raises:
-        UserError: their tokenizers differ.
+        UserError: the vocabularies of the tokenizers differ.
     """
     if load_tokenizer(teacher).get_vocab() != load_tokenizer(student).get_vocab():
         raise UserError(
@@ -121,7 +122,7 @@ def check_tokens(teacher: str | Path, student: str | Path) -> None:
 
 
 def brings_tokenizer(path: str | Path) -> bool:
-    """Whether a model comes with a tokenizer, an adapter with its base's; what is on the hub is taken to."""
+    """Whether a model, or the base of an adapter, has a tokenizer; assumed True for a model on the hub."""
     folder, adapter = local_folder(path), adapter_folder(path)
     if folder is None or has_tokenizer(folder):
         return True
@@ -137,10 +138,10 @@ def _end_token(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> str |
 
 
 def _sentencepiece_file(folder: Path) -> Path | None:
-    """The sentencepiece model of a folder that has nothing else to make its tokenizer from.
+    """The sentencepiece model of a folder without tokenizer.json; None if there is none.
 
     Raises:
-        UserError: a package that reads it is missing.
+        UserError: a package that reads sentencepiece models is missing.
     """
     if (folder / "tokenizer.json").is_file():
         return None
@@ -155,16 +156,22 @@ def _sentencepiece_file(folder: Path) -> Path | None:
 
 
 def _check_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Without the right tokenizer_class transformers cuts text otherwise than the model learnt it, silently."""
+    """Check that transformers splits text into the same tokens as the sentencepiece model.
+
+    Without the right tokenizer_class transformers silently splits text into other tokens.
+
+    Raises:
+        UserError: the tokens of a sample text differ.
+    """
     from sentencepiece import SentencePieceProcessor
 
     try:
         model = SentencePieceProcessor(model_file=str(file))
-    except (OSError, RuntimeError):  # tiktoken's files have the same name
+    except (OSError, RuntimeError):  # not sentencepiece: tiktoken's files have the same name
         return
     settings = file.with_name("tokenizer_config.json")
     if settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_prefix_space") is False:
-        return  # asked for, though not what the model of sentencepiece says
+        return  # the user's setting overrides the sentencepiece model
     wanted = [model.id_to_piece(index) for index in model.encode(_SAMPLE)]
     given = tokenizer.convert_ids_to_tokens(tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"])
     if given != wanted:

@@ -1,4 +1,4 @@
-"""A teacher that runs beside the student: in evaluation mode, its own dtype, whole on every rank or sharded."""
+"""A teacher that runs during training: in evaluation mode, in its own dtype, replicated on every rank or sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LiveTeacher:
 
     model: PreTrainedModel
     forward: Callable[..., Any]
-    """The forward pass to call: the model itself, or the engine that gathers its shards."""
+    """The forward pass to call: the model itself, or the DeepSpeed engine that gathers the model's shards."""
 
 
 def load_teacher(
@@ -30,9 +30,9 @@ def load_teacher(
     world: World,
     head: Head = "lm_head",
 ) -> LiveTeacher:
-    """Load a teacher with a head; every rank must call it.
+    """Load a teacher with a head; every rank must call this function.
 
-    With zero3 no rank ever holds the whole of it, whatever the student's ZeRO stage is.
+    With sharding zero3 no rank ever holds the whole teacher, independent of the student's ZeRO stage.
     """
     if sharding == "replicated":
         model = load_model(path, dtype=dtype, device=world.device, head=head)
@@ -51,8 +51,8 @@ def _load_sharded(path: str, dtype: torch.dtype, world: World, head: Head) -> Li
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {"stage": 3},
     }
-    # While this object lives, from_pretrained shards what it loads. It must be gone before the student is built:
-    # the student's ZeRO stage is its own.
+    # While this object exists, from_pretrained shards the model that it loads. The object must be deleted before the
+    # student is built, because the student has its own ZeRO stage.
     alive = HfDeepSpeedConfig(ds_config)
     try:
         model = load_model(path, dtype=dtype, head=head)
@@ -66,7 +66,7 @@ def _load_sharded(path: str, dtype: torch.dtype, world: World, head: Head) -> Li
 
 
 def _forget_hf_config() -> None:
-    """The reference that transformers keeps is weak; make sure that it is dead."""
+    """Check that transformers no longer uses the deleted configuration, to which it keeps only a weak reference."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     assert not is_deepspeed_zero3_enabled(), "the teacher's ZeRO-3 configuration outlived its loading"
