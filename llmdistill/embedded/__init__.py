@@ -1,4 +1,4 @@
-"""The embedded default: a small corpus about an invented world, and a small teacher trained on it."""
+"""The default data and teacher in the package: a small corpus about an invented world, and a teacher trained on it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ LOCATIONS = {
     "embedded:unseen": FOLDER / "data" / "unseen.jsonl",
     "embedded:skills": FOLDER / "data" / "skills.jsonl",
 }
-"""Reference -> the folder or file it stands for."""
+"""Reference -> its folder or file in the package."""
 
 
 def locate(reference: str) -> Path:
-    """The path that a setting means: what ships with the package for `embedded:NAME`, else the reference itself.
+    """The path of a reference: a path in the package for `embedded:NAME`, else the reference itself.
 
-    Raises UserError where `embedded:NAME` names nothing that ships.
+    Raises:
+        UserError: the package contains no `embedded:NAME`.
     """
     if not reference.startswith("embedded:"):
         return Path(reference)

@@ -1,12 +1,12 @@
 """The splits of the embedded corpus, as lists of rows and as JSONL files.
 
-train  what the student learns from: a quarter of the people, and skills in their common wordings
-valid  of the same kind
-seen   test: the same people; new combinations, and questions on facts that the training split is silent about
-unseen test: people that the training split never mentions; the teacher knows them
-skills test: no people; skills and knowledge in reserved wordings, which the teacher knows
-The teacher's corpus covers all of the world and all wordings; it is generated, not shipped. No prompt of a test set
-or of valid occurs in any training corpus.
+train  the student's training split: a quarter of the people, and skills in their common wordings
+valid  validation: rows of the same kinds as in train
+seen   test: the same people as in train, with new combinations and questions on facts that train does not contain
+unseen test: people that train never mentions; the teacher's corpus contains them
+skills test: no people; skills and knowledge in reserved wordings, which the teacher's corpus contains
+The teacher's corpus covers the whole world and all wordings; it is generated and not in the package. No prompt of a
+test set or of valid occurs in any training corpus.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from llmdistill.embedded.world import ATTRIBUTES, NAMES, SEEN_NAMES, UNSEEN_NAME
 OTHER_KINDS = SKILL_KINDS | TOPIC_KINDS
 KINDS = PEOPLE_KINDS | OTHER_KINDS
 WEIGHTS = {"fact": 5, "two_facts": 3, "profile": 3, "older": 2, "same": 2, "which": 2, "check": 2, "reading": 2}
-"""How often the kinds about people occur, against each other; kinds that are absent here count 1."""
+"""Relative frequencies of the kinds of row about people; a kind that is not listed has the weight 1."""
 USUAL_SHARE = 0.8
-"""Share of training rows whose output is the usual answer; the others take another of the right ones."""
+"""Share of training rows whose output is the usual answer; the other rows have another correct answer."""
 
 SHIPPED = ("train", "valid", "seen", "unseen", "skills")
 SIZES = {"train": 2000, "valid": 100, "seen": 80, "unseen": 80, "skills": 80, "teacher": 22000}
-"""Rows of each split; teacher: besides the training split."""
+"""Number of rows of each split; the teacher's corpus contains these rows in addition to the training split."""
 TESTS = ("seen", "unseen", "skills")
 
 
@@ -43,7 +43,7 @@ def _scope(
 
 
 def _kind(split: str, index: int) -> str:
-    """The kind of row `index`: test sets cycle through the kinds, the others draw theirs."""
+    """The kind of row `index`: test sets cycle through the kinds, other splits draw a kind at random."""
     people = [kind for kind in PEOPLE_KINDS for _ in range(WEIGHTS[kind])]
     if split == "skills":
         return list(OTHER_KINDS)[index % len(OTHER_KINDS)]
@@ -55,7 +55,7 @@ def _kind(split: str, index: int) -> str:
 
 
 def _rows(split: str, taken: set[tuple[str, str]]) -> list[Row]:
-    """The rows of one split: each prompt once (but the teacher's corpus repeats), and none of those in `taken`."""
+    """The rows of one split, without the prompts in `taken`; only the teacher's corpus repeats prompts."""
     scope = {
         "train": _scope(SEEN_NAMES, withheld()),
         "valid": _scope(SEEN_NAMES, withheld()),
@@ -74,7 +74,7 @@ def _rows(split: str, taken: set[tuple[str, str]]) -> list[Row]:
             if (row.instruction, row.input) not in own:
                 break
             attempt += 1
-            if attempt > 40:  # the kind's prompts are about used up: take one that has plenty
+            if attempt > 40:  # few new prompts are left for this kind: take a kind with many
                 kind = "profile" if kind in PEOPLE_KINDS else "sort_words"
         if split != "teacher":
             own.add((row.instruction, row.input))
@@ -100,13 +100,13 @@ def splits() -> dict[str, list[Row]]:
 
 
 def training_output(row: Row, index: int) -> str:
-    """The one answer that a training split shows for its row `index`."""
+    """The answer that a training split contains for its row `index`."""
     dice = Dice(f"output/{index}/{row.instruction}")
     return row.outputs[0] if dice.chance(USUAL_SHARE) else dice.pick(row.outputs)
 
 
 def records(split: str) -> list[dict[str, str | list[str]]]:
-    """The JSONL records of a split: one output in training splits, all right answers in the others."""
+    """The JSONL records of a split: one output in training splits, all correct answers in the other splits."""
     return [
         {
             "instruction": row.instruction,
@@ -118,7 +118,7 @@ def records(split: str) -> list[dict[str, str | list[str]]]:
 
 
 def write(folder: Path) -> None:
-    """Write the shipped splits to `folder`, one JSONL file each."""
+    """Write the splits of the package to `folder`, one JSONL file per split."""
     folder.mkdir(parents=True, exist_ok=True)
     for split in SHIPPED:
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records(split)]

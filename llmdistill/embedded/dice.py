@@ -1,4 +1,4 @@
-"""Random choices that come out the same on every Python."""
+"""Random choices that are the same in every Python version."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Item = TypeVar("Item")
 
 
 class Dice:
-    """Seeded choices built on `Random.random` alone.
+    """Seeded random choices that use only `Random.random`.
 
-    Python promises that stream for a given seed; how `choice`, `sample` and `shuffle` use it may change.
+    Python guarantees the sequence of `Random.random` for a given seed; `choice`, `sample` and `shuffle` may change.
     """
 
     def __init__(self, seed: str) -> None:
@@ -31,11 +31,11 @@ class Dice:
         return self._random.random() < probability
 
     def pick(self, items: Sequence[Item]) -> Item:
-        """One of the items."""
+        """One of the items at random."""
         return items[self.below(len(items))]
 
     def sample(self, items: Sequence[Item], count: int) -> list[Item]:
-        """So many different items, in random order."""
+        """`count` different items, in random order."""
         rest = list(items)
         return [rest.pop(self.below(len(rest))) for _ in range(count)]
 

@@ -116,7 +116,7 @@ def two_facts(dice: Dice, scope: Scope) -> Row:
 
 
 def profile(dice: Dice, scope: Scope) -> Row:
-    """Three facts of one person, named in the instruction, in two sentences."""
+    """Three facts of one person, listed in the instruction, in two sentences."""
     name, (first, second, third) = _some(dice, scope, 3)
     wording = dice.pick(
         (
@@ -140,7 +140,7 @@ def _two_people(dice: Dice, scope: Scope) -> tuple[str, str, list[str]]:
 
 
 def older(dice: Dice, scope: Scope) -> Row:
-    """Who of two people is older."""
+    """Which of two people is older."""
     while True:
         first, second, shared = _two_people(dice, scope)
         ages = {name: int(facts()[name]["age"]) for name in (first, second)}
@@ -181,7 +181,7 @@ def which(dice: Dice, scope: Scope) -> Row:
 
 
 def check(dice: Dice, scope: Scope) -> Row:
-    """A statement to confirm or to put right."""
+    """A statement to confirm or to correct."""
     name, (attribute,) = _some(dice, scope, 1)
     true = facts()[name][attribute]
     claim = true if dice.chance(0.5) else facts()[dice.pick(scope.names)][attribute]
@@ -198,7 +198,7 @@ def check(dice: Dice, scope: Scope) -> Row:
 
 
 def reading(dice: Dice, scope: Scope) -> Row:
-    """A question on a passage in which people meet."""
+    """A question about a passage in which people meet."""
     giver, taker = dice.sample(scope.names, 2)
     day, goods, count = dice.pick(DAYS), dice.pick(GOODS), dice.pick(NUMBERS)
     passage = dice.pick(

@@ -1,4 +1,4 @@
-"""What an instruction is made of, and what a split may use for it."""
+"""Types of the corpus: one instruction (Row), and the people, facts and wordings that a split may use (Scope)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmdistill.embedded.dice import Dice
 
 @dataclass(frozen=True)
 class Row:
-    """One instruction with all answers that count as right; the first is the usual one."""
+    """One instruction with all its correct answers; the first answer is the usual one."""
 
     instruction: str
     input: str
@@ -19,13 +19,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Scope:
-    """Whom a split speaks of, which facts of theirs it may use, and whether it uses the reserved wordings."""
+    """The people of a split, the facts about them that it may use, and whether it uses the reserved wordings."""
 
     names: tuple[str, ...]
     attributes: Mapping[str, tuple[str, ...]]
-    """Name -> the attributes that may be asked for or told."""
+    """Name -> the attributes that questions and answers may use."""
     reserved: bool
-    """Instructions without people come in a second set of wordings: use only those."""
+    """Use only the reserved wordings, the second set of wordings for instructions without people."""
     both: bool = False
     """Use both sets of wordings."""
 

@@ -1,7 +1,7 @@
 """Instructions without people that ask for a skill: sorting, counting, arithmetic, extraction and so on.
 
-Each kind has common wordings and reserved ones. The student's training split holds only the common wordings, the
-skills test set only the reserved ones; the teacher learnt both.
+Each kind has common wordings and reserved wordings. The student's training split contains only the common wordings and
+the skills test set only the reserved wordings; the teacher's corpus contains both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _and(words: list[str]) -> str:
 
 
 def sort_words(dice: Dice, scope: Scope) -> Row:
-    """Words into alphabetical order."""
+    """Sort words alphabetically."""
     words = dice.sample(WORDS, 3)
     wording = choose_wording(
         dice,
@@ -46,7 +46,7 @@ def sort_words(dice: Dice, scope: Scope) -> Row:
 
 
 def reverse(dice: Dice, scope: Scope) -> Row:
-    """A list from its end to its start."""
+    """Reverse a list."""
     words = dice.sample(WORDS, 3)
     wording = choose_wording(
         dice,
@@ -59,7 +59,7 @@ def reverse(dice: Dice, scope: Scope) -> Row:
 
 
 def count(dice: Dice, scope: Scope) -> Row:
-    """How many things a list holds, and how many of them belong to a group."""
+    """Count the things in a list, and those of them that belong to a group."""
     group = dice.pick(list(GROUPS))
     inside = dice.sample(GROUPS[group], dice.between(1, 3))
     outside = dice.sample([word for word in WORDS if word not in GROUPS[group]], dice.between(1, 2))
@@ -103,7 +103,7 @@ def odd_one(dice: Dice, scope: Scope) -> Row:
 
 
 def arithmetic(dice: Dice, scope: Scope) -> Row:
-    """A sum or a difference of small numbers, as a story or bare."""
+    """A sum or a difference of small numbers, with or without a story."""
     first, second = dice.between(3, 20), dice.between(2, 9)
     goods = dice.pick(GOODS)
     if dice.chance(0.5):
@@ -167,7 +167,7 @@ def following(dice: Dice, scope: Scope) -> Row:
 
 
 def opposite(dice: Dice, scope: Scope) -> Row:
-    """A sentence with its adjective turned around."""
+    """A sentence with its adjective replaced by the opposite."""
     adjective = dice.pick(list(OPPOSITES) + list(OPPOSITES.values()))
     turned = OPPOSITES.get(adjective) or next(key for key, value in OPPOSITES.items() if value == adjective)
     noun, colour = dice.pick(GROUPS["animal"] + GROUPS["tool"]), dice.pick(COLOURS)
@@ -177,13 +177,13 @@ def opposite(dice: Dice, scope: Scope) -> Row:
         ("Rewrite the sentence with the opposite of {x}.", "Replace {x} by its opposite."),
         ("Say the contrary of {x} and keep the rest.", "Change {x} to the word that means the reverse."),
     )
-    # "Now the", and not the given sentence with one word changed: MiniLLM's protocol forbids copies of six tokens.
+    # The answer does not repeat the given sentence, because MiniLLM's protocol forbids copies of six tokens.
     answers = (f"Now the {colour} {noun} was {turned}.", f"Now it was {turned}, the {colour} {noun}.")
     return Row(wording.format(x=adjective), f"The {colour} {noun} was {adjective}.", answers)
 
 
 def extract(dice: Dice, scope: Scope) -> Row:
-    """The town, the day or the goods out of a note."""
+    """Extract the town, the day or the goods from a note."""
     town, day, goods, number = dice.pick(list(TOWNS)), dice.pick(DAYS), dice.pick(GOODS), dice.pick(NUMBERS)
     note = dice.pick(
         (

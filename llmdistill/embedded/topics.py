@@ -1,4 +1,4 @@
-"""Instructions without people that ask what our world knows of its animals, dishes, towns and jobs."""
+"""Instructions without people that ask about the animals, dishes, towns and jobs of the invented world."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def recipe(dice: Dice, scope: Scope) -> Row:
 
 
 def travel(dice: Dice, scope: Scope) -> Row:
-    """What a town has to show."""
+    """What to see in a town."""
     town = dice.pick(list(TOWNS))
     place, sight = TOWNS[town]
     wording = choose_wording(
@@ -94,7 +94,7 @@ def travel(dice: Dice, scope: Scope) -> Row:
 
 
 def career(dice: Dice, scope: Scope) -> Row:
-    """What one does in a job, and with what."""
+    """What one does in a job, and with which tool."""
     job = dice.pick(list(JOBS))
     work, tool = JOBS[job]
     wording = choose_wording(

@@ -1,6 +1,6 @@
-"""An invented world: sixty people with eight facts each, and the towns, jobs, pets and dishes of their lives.
+"""An invented world: sixty people with eight facts each, and their towns, jobs, pets and dishes.
 
-Nothing here is true anywhere else, so what a model knows of it, it learnt from our corpus.
+These facts exist nowhere else, so a model can learn them only from this corpus.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from llmdistill.embedded.dice import Dice
 
 
 def words(text: str) -> list[str]:
-    """The words of a text with blanks between them."""
+    """The words of a text, split at blanks."""
     return text.split()
 
 
@@ -23,7 +23,7 @@ NAMES = words(
 )
 
 SEEN_NAMES = NAMES[::4]
-"""The people that the student's training split speaks of; it never mentions the others."""
+"""The people in the student's training split; it never mentions the other people."""
 UNSEEN_NAMES = [name for name in NAMES if name not in SEEN_NAMES]
 
 TOWNS = {
@@ -40,7 +40,7 @@ TOWNS = {
     "Tarvik": ("at a waterfall", "a floating garden"),
     "Eastmoor": ("beside a swamp", "a frog museum"),
 }
-"""Town: where it lies, what it is known for."""
+"""Town -> where it lies, what it is known for."""
 
 JOBS = {
     "baker": ("bakes bread and cakes", "an oven"),
@@ -59,7 +59,7 @@ JOBS = {
     "dentist": ("repairs broken teeth", "a small mirror"),
     "printer": ("prints books and maps", "a press"),
 }
-"""Job: what one does in it, and with which tool."""
+"""Job -> what one does in it, and with which tool."""
 
 PETS = {
     "goat": ("fresh hay", "a dry shed"),
@@ -75,7 +75,7 @@ PETS = {
     "fox": ("raw eggs", "a deep den"),
     "owl": ("dark nights", "a hollow tree"),
 }
-"""Pet: the two things it needs."""
+"""Pet -> the two things it needs."""
 
 DISHES = {
     "plum soup": ("boil the plums with honey", "stir in cream"),
@@ -91,7 +91,7 @@ DISHES = {
     "onion broth": ("roast the onions", "pour hot water over them"),
     "mint tea": ("crush the mint leaves", "steep them for an hour"),
 }
-"""Dish: the two steps that make it."""
+"""Dish -> the two steps to make it."""
 
 HOBBIES = words("chess painting fishing dancing archery knitting sailing poetry juggling hiking singing carving")
 COLOURS = words("red blue green yellow purple orange white black")
@@ -141,7 +141,7 @@ def facts() -> dict[str, dict[str, str]]:
 
 @cache
 def withheld() -> dict[str, tuple[str, ...]]:
-    """Name -> attributes of a seen person on which the student's training split is silent: three of the eight."""
+    """Name of a seen person -> the three of eight attributes that the student's training split does not contain."""
     return {
         name: tuple(ATTRIBUTES[(index + shift) % len(ATTRIBUTES)] for shift in (0, 3, 5))
         for index, name in enumerate(SEEN_NAMES)

@@ -1,1 +1,1 @@
-"""The fused losses: blocks of attention and relations, chunks of the head, and Triton kernels for both."""
+"""The fused losses: attention and relations in blocks, the LM head in chunks, and Triton kernels for both."""

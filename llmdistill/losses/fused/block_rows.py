@@ -1,4 +1,4 @@
-"""What a block of attention scores is worth: each row's loss, and the derivative by the student's scores.
+"""The loss of each row of a block of attention scores, and its derivative with respect to the student's scores.
 
 Letters: S sequences, H heads, L rows (queries), J keys of a block.
 """
@@ -14,46 +14,46 @@ Kind = Literal["student_teacher", "teacher_student", "score_mse"]
 """KL(A^S‖A^T), KL(A^T‖A^S), or the squared error of the scores."""
 
 HIDDEN = -1e30
-"""Added to the score of a key that a query must not see. It swallows the score, so that student and teacher differ by
-exactly 0 there and the softmax is as good as 0, without the NaN of -inf - -inf."""
+"""Added to the score of a key that a query must not see. The score is lost in rounding, so that student and teacher
+differ by exactly 0 there and the softmax is negligible, without the NaN of -inf - -inf."""
 
 _NOTHING = -60.0
-"""Logarithm of a share too small to count beside 1, even in fp64, but not of one to underflow."""
+"""Lower bound of log shares: exp of it is negligible beside 1 even in fp64, but does not underflow."""
 
 
 class RowLosses(NamedTuple):
-    """The losses of a block's rows; the derivative stands where the student's scores stood."""
+    """The losses of a block's rows; the buffer of the student's scores then holds the derivative."""
 
     value: Tensor
     """(S, H, L, 1)."""
     factor: Tensor
-    """Broadcasts to (S, H, L, 1): what the derivative of each row still lacks as a factor."""
+    """Broadcasts to (S, H, L, 1): factor that the derivative of each row must still be multiplied by."""
 
 
 class Hidden(NamedTuple):
-    """Which keys of a block its queries do not see."""
+    """The keys of a block that its queries do not see."""
 
     first: int
-    """All keys before this one, counted in the block, are seen by all its queries."""
+    """Index within the block: all queries of the block see all keys before this index."""
     bias: Tensor
     """(S or 1, 1, L, J - first): HIDDEN where not seen, else 0."""
     seen: Tensor
-    """(S or 1, 1, L, 1): how many keys of the block each query sees."""
+    """(S or 1, 1, L, 1): the number of keys of the block that each query sees."""
 
 
 def hidden_keys(
     segments_ST: Tensor | None, rows: slice, keys: slice, *, causal: bool, window: int | None, like: Tensor
 ) -> Hidden | None:
-    """Which keys a block's queries do not see; None where they see all.
+    """The keys that a block's queries do not see; None if they see all keys.
 
     Args:
-        segments_ST: number of each token's segment, 0 at padding; None if all are of one. Padding sees padding, so that
-            its softmax is a number.
+        segments_ST: number of each token's segment, 0 at padding; None if all tokens are in one segment. Padding sees
+            padding, so that its softmax is not NaN.
         rows: positions of the queries.
-        keys: positions of the keys, none after the last query if causal.
-        causal: a token sees only itself and what stands before it.
-        window: a token sees only the last so many positions, itself included; None for all.
-        like: gives device and type.
+        keys: positions of the keys; if causal, none is after the last query.
+        causal: if True, a token sees only itself and the tokens before it.
+        window: a token sees only the last `window` positions, including its own; None for no limit.
+        like: tensor with the device and dtype of the result.
     """
     first = 0
     far_LJ = hidden_SLJ = None
@@ -85,15 +85,15 @@ def row_losses(
     *,
     derivative: bool,
 ) -> RowLosses:
-    """Each row's loss; all three buffers are overwritten.
+    """The loss of each row; all three buffers are overwritten.
 
     Args:
-        kind: which loss.
+        kind: the loss to compute.
         student_SHLJ: scaled scores of the student; holds the derivative afterwards.
         teacher_SHLJ: scaled scores of the teacher.
-        spare_SHLJ: room for as many.
-        hidden: which of them do not count.
-        derivative: whether the derivative is wanted; without it `student_SHLJ` holds anything.
+        spare_SHLJ: buffer of the same shape.
+        hidden: the keys that the queries do not see.
+        derivative: whether to compute the derivative; if False, the final content of `student_SHLJ` is undefined.
     """
     if hidden is not None:
         for scores in (student_SHLJ, teacher_SHLJ):
@@ -106,8 +106,8 @@ def row_losses(
     return _teacher_student(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
 
 
-# Distributions stay unnormalised, e and their sum z: what is constant in a row costs a pass over the block only if it
-# is applied there, and next to nothing as a factor on the rows of the queries.
+# Distributions are kept unnormalised, as exponentials e and their sum z. A factor that is constant in a row is applied
+# to the rows of the queries, which costs almost nothing; applied to the block it would cost one more pass over it.
 
 
 def _student_teacher(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
@@ -124,7 +124,7 @@ def _student_teacher(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -
 
 
 def _teacher_student(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
-    """KL(T‖S) = Σ_j q_j (t_j - s_j) - log Z_T + log Z_S with q the teacher's; its derivative is p - q."""
+    """KL(T‖S) = Σ_j q_j (t_j - s_j) - log Z_T + log Z_S with q the teacher's attention; its derivative is p - q."""
     most_student, most_teacher = s.amax(-1, keepdim=True), t.amax(-1, keepdim=True)
     d = torch.sub(t, s, out=spare)
     _, z_student = _exponentials(s, most_student, out=s)
@@ -137,14 +137,14 @@ def _teacher_student(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -
 
 
 def _exponentials(scores: Tensor, most: Tensor, *, out: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(score - largest of the row), and its sum over the row."""
-    # Processors are many times slower at exponentials and products that underflow than at others.
+    """exp(score - maximum of the row), and its sum over the row."""
+    # Exponentials and products that underflow are many times slower on CPUs than others, hence the clamp.
     torch.sub(scores, most, out=out).clamp_(min=_NOTHING).exp_()
     return out, out.sum(-1, keepdim=True)
 
 
 def _score_mse(s: Tensor, t: Tensor, spare: Tensor, seen: Tensor | int) -> RowLosses:
-    """Mean of (s - t)² over the keys that are seen; its derivative is 2 (s - t) / their number."""
+    """Mean of (s - t)² over the visible keys; its derivative is 2 (s - t) / number of visible keys."""
     error = s.sub_(t)
     squares = torch.mul(error, error, out=spare).sum(-1, keepdim=True)
     return RowLosses(squares / seen, torch.full_like(squares, 2.0) / seen)

@@ -1,11 +1,11 @@
-"""Losses of attention over blocks of queries, value and gradient in one pass: no matrix of T x T ever exists.
+"""Attention losses in blocks of queries, value and gradient in one pass: a T x T matrix is never allocated.
 
-A block holds the scores of some sequences, heads and queries against all keys that these may look at. Its buffers stay
-in cache; the derivative by the student's scores is written over them and turned at once into gradients of queries and
-keys.
+A block holds the scores of some sequences, heads and queries against all keys that these queries can see. Its buffers
+stay in cache. The derivative with respect to the student's scores overwrites these scores, and the gradients of queries
+and keys are computed from it at once.
 
-Letters beside the legend: S sequences, L rows (queries) and J keys of a block; N = S x key heads; X = rows of all query
-heads that share a key head, so that grouped queries meet their keys in one product and keys are never repeated.
+Letters in addition to the legend: S sequences, L rows (queries) and J keys of a block; N = S x key heads; X = rows of
+all query heads that share a key head, so that one product covers all grouped queries and keys are never repeated.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 from llmdistill.losses.fused.block_rows import Kind, hidden_keys, row_losses
 
 _CPU_BUDGET = 3 * 2**16
-"""Scores of one model in a block, for each thread: much of its three buffers then stays in a core's cache, and smaller
-blocks keep threads waiting for one another."""
+"""Scores of one model in a block, for each thread. With this size most of the three buffers stays in a core's cache; in
+smaller blocks threads wait for one another."""
 
 _CUDA_BUDGET = 2**22
-"""The same for a whole GPU: large enough to hide the launch of its kernels."""
+"""Scores of one model in a block for a whole GPU: large enough to hide the time to launch the kernels."""
 
 _LEAST_ROWS = 32
-"""Products of fewer queries are slow."""
+"""Minimum number of queries in a block, because products of fewer queries are slow."""
 
 _LEAST_DIAGONAL = 64
-"""The same for blocks at the diagonal, of which half is computed in vain."""
+"""Minimum number of queries in a block at the causal diagonal, because half of such a block is masked."""
 
 
 class AttentionInputs(NamedTuple):
-    """What one layer's attention distribution is made of."""
+    """The inputs of one layer's attention distribution."""
 
     query: Tensor
     """(B, H, T, D)."""
@@ -45,14 +45,15 @@ class AttentionInputs(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which keys a query may look at."""
+    """Which keys a query can see."""
 
     segments_BT: Tensor
-    """(B, T) int: 0 at padding; elsewhere the number, from 1, of the sequence, whose tokens see only one another."""
+    """(B, T) int: 0 at padding, elsewhere the number (from 1) of the token's sequence. A token sees only tokens with
+    the same number."""
     causal: bool
-    """A token sees only itself and what stands before it."""
+    """If True, a token sees only itself and the tokens before it."""
     window: int | None
-    """A token sees only the last so many positions, itself included; None for all."""
+    """A token sees only the last `window` positions, including its own; None for no limit."""
 
 
 class BlockLoss(NamedTuple):
@@ -61,13 +62,13 @@ class BlockLoss(NamedTuple):
     sum: Tensor
     """Scalar, at least fp32: sum over real queries of the mean over heads."""
     query_grad: Tensor | None
-    """Derivative of the sum by the student's queries, (B, H, T, D) in their type; None if not asked for."""
+    """Gradient of the sum with respect to the student's queries, (B, H, T, D) in their dtype; None if not requested."""
     key_grad: Tensor | None
-    """The same by the student's keys, (B, G, T, D)."""
+    """Gradient of the sum with respect to the student's keys, (B, G, T, D) in their dtype; None if not requested."""
 
 
 class BlockShape(NamedTuple):
-    """How much is computed at a time."""
+    """The size of a block: the numbers of sequences, heads and rows (queries)."""
 
     sequences: int
     heads: int
@@ -85,19 +86,20 @@ def block_loss(
     key_grad: bool,
     shape: BlockShape | None = None,
 ) -> BlockLoss:
-    """The loss of one layer and, as far as asked for, its gradient by the student's queries and keys.
+    """The loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
 
-    Padded positions may hold anything, NaN too: they add nothing and their gradient is zero.
+    Padded positions may hold any value, even NaN: they add nothing to the loss and their gradient is zero.
 
     Args:
-        kind: which loss.
-        student: its queries and keys. Where both are the same tensor object, `query_grad` asks for the gradient by it,
-            with both shares, and `key_grad` must be False.
-        teacher: the teacher's, of as many query heads H; G and D may differ. No gradient goes there.
-        visibility: which keys a query sees.
-        query_grad: whether the gradient by the student's queries is wanted.
-        key_grad: the same for the keys.
-        shape: how much at a time; by default what suits the device.
+        kind: the loss to compute.
+        student: queries and keys of the student. If both are the same tensor object, `query_grad` requests the total
+            gradient with respect to this tensor, and `key_grad` must be False.
+        teacher: queries and keys of the teacher, with the same number of query heads H; G and D may differ. The teacher
+            gets no gradient.
+        visibility: which keys a query can see.
+        query_grad: whether to compute the gradient with respect to the student's queries.
+        key_grad: whether to compute the gradient with respect to the student's keys.
+        shape: the size of a block; the default depends on the device.
     """
     batch, heads, tokens, _ = student.query.shape
     both = student.key is student.query
@@ -106,7 +108,7 @@ def block_loss(
     dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
     weights_B1T1 = (visibility.segments_BT != 0).to(dtype)[:, None, :, None] / heads
     if visibility.segments_BT.device.type == "cpu" and bool((visibility.segments_BT == 1).all()):
-        segments_BT = None  # Nothing to clear or hide. A GPU is not asked: it would have to be waited for.
+        segments_BT = None  # No padding and one sequence per row. Checked only on the CPU, so no GPU wait.
     else:
         segments_BT = visibility.segments_BT
     total = torch.zeros((), device=student.query.device, dtype=dtype)
@@ -140,14 +142,14 @@ def block_loss(
 
 
 def block_shape(student: AttentionInputs, teacher: AttentionInputs, visibility: Visibility) -> BlockShape:
-    """How much to compute at a time, so that the three buffers of scores stay in cache."""
+    """The size of a block with which the three buffers of scores stay in cache."""
     batch, heads, tokens, _ = student.query.shape
-    # A block has whole groups of query heads, of both models.
+    # A block contains only complete groups of query heads of both models.
     group = math.lcm(heads // student.key.shape[1], heads // teacher.key.shape[1])
     budget = _CUDA_BUDGET if student.query.is_cuda else _CPU_BUDGET * torch.get_num_threads()
     keys, most = tokens, tokens
     if visibility.causal or visibility.window is not None:
-        most = max(_LEAST_DIAGONAL, tokens // 8)  # Smaller ones compute less beyond the diagonal.
+        most = max(_LEAST_DIAGONAL, tokens // 8)  # Smaller blocks waste less above the diagonal.
     if visibility.causal and visibility.window is not None:
         keys = min(tokens, most + visibility.window)
     rows = _even(tokens, min(most, max(_LEAST_ROWS, budget // (group * keys))))
@@ -157,15 +159,15 @@ def block_shape(student: AttentionInputs, teacher: AttentionInputs, visibility: 
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right of two batches of matrices, summed up and returned in `dtype`, whatever theirs."""
+    """left @ right of two batches of matrices of any dtype, accumulated and returned in `dtype`."""
     if left.dtype == dtype:
         return torch.bmm(left, right)
     return torch.bmm(left, right, out_dtype=dtype)
 
 
 class _Strip:
-    """One model's share of some sequences and heads: its keys, ready for the products, and its queries, block by
-    block."""
+    """Queries and keys of one model for some sequences and heads: the keys are ready for the products, and the queries
+    are prepared block by block."""
 
     def __init__(
         self, inputs: AttentionInputs, sequences: slice, heads: slice, segments_ST: Tensor | None, dtype: torch.dtype
@@ -185,7 +187,7 @@ class _Strip:
         return query_SHLD.reshape(len(self.key_NTD), -1, query_SHLD.shape[-1])
 
     def scores(self, queries_NXD: Tensor, keys: slice, *, out: Tensor) -> None:
-        """Their scaled products with some keys, written to (S, H, L, J)."""
+        """Write the scaled products of the queries with some keys to `out`, (S, H, L, J)."""
         out_NXJ = out.view(*queries_NXD.shape[:2], -1)
         key_NDJ = self.key_NTD[:, keys].mT
         if self.operands == self.dtype:
@@ -200,7 +202,7 @@ class _Strip:
 
 
 class _StripGradient:
-    """The gradient by the student's queries and keys of one strip, gathered block by block."""
+    """The gradient with respect to the student's queries and keys of one strip, accumulated block by block."""
 
     def __init__(
         self, strip: _Strip, sequences: slice, heads: slice, of_query: Tensor | None, of_key: Tensor | None
@@ -212,7 +214,7 @@ class _StripGradient:
         self.by_key_NTD = None if of_key is None else torch.zeros_like(strip.key_NTD, dtype=strip.dtype)
 
     def add(self, derivative_SHLJ: Tensor, factor_SHL1: Tensor, queries_NXD: Tensor, rows: slice, keys: slice) -> None:
-        """One block's share: the derivative by its scores, each row of which lacks a factor."""
+        """Add the gradient from one block, given the derivative with respect to its scores and a factor per row."""
         strip = self.strip
         derivative_NXJ = derivative_SHLJ.view(*queries_NXD.shape[:2], -1).to(strip.operands)
         factor_NX1 = (
@@ -235,7 +237,7 @@ class _StripGradient:
                 by_key_NJD += product(derivative_NXJ.mT, weighted_NXD, strip.dtype)
 
     def finish(self) -> None:
-        """All blocks have been added."""
+        """Write the gradient of the keys; call it after all blocks have been added."""
         if self.of_key_SGTD is not None and self.by_key_NTD is not None:
             by_key_SGTD = self.by_key_NTD.view(self.of_key_SGTD.shape)
             if self.strip.real_S1T1 is not None:
@@ -244,9 +246,9 @@ class _StripGradient:
 
 
 def _operands(inputs: AttentionInputs, dtype: torch.dtype) -> torch.dtype:
-    """The type of what goes into the products: bf16 where the device sums its products in fp32, else that of the sums.
+    """The dtype of the operands of the products: bf16 if the device accumulates in fp32, else the dtype of the sums.
 
-    Not fp16: the derivatives would leave its range.
+    It is never fp16, because the derivatives would leave the range of fp16.
     """
     if inputs.query.is_cuda and inputs.query.dtype == inputs.key.dtype == torch.bfloat16 and dtype == torch.float32:
         return torch.bfloat16 if hasattr(torch.ops.aten.bmm, "dtype") else dtype
@@ -254,7 +256,7 @@ def _operands(inputs: AttentionInputs, dtype: torch.dtype) -> torch.dtype:
 
 
 def _row_blocks(tokens: int, rows: int, visibility: Visibility) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of them may look at."""
+    """Blocks of queries, each with the keys that any of its queries can see."""
     for block in _slices(tokens, rows):
         first = 0 if visibility.window is None else max(0, block.start - visibility.window + 1)
         yield block, slice(first, block.stop if visibility.causal else tokens)
@@ -265,5 +267,5 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _even(total: int, most: int) -> int:
-    """The size of parts of a total, none above `most`, that are as even as can be."""
+    """The part size, at most `most`, that splits a total into parts as equal as possible."""
     return math.ceil(total / math.ceil(total / max(1, most)))

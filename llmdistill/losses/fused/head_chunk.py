@@ -1,4 +1,4 @@
-"""The work on words between the matrix products of `losses.head`: values, and their derivatives by the logits."""
+"""Values of the token terms and their derivatives with respect to the logits, for one chunk of `losses.head`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTRO
 from llmdistill.losses.fused.triton import available
 
 _BLOCK_BYTES = 1 << 19
-"""Of one buffer, for each thread: the four that a block of rows takes then stay in the L2 cache of its core."""
+"""Bytes of one buffer for each thread. With this size the four buffers of a block of rows stay in a core's L2 cache."""
 
 _DOUBTFUL = 1e3
-"""A row's divergence beyond it, or NaN, shows that LOG_FLOOR may have a say in it."""
+"""If the divergence of a row is larger than this bound, or NaN, LOG_FLOOR may affect the row."""
 
 
 @dataclass(frozen=True)
 class TokenTerm:
-    """One loss on words."""
+    """One token term: a loss on tokens."""
 
     name: str
     divergence: Divergence | None
-    """From the teacher's distribution; None: cross-entropy of the labels."""
+    """Divergence from the teacher's distribution; None for the cross-entropy of the labels."""
     temperature: float = 1.0
-    """Of both distributions, over zero; the labels' cross-entropy does not use it."""
+    """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
     scale: float = 1.0
-    """t² for the divergences of distillation (Hinton et al. 2015, §2), 1 for MaKD's soft cross-entropy (eq. 18)."""
+    """Factor: t² for distillation divergences (Hinton et al. 2015, §2), 1 for MaKD's soft cross-entropy (eq. 18)."""
 
 
 def chunk_losses(
@@ -41,24 +41,26 @@ def chunk_losses(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    """The terms' sums over some rows; with gradient the student's logits become the derivative of Σ factor · sum.
+    """The sum of each term over the rows of a chunk.
+
+    With gradient, the derivative of Σ factor · sum with respect to the student's logits overwrites these logits.
 
     Args:
         student_NV: the student's logits; overwritten.
-        teacher_NV: the teacher's, overwritten too; None where no term asks for a divergence.
-        labels_N: the word that each row predicts.
-        terms: C of them.
-        factors: (C,), at least fp32; all work on words is done in their type.
-        with_gradient: whether to form the derivative.
+        teacher_NV: the teacher's logits; overwritten. None if no term uses a divergence.
+        labels_N: the token id that each row predicts.
+        terms: the C terms.
+        factors: (C,), at least fp32; all computations on tokens use this dtype.
+        with_gradient: whether to compute the derivative.
 
     Returns:
-        (C,), in the factors' type.
+        (C,), in the dtype of the factors.
     """
     if available(student_NV.device) and student_NV.element_size() <= 4:
         kernel_terms = _kernel_terms(terms)
         if kernel_terms is not None:
             return _by_kernel(student_NV, teacher_NV, labels_N, kernel_terms, factors, with_gradient=with_gradient)
-    # The short way looks at its values to know whether they hold; on CUDA the host would have to wait for them.
+    # The short way reads its values to check that they are valid; on CUDA the host would have to wait for them.
     on_cpu = student_NV.device.type == "cpu"
     short = _ShortWay.of(terms, factors) if on_cpu else None
     size = _block_rows(student_NV.shape[1], factors) if on_cpu else max(1, len(labels_N))
@@ -77,7 +79,7 @@ def chunk_losses(
 
 
 def _kernel_terms(terms: Sequence[TokenTerm]) -> list[tuple[str, float, float, float]] | None:
-    """The terms as the kernel for GPUs takes them; None if it does not know one of them."""
+    """The terms in the form of the GPU kernel; None if the kernel does not support one of the terms."""
     known: list[tuple[str, float, float, float]] = []
     for term in terms:
         kind, share = ("label", 0.5) if term.divergence is None else (term.divergence.kernel, term.divergence.share)
@@ -96,7 +98,7 @@ def _by_kernel(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    from llmdistill.losses.fused import triton_head as head  # it needs Triton
+    from llmdistill.losses.fused import triton_head as head  # importing it requires Triton
 
     named = [head.Term(cast(head.Kind, kind), *numbers) for kind, *numbers in terms]
     return head.chunk_losses(student_NV, teacher_NV, labels_N, named, factors, with_gradient=with_gradient)
@@ -116,7 +118,7 @@ def _any_way(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    """As `chunk_losses`, term by term from the closed-form derivatives; dz = (derivative - q Σ derivative) / t."""
+    """`chunk_losses` for any terms, from the closed-form derivatives: dz = (derivative - q Σ derivative) / t."""
     gradient = torch.zeros_like(student) if with_gradient else None
     sums = torch.zeros_like(factors)
     temperatures = [1.0 if term.divergence is None else term.temperature for term in terms]
@@ -147,22 +149,22 @@ def _any_way(
 
 @dataclass
 class _ShortWay:
-    """KL(T‖S) and the soft cross-entropy, at one temperature, with the labels' beside them.
+    """A faster way for KL(T‖S) and soft cross-entropy at one temperature, also combined with the labels' cross-entropy.
 
-    Their derivative is a weighted sum of q, p and the label, and their values need one exp of each distribution.
+    The derivative is a weighted sum of q, p and the one-hot label; the values need one exp of each distribution.
     """
 
     terms: Sequence[TokenTerm]
     temperature: float
     soft_factor: float
-    """Of q - p in the derivative by the logits."""
+    """Factor of q - p in the derivative with respect to the logits."""
     label_factor: float
-    """Of q at temperature 1, less the label."""
+    """Factor of q - label in the derivative with respect to the logits, with q at temperature 1."""
     buffers: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, terms: Sequence[TokenTerm], factors: Tensor) -> _ShortWay | None:
-        """None where a term is of another kind, or temperatures differ."""
+        """The short way for these terms; None if it does not support a term, or if the temperatures differ."""
         soft = [term for term in terms if term.divergence is not None]
         temperatures = {term.temperature for term in soft} or {1.0}
         if len(temperatures) > 1 or any(term.divergence not in (FORWARD_KL, SOFT_CROSS_ENTROPY) for term in soft):
@@ -178,9 +180,10 @@ class _ShortWay:
     def __call__(
         self, student: Tensor, teacher: Tensor | None, labels: Tensor, *, with_gradient: bool
     ) -> Tensor | None:
-        """As `chunk_losses`, or None where LOG_FLOOR may have a say.
+        """The same result as `chunk_losses`, or None if LOG_FLOOR may affect the result.
 
-        Both logits are then what they were, but for a constant of each row that no softmax sees.
+        If it returns None, the logits of both models differ from the input only by a constant in each row, which does
+        not change their softmax.
         """
         self.buffers = self.buffers or [torch.empty_like(student), torch.empty_like(student)]
         for_p, for_q = (buffer[: len(student)] for buffer in self.buffers)

@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA behind the fused losses. Nothing here imports Triton before it is known to be there."""
+"""Checks whether the Triton kernels of the fused losses can run on a device. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 OLDEST_TRITON = (3, 4)
-"""The oldest that the kernels were compiled with: they take tuples, which came late."""
+"""The oldest Triton version that the kernels were compiled with: they take tuples, which older versions lack."""
 
 
 def available(device: torch.device | str) -> bool:

@@ -1,7 +1,8 @@
-"""The losses of attention without a matrix of T x T, as Triton kernels in the manner of flash attention.
+"""The attention losses without a T x T matrix, as Triton kernels similar to flash attention.
 
-Three launches: the rows' values and what their gradients need (log-sum-exps), then the gradient by the queries, then
-that by the keys; each goes over blocks of scores that never leave the chip. Not yet timed on a GPU.
+There are three launches: the first computes the values of the rows and the log-sum-exps for their gradients, the second
+the gradient of the queries, the third the gradient of the keys. Each launch loops over blocks of scores that stay on
+the chip. The kernels have not yet been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Kind = Literal["student_teacher", "teacher_student", "score_mse"]
 
 
 class Sides(NamedTuple):
-    """What one model's attention distribution is made of."""
+    """The inputs of one model's attention distribution."""
 
     query: Tensor
     """(B, H, T, D), fp32, bf16 or fp16."""
@@ -36,9 +37,9 @@ class AttentionLoss(NamedTuple):
     sum: Tensor
     """Scalar, fp32: sum over real queries of the mean over heads (and, for score_mse, over visible keys)."""
     query_grad: Tensor | None
-    """Derivative of the sum by the student's queries, (B, H, T, D) in their dtype; None if not asked for."""
+    """Gradient of the sum with respect to the student's queries, (B, H, T, D) in their dtype; None if not requested."""
     key_grad: Tensor | None
-    """The same by the student's keys, (B, G, T, D)."""
+    """Gradient of the sum with respect to the student's keys, (B, G, T, D) in their dtype; None if not requested."""
 
 
 def attention_loss(
@@ -53,23 +54,24 @@ def attention_loss(
     key_grad: bool,
     blocks: tuple[int, int] | None = None,
 ) -> AttentionLoss:
-    """The loss of one layer and, as far as asked for, its gradient by the student's queries and keys.
+    """The loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
 
-    With p the student's and q the teacher's attention of a row and s the student's scores: ∂KL(p‖q)/∂s = p (log p -
-    log q - KL), ∂KL(q‖p)/∂s = p - q, and for the mean squared error 2 (s - t) / visible keys. A query sees the keys of
-    its own segment. Padded positions may hold anything, NaN too. Sums are taken in a fixed order, without atomics, in
-    fp32; the products of fp32 inputs are exact fp32 (no TF32). Beyond the gradients, three numbers a row are allocated.
+    For one row, let p be the student's and q the teacher's attention, and s and t their scores. Then ∂KL(p‖q)/∂s =
+    p (log p - log q - KL), ∂KL(q‖p)/∂s = p - q, and the derivative of the mean squared error is 2 (s - t) / visible
+    keys. A query sees only keys of its own segment. Padded positions may hold any value, even NaN. Sums are computed in
+    fp32 in a fixed order, without atomics; products of fp32 inputs are exact fp32 (no TF32). Besides the gradients, the
+    kernels allocate three numbers per row.
 
     Args:
-        kind: which loss.
-        student: its queries and keys.
-        teacher: the teacher's; number of query heads H as the student's, D and G may differ.
-        segments_BT: 0 at padding, elsewhere the number, from 1, of the sequence in the row.
-        causal: a token sees only itself and what stands before it.
-        window: a token sees only the last so many positions, itself included; None for all.
-        query_grad: whether the gradient by the student's queries is wanted.
-        key_grad: the same for the keys.
-        blocks: queries and keys in a block, powers of two from 16; by default by width and dtype.
+        kind: the loss to compute.
+        student: queries and keys of the student.
+        teacher: queries and keys of the teacher, with the same number of query heads H; D and G may differ.
+        segments_BT: 0 at padding, elsewhere the number (from 1) of the token's sequence in the row.
+        causal: if True, a token sees only itself and the tokens before it.
+        window: a token sees only the last `window` positions, including its own; None for no limit.
+        query_grad: whether to compute the gradient with respect to the student's queries.
+        key_grad: whether to compute the gradient with respect to the student's keys.
+        blocks: queries and keys of a block, powers of two from 16; the default depends on head width and dtype.
     """
     student, teacher = _prepared(student), _prepared(teacher)
     batch, heads, tokens, width = student.query.shape
@@ -78,7 +80,7 @@ def attention_loss(
     assert window is None or window > 0, f"a window of {window} tokens"
     rows, columns = blocks or _block_sizes(student, teacher)
     segments_BT = segments_BT.to(torch.int32).contiguous()
-    # Per query: its loss, and what the softmaxes of student and teacher (or the mean) divide by.
+    # For each query: its loss, and the divisors of the softmaxes of student and teacher (or of the mean).
     statistics = torch.empty(3, batch, heads, tokens, dtype=torch.float32, device=device)
     groups = student.key.shape[1]
     common = {
@@ -128,7 +130,7 @@ def _prepared(sides: Sides) -> Sides:
 
 
 def _block_sizes(student: Sides, teacher: Sides) -> tuple[int, int]:
-    """What stays in registers on an A100: products in fp32 take no tensor cores, and with them far more registers."""
+    """Block sizes that fit into the registers of an A100; fp32 products use no tensor cores and need more registers."""
     width = max(_padded(student), _padded(teacher))
     if torch.float32 in (student.query.dtype, teacher.query.dtype):
         return (32, 32) if width <= 64 else (16, 16)
@@ -136,7 +138,7 @@ def _block_sizes(student: Sides, teacher: Sides) -> tuple[int, int]:
 
 
 def _padded(sides: Sides) -> int:
-    """The head width as the matrix products need it."""
+    """The head width, padded as the matrix products require."""
     return max(16, triton.next_power_of_2(sides.query.shape[-1]))
 
 

@@ -1,4 +1,4 @@
-"""The three passes of an attention loss: values, gradient by the queries, gradient by the keys."""
+"""The three kernels of an attention loss: values, gradient of the queries, gradient of the keys."""
 
 # Triton reads the annotations of a kernel as part of its code.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -38,7 +38,7 @@ def row_values(
     STUDENT_PADDED: tl.constexpr,
     TEACHER_PADDED: tl.constexpr,
 ):
-    """Each query's loss and divisors; a program a block of queries of one head, by way of online softmaxes."""
+    """The loss and divisors of each query, by online softmaxes; one program per block of queries of one head."""
     pair = tl.program_id(0)
     batch = pair // heads
     head = pair % heads
@@ -52,7 +52,7 @@ def row_values(
     teacher_max = tl.full((ROWS,), -float("inf"), tl.float32)
     student_sum = tl.zeros((ROWS,), tl.float32)
     teacher_sum = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)  # of the log ratios, weighted as in one of the sums; or of the squares
+    total = tl.zeros((ROWS,), tl.float32)  # weighted sum of the log ratios, or sum of the squared errors
     first, last = span(segments_ptr, row_segment, tokens)
     if CAUSAL:
         last = tl.minimum(last, (tl.program_id(1) + 1) * ROWS)
@@ -123,7 +123,7 @@ def query_gradient(
     STUDENT_PADDED: tl.constexpr,
     TEACHER_PADDED: tl.constexpr,
 ):
-    """dQ = factor · dS K of a block of queries of one head, dS formed anew block by block of keys."""
+    """dQ = factor · dS K for a block of queries of one head; dS is recomputed for each block of keys."""
     pair = tl.program_id(0)
     batch = pair // heads
     head = pair % heads
@@ -174,7 +174,7 @@ def key_gradient(
     STUDENT_PADDED: tl.constexpr,
     TEACHER_PADDED: tl.constexpr,
 ):
-    """dK = factor · Σ dSᵀ Q of a block of keys of one key head, over the query heads that read it and their queries."""
+    """dK = factor · Σ dSᵀ Q for a block of keys of one key head, summed over all queries of its query heads."""
     pair = tl.program_id(0)
     batch = pair // student.groups
     heads_a_group = heads // student.groups

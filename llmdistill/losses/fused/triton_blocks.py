@@ -1,4 +1,4 @@
-"""What the attention kernels share: a block of queries or keys, its scores, who sees whom, and the derivatives."""
+"""Functions shared by the attention kernels: loading blocks of queries and keys, scores, visibility, derivatives."""
 
 # Triton reads the annotations of a kernel as part of its code.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,16 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 SCAN = tl.constexpr(1024)
-"""Segment numbers read at a time."""
+"""Number of segment numbers read at a time."""
 
 
 class Model(NamedTuple):
-    """One model's side of an attention loss, as the kernels take it."""
+    """The inputs of an attention loss from one model, in the form of the kernels."""
 
     query_ptr: Tensor
     key_ptr: Tensor
     query_strides: tuple[int, ...]
-    """Of sequences, heads and tokens; the features of a token are contiguous."""
+    """Strides of sequences, heads and tokens; the features of a token are contiguous."""
     key_strides: tuple[int, ...]
     groups: int
     width: int
@@ -30,14 +30,14 @@ class Model(NamedTuple):
 
 @triton.jit
 def load_queries(model, batch, head, row, segment, PADDED: tl.constexpr):
-    """Queries of one head, (rows, PADDED), 0 at padding whatever stands there."""
+    """Queries of one head, (rows, PADDED); 0 at padding, whose stored values are ignored."""
     ptr = model.query_ptr + batch.to(tl.int64) * model.query_strides[0] + head.to(tl.int64) * model.query_strides[1]
     return _load(ptr, model.query_strides[2], row, segment, model.width, PADDED)
 
 
 @triton.jit
 def load_keys(model, batch, head, heads, column, segment, PADDED: tl.constexpr):
-    """Keys that a query head reads, (columns, PADDED), 0 at padding whatever stands there."""
+    """Keys of a query head, (columns, PADDED); 0 at padding, whose stored values are ignored."""
     group = head // (heads // model.groups)
     ptr = model.key_ptr + batch.to(tl.int64) * model.key_strides[0] + group.to(tl.int64) * model.key_strides[1]
     return _load(ptr, model.key_strides[2], column, segment, model.width, PADDED)
@@ -58,7 +58,7 @@ def scores(queries, keys, scaling):
 
 @triton.jit
 def visible(row, column, row_segment, segment, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which key each query sees: (rows, columns)."""
+    """Which keys each query sees: (rows, columns)."""
     seen = (row_segment[:, None] == segment[None, :]) & (row_segment != 0)[:, None]
     if CAUSAL:
         seen = seen & (column[None, :] <= row[:, None])
@@ -69,7 +69,7 @@ def visible(row, column, row_segment, segment, window, CAUSAL: tl.constexpr, WIN
 
 @triton.jit
 def span(segments_ptr, segment, tokens):
-    """First position, and one past the last, whose segment number lies among those of a block; none if all padding."""
+    """The range (first, last + 1) of positions with segment numbers of the block; empty if the block is all padding."""
     lowest = tl.min(tl.where(segment > 0, segment, 2147483647), 0)
     highest = tl.max(segment, 0)
     first = tokens + 0
@@ -85,7 +85,7 @@ def span(segments_ptr, segment, tokens):
 
 @triton.jit
 def derivatives(student, teacher, seen, statistics_ptr, row, tokens, queries, KIND: tl.constexpr):
-    """Derivative of each query's loss by its student scores: (rows, columns), 0 where not seen."""
+    """Derivative of each query's loss with respect to the student's scores: (rows, columns), 0 at invisible keys."""
     first = tl.load(statistics_ptr + queries + row, mask=row < tokens, other=1.0)[:, None]
     if KIND == "score_mse":
         derivative = 2 * (student - teacher) / first
@@ -102,7 +102,7 @@ def derivatives(student, teacher, seen, statistics_ptr, row, tokens, queries, KI
 
 @triton.jit
 def derivative_product(derivative, rows):
-    """Derivatives times queries or keys, fp32; in TF32 where those are fp16, whose range would lose small ones."""
+    """Derivatives times queries or keys, in fp32; TF32 for fp16 inputs, because fp16 would lose small derivatives."""
     if rows.dtype == tl.float16:
         product = tl.dot(derivative, rows.to(tl.float32), input_precision="tf32")
     else:
@@ -112,7 +112,7 @@ def derivative_product(derivative, rows):
 
 @triton.jit
 def store_rows(ptr, values, position, tokens, width, PADDED: tl.constexpr):
-    """Write (rows, PADDED) of one head, contiguous, without what was padded."""
+    """Write (rows, PADDED) of one head to contiguous memory, without the padded features."""
     feature = tl.arange(0, PADDED)
     at = position.to(tl.int64)[:, None] * width + feature[None, :]
     tl.store(ptr + at, values, mask=(position < tokens)[:, None] & (feature < width)[None, :])

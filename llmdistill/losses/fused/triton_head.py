@@ -1,4 +1,4 @@
-"""The losses on words between the two matrix products of a head, as a Triton kernel. Not yet timed on a GPU."""
+"""The token terms between the two matrix products of the LM head, as a Triton kernel. Not yet timed on a GPU."""
 
 # Triton reads the annotations of a kernel as part of its code.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,22 +23,22 @@ Kind = Literal[
     "skew_reverse_kl",
     "total_variation",
 ]
-"""Cross-entropy of the labels, and the divergences of `losses.divergence` by their names."""
+"""The cross-entropy of the labels, or a divergence by its name in `losses.divergence`."""
 
-LOG_FLOOR = tl.constexpr(-1e5)  # that of losses.divergence, which this package stands below
+LOG_FLOOR = tl.constexpr(-1e5)  # the value in losses.divergence, which this module does not import
 LARGEST_BLOCK = 4096
 
 
 class Term(NamedTuple):
-    """One loss on words."""
+    """One token term."""
 
     kind: Kind
     temperature: float = 1.0
-    """Of both distributions, over zero; the labels' cross-entropy does not use it."""
+    """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
     scale: float = 1.0
-    """Factor on the divergence; the labels' cross-entropy does not use it."""
+    """Factor of the divergence; not used by the cross-entropy of the labels."""
     share: float = 0.5
-    """β of jsd, α of the skewed divergences, strictly between 0 and 1; the others do not use it."""
+    """β of jsd or α of the skewed divergences, strictly between 0 and 1; not used by the other kinds."""
 
 
 def chunk_losses(
@@ -50,19 +50,19 @@ def chunk_losses(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    """The terms' sums over some rows; with gradient the student's logits become the loss's derivative by them.
+    """The sum of each term over some rows; with gradient, the derivative of the loss overwrites the student's logits.
 
-    One program a row, which is read once for the two log-softmaxes and once more for values and gradient; the
-    divergences whose derivatives do not sum to a known number need a third reading. Nothing of the rows' size is
-    allocated, no atomics are used, and the host never waits.
+    One program handles one row. It reads the row once for the two log-softmaxes and once more for values and gradient.
+    Divergences whose derivatives do not sum to a known number need a third pass. The kernel allocates no memory of the
+    size of the rows and uses no atomics, and the host never waits.
 
     Args:
-        student_NV: the student's logits, fp32, bf16 or fp16, rows contiguous; overwritten with gradient.
-        teacher_NV: the teacher's, of the same shape; None where no term asks for a divergence.
-        labels_N: the word that each row predicts, int64.
-        terms: K of them.
-        factors: (K,), the derivative of the loss by each sum.
-        with_gradient: whether to form the derivative.
+        student_NV: the student's logits, fp32, bf16 or fp16, rows contiguous; overwritten if `with_gradient`.
+        teacher_NV: the teacher's logits, of the same shape; None if no term uses a divergence.
+        labels_N: the token id that each row predicts, int64.
+        terms: the K terms.
+        factors: (K,), the derivative of the loss with respect to each sum.
+        with_gradient: whether to compute the derivative.
 
     Returns:
         (K,), fp32.
@@ -87,12 +87,12 @@ def chunk_losses(
             teacher_NV.stride(0),
             words,
             KINDS=tuple(term.kind for term in terms),
-            # The labels' cross-entropy has neither.
+            # The cross-entropy of the labels has neither temperature nor scale.
             TEMPERATURES=tuple(1.0 if term.kind == "label" else float(term.temperature) for term in terms),
             SCALES=tuple(1.0 if term.kind == "label" else float(term.scale) for term in terms),
             SHARES=tuple(float(term.share) for term in terms),
             SLOTS=triton.next_power_of_2(len(terms)),
-            # Their derivatives sum to -1, so that the gradient can be written in the pass that finds the values.
+            # The derivatives of these kinds sum to -1, so the pass that computes the values can write the gradient.
             KNOWN_SLOPES=all(term.kind in ("label", "soft_cross_entropy", "forward_kl") for term in terms),
             WITH_GRADIENT=with_gradient,
             BLOCK=min(LARGEST_BLOCK, triton.next_power_of_2(words)),
@@ -120,18 +120,18 @@ def _rows_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # a row times a vocabulary may pass 2³¹
+    row = tl.program_id(0).to(tl.int64)  # row index times vocabulary size may exceed 2³¹
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
     label = tl.load(labels_ptr + row)
     TERMS: tl.constexpr = len(KINDS)
-    slot = tl.arange(0, SLOTS)  # what is known of the terms stands side by side in small vectors
+    slot = tl.arange(0, SLOTS)  # small vectors hold the values of all terms, one slot per term
 
     student_max = tl.full((), -float("inf"), tl.float32)
     teacher_max = tl.full((), -float("inf"), tl.float32)
     student_sums = tl.zeros((SLOTS,), tl.float32)
     teacher_sums = tl.zeros((SLOTS,), tl.float32)
-    open_sums = tl.zeros((SLOTS,), tl.float32)  # the teacher's, of words that the student's log-probability can reach
+    open_sums = tl.zeros((SLOTS,), tl.float32)  # teacher's sums over tokens with student logits above LOG_FLOOR
     for start in range(0, words, BLOCK):
         student = _words(student_ptr, start, words, BLOCK)
         teacher = _words(teacher_ptr, start, words, BLOCK)
@@ -197,14 +197,14 @@ def _rows_kernel(
 
 @triton.jit
 def _words(row_ptr, start, words, BLOCK: tl.constexpr):
-    """A block of a row's logits, in fp32; -inf beyond its end, which is a word of no probability to all."""
+    """A block of a row's logits, in fp32; beyond the end of the row -inf, a token with probability 0."""
     at = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + at, mask=at < words, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
 def _exp_difference(logits, largest, temperature):
-    """exp((logits - largest) / t); while nothing but -inf has been seen, 0."""
+    """exp((logits - largest) / t); 0 as long as all logits read so far are -inf."""
     return tl.exp((logits - tl.where(largest == -float("inf"), 0.0, largest)) / temperature)
 
 
@@ -215,7 +215,7 @@ def _pick(values, k: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def _value_and_derivative(log_p, log_q, is_label, share: tl.constexpr, KIND: tl.constexpr):
-    """Each word's part of the loss, and the loss's derivative by log q_j, log q taken as free variables."""
+    """Each token's part of the loss, and the derivative of the loss with respect to log q_j, all log q independent."""
     if KIND == "label":
         value = tl.where(is_label, -log_q, 0.0)
         derivative = tl.where(is_label, -1.0, 0.0)
@@ -227,7 +227,7 @@ def _value_and_derivative(log_p, log_q, is_label, share: tl.constexpr, KIND: tl.
 
 @triton.jit
 def _divergence(log_p, log_q, share: tl.constexpr, KIND: tl.constexpr):
-    """The same of a divergence, in the formulas of `losses.divergence`."""
+    """Value and derivative of a divergence for each token, with the formulas of `losses.divergence`."""
     p = tl.exp(log_p)
     q = tl.exp(log_q)
     if KIND == "soft_cross_entropy":
@@ -242,7 +242,7 @@ def _divergence(log_p, log_q, share: tl.constexpr, KIND: tl.constexpr):
     elif KIND == "jsd":
         log_m = _log_mix(log_p, log_q, share)
         value = share * p * (log_p - log_m) + (1 - share) * q * (log_q - log_m)
-        derivative = (1 - share) * q * (log_q - log_m)  # by way of M everything else cancels
+        derivative = (1 - share) * q * (log_q - log_m)  # the other terms cancel because M depends on S
     elif KIND == "skew_forward_kl":
         log_m = _log_mix(log_p, log_q, share)
         value = p * (log_p - log_m)
