@@ -34,10 +34,15 @@ def launch_command(*arguments: str, ranks: int = 1) -> list[str]:
     return [str(launcher), *flags, MAIN_JOB, *arguments]
 
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def environment() -> dict[str, str]:
     # One thread a rank: sums are then taken in the same order in every run.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    # A run in the tests' own process leaves it with a rank; what is started here is no rank of it.
+    mine = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
+    return {**mine, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 class RankServer:

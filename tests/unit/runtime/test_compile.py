@@ -72,12 +72,11 @@ def train(
     for batch in (make_batch(3, 9), make_batch(2, 7)):
         with torch.no_grad():
             taught = of_teacher.teach(batch, lm_head=method.needs_teacher_logits)
-        outputs = of_student.learn(batch, method.running(taught, batch))
-        losses = method(outputs, taught, batch)
+        losses = of_student.learn(batch, method.running(taught, batch))
         student.zero_grad()
-        torch.stack([weight * losses[name].sum for name, weight in method.weights.items()]).sum().backward()
+        losses.total.backward()
         gradients = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
-        seen.append({**{name: loss.sum.detach() for name, loss in losses.items()}, **gradients})
+        seen.append({**{name: loss.sum.detach() for name, loss in losses.terms.items()}, **gradients})
     return seen
 
 
