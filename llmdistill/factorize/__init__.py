@@ -1,8 +1,8 @@
-"""A teacher's matrices as products of two smaller ones: planning, doing, saving, loading and undoing it.
+"""Factorisation: replaces a teacher's matrices by products of two smaller ones. Plans, factorises, saves, loads and
+merges back.
 
-By svd (MaKD eq. 10-11): n × m is a matrix as MaKD writes it (y = x W, n inputs, m outputs), k its rank after
-truncation. By kronecker (KroneckerBERT eq. 1-8): W (m, n) as that paper writes it (y = W x), a sum of A (m1, n1) ⊗
-B (m2, n2).
+svd (MaKD eq. 10-11): n × m is a matrix as MaKD writes it (y = x W, n inputs, m outputs), k its rank after truncation.
+kronecker (KroneckerBERT eq. 1-8): W (m, n) as that paper writes it (y = W x), a sum of A (m1, n1) ⊗ B (m2, n2).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _MODULES = {
     "plan": "budget",
     "summarise": "budget",
 }
-"""Name -> its module. They need transformers' models; hub.py must load while transformers itself is being imported."""
+"""Name -> its module. These modules need transformers' models, but hub.py must load while transformers itself is
+being imported."""
 
 __all__ = [
     "build_reference",

@@ -1,4 +1,4 @@
-"""What a factorisation would make of a model and what the student then weighs; the meta device will do."""
+"""Plans a factorisation and counts the parameters of the student; a model on the meta device is enough."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PLANS: dict[str, Any] = {"svd": plan_ranks, "kronecker": plan_shapes}
-"""Method -> the sizes of a model's linears from the settings."""
+"""Method -> the function that computes the sizes of a model's linears from the settings."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "svd": ("rank", "ranks", "target_params", "embedding_rank", "sigma"),
     "kronecker": ("shapes", "sums", "target_params", "max_flops", "embedding_columns"),
 }
-"""Method -> the settings that it looks at."""
+"""Method -> the settings that it uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factorisation:
-    """What becomes of a model."""
+    """A planned factorisation of a model."""
 
     sizes: dict[str, Any]
-    """Rank or shape by the name of the linear; the others stay dense."""
+    """Rank or shape by the name of the linear; all other linears stay dense."""
     embedding: int | None
-    """Rank or columns of the token embedding; None leaves it dense."""
+    """Rank or columns of the token embedding; None keeps it dense."""
 
 
 def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> dict[str, Any]:
     """The size of each linear that is to be factorised, by module name: a rank or a KroneckerShape.
 
-    Linears left out stay dense. UserError for settings of another method, such as contradict each other or do not fit
-    the model, and for a model that is factorised already.
+    All other linears stay dense. Raises UserError if the settings are those of another method, contradict each other or
+    do not fit the model, or if the model is already factorised.
     """
     check_settings(settings, method)
     if is_factorised(model):
@@ -52,7 +52,7 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd")
 
 
 def check_settings(settings: FactorizeConfig, method: str) -> None:
-    """UserError for a setting that only another method looks at."""
+    """Raises UserError for a setting that only another method uses."""
     kind_of(method)
     for field in fields(FactorizeConfig):
         if field.name not in SETTINGS[method] and getattr(settings, field.name) != field.default:
@@ -65,20 +65,20 @@ def check_settings(settings: FactorizeConfig, method: str) -> None:
 
 
 def embedding_size(settings: FactorizeConfig, method: str) -> int | None:
-    """Rank or columns of the token embedding, None where it stays dense."""
+    """Rank or columns of the token embedding; None if it stays dense."""
     kind = kind_of(method)
     size: int | None = getattr(settings, kind.embedding_key)
     return None if size == kind.dense_embedding else size
 
 
 def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str = "svd") -> dict[str, Any]:
-    """What a factorisation would give, from a folder's config.json (or a config) alone, without weights.
+    """Summarise a planned factorisation, from the config.json of a folder (or a config) alone, without weights.
 
-    Keys: method, model_type, teacher_params, student_params, ratio, forward_flops (of the student, a token), dense
-    (linears of the layers that stay as they are); of svd rank (None where ranks differ), ranks by module,
-    embedding_rank; of kronecker shapes by module ([m1, n1, sums]), embedding_columns, flops_per_token and
-    teacher_flops_per_token (of the layers' linears, by eq. 7). Parameters are those of the base model for encoders, of
-    the causal language model for decoders.
+    Keys: method, model_type, teacher_params, student_params, ratio, forward_flops (of the student, for one token),
+    dense (linears of the layers that stay dense); for svd rank (None if ranks differ), ranks by module, embedding_rank;
+    for kronecker shapes by module ([m1, n1, sums]), embedding_columns, flops_per_token and teacher_flops_per_token (of
+    the layers' linears, by eq. 7). Parameters are counted in the base model for encoders, and in the causal language
+    model for decoders.
     """
     return describe(model, settings, method)[0]
 
@@ -86,7 +86,7 @@ def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, m
 def describe(
     model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str
 ) -> tuple[dict[str, Any], Factorisation]:
-    """What `summarise` says, and the factorisation itself."""
+    """The result of `summarise`, and the factorisation itself."""
     config = load_config(model) if isinstance(model, Path | str) else model
     reference = build_reference(config)
     teacher_params = count_parameters(reference)
@@ -119,7 +119,7 @@ def _of_shapes(model: PreTrainedModel, shapes: dict[str, KroneckerShape]) -> dic
 
 
 DETAILS: dict[str, Any] = {"svd": _of_ranks, "kronecker": _of_shapes}
-"""Method -> what is said of its sizes."""
+"""Method -> the function that describes its sizes."""
 
 
 def _yaml(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""Model folders on disk: read as the class that saved them, with what belongs to a model beside its weights."""
+"""Reads model folders with the class that saved them, and copies the files that belong to a model beside its
+weights."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ TOKENIZER_FILES = (
     "*.jinja",
     *_GENERATION,
 )
-"""What belongs to a model beside its weights and config.json."""
+"""The files that belong to a model beside its weights and config.json."""
 
 
 def local_folder(path: Path | str) -> Path:
-    """The folder itself, or the one that a hub name's safetensors and companions are downloaded to."""
+    """The folder itself, or the folder into which the safetensors and companion files of a hub name are downloaded."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -43,9 +44,10 @@ def local_folder(path: Path | str) -> Path:
 
 
 def load(folder: Path | str, config: PreTrainedConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """The model of a folder as the class that saved it, from safetensors only; an adapter comes merged into its base.
+    """Load the model of a folder with the class that saved it, from safetensors only; an adapter is merged into its
+    base.
 
-    UserError if weights are missing or do not fit.
+    Raises UserError if weights are missing or do not fit.
     """
     adapter = adapter_folder(folder)
     if adapter is None:
@@ -75,7 +77,7 @@ def _load_weights(folder: Path | str, config: PreTrainedConfig, dtype: torch.dty
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The transformers class that config.json names. UserError if it names none that transformers has."""
+    """The transformers class that config.json names. Raises UserError if it names no class of transformers."""
     import transformers
 
     name = (config.architectures or [""])[0]
@@ -88,9 +90,10 @@ def model_class(config: PreTrainedConfig) -> Any:
 
 
 def copy_companions(source: Path | str, target: Path) -> None:
-    """Copy tokenizer and generation files that the target does not have yet, for an adapter its base's too.
+    """Copy tokenizer and generation files that the target does not have yet; for an adapter also those of its base.
 
-    `source` is a folder or a hub name. Of two tokenizers the adapter's counts, and nothing of the base's is mixed in.
+    `source` is a folder or a hub name. If both adapter and base have a tokenizer, the adapter's is copied, and no file
+    of the base's tokenizer is mixed in.
     """
     folder = local_folder(source)
     _copy(folder, target, TOKENIZER_FILES)
@@ -107,10 +110,10 @@ def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
 
 
 def merge_adapter(path: Path | str, output: Path | str, dtype: torch.dtype | str = "auto") -> None:
-    """Write the model of an adapter merged into its base as a new stock folder, tokenizer files included.
+    """Merge an adapter into its base and write the model as a new stock folder, tokenizer files included.
 
-    `path` is the adapter's folder or hub name; `auto` keeps the dtype of the base. UserError if it is no adapter, does
-    not fit, or if `output` is not empty.
+    `path` is the adapter's folder or hub name; `auto` keeps the dtype of the base. Raises UserError if `path` is no
+    adapter, if the adapter does not fit, or if `output` is not empty.
     """
     adapter = adapter_folder(path)
     if adapter is None:

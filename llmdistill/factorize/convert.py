@@ -1,4 +1,4 @@
-"""Factorise loaded weights: a model in place, or a folder into a new folder (MaKD §3.1)."""
+"""Factorises loaded weights: a model in place, or the model of a folder into a new folder (MaKD §3.1)."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ def factorize(
     device: torch.device | None = None,
     progress: bool = False,
 ) -> None:
-    """Replace each named linear, and the token embedding if asked, by its best approximation of that size, in place.
+    """Replace each named linear, and optionally the token embedding, by its best approximation of the given size, in
+    place.
 
-    The best of a rank by svd (MaKD eq. 11), of a Kronecker shape by kronecker (KroneckerBERT eq. 2-5). `sizes` is what
-    `plan` gives, `embedding` the rank or the columns; `sigma` is svd's. Each matrix is decomposed on `device` (where
-    it is, without one), one at a time, so a model that no GPU holds can still use one. dtype and device of the model
-    stay, the arithmetic is fp32 or finer; a tied head stays tied. save_pretrained then writes a student that
-    from_pretrained loads. UserError if the model is factorised or quantised already, or has a matrix with values that
-    are not finite.
+    svd gives the best approximation of a rank (MaKD eq. 11), kronecker the best of a Kronecker shape (KroneckerBERT eq.
+    2-5). `sizes` is the result of `plan`, `embedding` the rank or the columns; `sigma` is used by svd only. Each matrix
+    is decomposed on `device` (by default where the matrix is), one at a time, so a GPU can be used even if it cannot
+    hold the model. dtype and device of the model stay the same, the arithmetic is fp32 or finer; a tied head stays
+    tied. save_pretrained then writes a student that from_pretrained loads. Raises UserError if the model is already
+    factorised or quantised, or if a matrix has values that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"this {type(model).__name__} is factorised or quantised already; start from the dense teacher")
     base = model.base_model
     kind = kind_of(method)
     names = {base_name(model, name): size for name, size in sizes.items()}
-    silent = None if progress else True  # None: tqdm is silent where there is no terminal
+    silent = None if progress else True  # None: tqdm is silent if there is no terminal
     factors = {
         name: _factors(kind.factors, name, matrix(base.get_submodule(name)), size, sigma, device)
         for name, size in tqdm(names.items(), desc=method, disable=silent)
@@ -76,17 +77,17 @@ def compress_model(
     device: torch.device | None = None,
     in_place: bool = False,
 ) -> PreTrainedModel:
-    """A factorised copy of a loaded model, or the model itself where `in_place` says so.
+    """A factorised copy of a loaded model, or the factorised model itself if `in_place` is set.
 
     Args:
-        model: a dense model of any head; its dtype, device and mode are also the copy's.
-        settings: the sizes; a target of kronecker has `search` choose them.
+        model: a dense model with any head; the copy has the same dtype, device and mode.
+        settings: the sizes; for a target of kronecker `search` chooses them.
         method: svd or kronecker.
-        device: where matrices are decomposed; None decomposes each where it is.
-        in_place: change the model instead of a copy.
+        device: the device on which matrices are decomposed; None decomposes each matrix where it is.
+        in_place: whether to change the model instead of a copy.
 
     Raises:
-        UserError: settings that contradict each other or do not fit, or a model that is factorised already.
+        UserError: settings contradict each other or do not fit the model, or the model is already factorised.
     """
     if needs_search(settings, method):
         settings = search(model, settings, device=device)[0].settings
@@ -105,7 +106,8 @@ def compress_model(
 
 
 def _copy_without(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
-    """A copy that shares the weights of the named linears, which are about to be replaced, with the model."""
+    """A copy that shares the weights of the named linears with the model, because these linears are going to be
+    replaced."""
     linears = [model.base_model.get_submodule(base_name(model, name)) for name in names]
     return copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
 
@@ -119,12 +121,13 @@ def compress(
     device: torch.device | None = None,
     head: Head | None = None,
 ) -> dict[str, Any]:
-    """Factorise the model of a folder into a new folder that from_pretrained loads, and return what `summarise` says.
+    """Factorise the model of a folder into a new folder that from_pretrained loads, and return the result of
+    `summarise`.
 
-    The model keeps its class and so its heads, unless `head` wants another (one that the folder lacks starts from
-    random numbers), its dtype, its tokenizer and its generation settings. UserError for bad settings, unreadable
-    folders and a folder to write to that is not empty, before the weights are read; a target of kronecker has them
-    read first (`search`).
+    The model keeps its dtype, its tokenizer, its generation settings, and its class with its heads, unless `head` asks
+    for another head (a head that the folder lacks gets random weights). Raises UserError for invalid settings,
+    unreadable folders and an output folder that is not empty, before the weights are read; only a target of kronecker
+    reads the weights first (`search`).
     """
     config = load_config(model_dir)
     if needs_search(settings, method):
@@ -151,7 +154,7 @@ def compress(
 
 
 def _unshare_config(model: PreTrainedModel) -> None:
-    """Give the model a config of its own: one that a teacher shares must not call that teacher factorised."""
+    """Give the model its own config: a config shared with the teacher must not describe the teacher as factorised."""
     shared = model.config
     own: Any = copy.deepcopy(shared)
     for module in model.modules():
@@ -172,7 +175,7 @@ def _factors(
     sigma: Sigma,
     device: torch.device | None,
 ) -> dict[str, Tensor]:
-    """The values of a module's parameters, where the weight is."""
+    """The values of a module's parameters, on the device of the weight."""
     if not weight.isfinite().all():
         raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
     moved = weight if device is None else weight.to(device)

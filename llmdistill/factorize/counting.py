@@ -1,4 +1,5 @@
-"""Parameters and FLOPs of models, and the linears that can be factorised; from shapes, so the meta device will do."""
+"""Counts parameters and FLOPs of models, and finds the linears that can be factorised. Shapes are enough, so models
+on the meta device work."""
 
 from __future__ import annotations
 
@@ -30,15 +31,17 @@ _Value = TypeVar("_Value")
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters of a model, each tied one once; also of one on the meta device or partitioned by ZeRO-3."""
+    """Number of parameters of a model; tied parameters count once. Also works on the meta device or partitioned by
+    ZeRO-3."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
 def forward_flops(model: nn.Module) -> int:
-    """FLOPs of a forward pass for one token: 2 a parameter, of Kronecker products what eq. 7 says.
+    """FLOPs of a forward pass for one token: 2 for each parameter, and eq. 7 for Kronecker products.
 
-    Their parameters are used many times for a token. Attention's own products, which grow with the length, are left
-    out, and a table that is only looked up counts as a head that is tied to it would.
+    The parameters of Kronecker products are used many times for a token. The products inside the attention, which grow
+    with the length, are left out. An embedding table, which is only looked up, counts as much as a head that is tied to
+    it.
     """
     products = [module for module in model.modules() if isinstance(module, KroneckerLinear)]
     of_products = sum(kronecker_flops(each.out_features, each.in_features, each.shape) for each in products)
@@ -47,9 +50,10 @@ def forward_flops(model: nn.Module) -> int:
 
 
 def build_reference(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model whose parameters papers count, on the meta device, factorised where its config says so.
+    """The model whose parameters papers count, on the meta device, factorised if its config says so.
 
-    Base model (with pooler) for encoders, causal LM for decoders. UserError if the architecture is not supported.
+    This is the base model (with pooler) for encoders, and the causal LM for decoders. Raises UserError if the
+    architecture is not supported.
     """
     model = build_meta(config)
     install_saved(model)
@@ -59,9 +63,9 @@ def build_reference(config: PreTrainedConfig) -> PreTrainedModel:
 def layer_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The linears of the transformer layers by name: every nn.Linear and Conv1D in an nn.ModuleList of the base model.
 
-    Layers are kept in a list in every architecture, and what may not be factorised with them (embeddings, pooler,
-    language-model head, classifier) stands outside of it or outside of the base model; so no table is needed.
-    UserError if there is none.
+    Every architecture keeps its layers in a list. The modules that must not be factorised with them (embeddings,
+    pooler, lm_head, classifier) are outside of this list or outside of the base model, so no table of architectures is
+    needed. Raises UserError if there is no such linear.
     """
     base = model.base_model
     lists = [f"{name}." for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
@@ -79,7 +83,8 @@ def layer_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def parse_target(text: str | int, teacher_params: int) -> int:
-    """Parameters meant by "690000000", "0.69B", "77.25M" or "62%" (of the teacher). UserError for anything else."""
+    """The number of parameters for "690000000", "0.69B", "77.25M" or "62%" (of the teacher). Raises UserError for
+    any other form."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([KMB%]?)\s*", str(text), re.IGNORECASE)
     if match is None:
         raise UserError(f"target_params {text!r} is no number of parameters; write 690000000, 0.69B, 77.25M or 62%")
@@ -95,7 +100,8 @@ def parse_target(text: str | int, teacher_params: int) -> int:
 def by_pattern(
     patterns: Mapping[str, _Value], names: Collection[str], *, key: str
 ) -> Iterator[tuple[str, str, _Value]]:
-    """Each name that a pattern covers, with the first such pattern and its value. UserError if one covers none."""
+    """Each name that a pattern matches, with the first such pattern and its value. Raises UserError if a pattern
+    matches no name."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or list(names)[:3]

@@ -1,4 +1,4 @@
-"""Merge a student's factors into a stock model that needs no llmdistill."""
+"""Merges a student's factors into a stock model that loads without llmdistill."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far the exported logits may be from the student's, as a share of the largest logit (and of 1 at least). Both run
-in fp32; what the half types add is the rounding of each merged matrix when it is stored."""
+"""Largest allowed difference between the exported logits and the student's, as a share of the largest logit (and of
+1 at least). Both models run in fp32; the half-precision types add the rounding of each merged matrix when it is
+stored."""
 
 
 @torch.no_grad()
 def merge(model: PreTrainedModel) -> None:
-    """Multiply all factors out, in place: what is left is the stock architecture, in the same dtype.
+    """Multiply all factors out, in place: the result is the stock architecture, in the same dtype.
 
     Products are computed in fp64. GPT-2's modules become Conv1D again; a tied head is tied again.
     """
@@ -51,11 +52,12 @@ def merge(model: PreTrainedModel) -> None:
 
 
 def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]:
-    """Write a student's folder as a stock model's, which loads without llmdistill; tokenizer files come along.
+    """Export a student's folder as the folder of a stock model, which loads without llmdistill; tokenizer files are
+    copied too.
 
-    The new folder is loaded again and its logits compared with the student's before it gets its name. UserError if
-    the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES). Returned: output,
-    params, and largest_difference of a logit.
+    The new folder is loaded again and its logits are compared with the student's before the folder gets its name.
+    Raises UserError if the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES).
+    Returns output, params, and largest_difference of a logit.
     """
     config = load_config(student_dir)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != NAME:
@@ -73,7 +75,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
         del model
         expected = _outputs(load(source, config, torch.float32))
         difference = (_outputs(load(folder, load_config(folder), torch.float32)) - expected).abs().max().item()
-        # Not "if difference > limit": a NaN must fail too.
+        # Not "if difference > limit": a NaN must also be an error.
         if not difference <= tolerance * max(1.0, expected.abs().max().item()):
             raise UserError(
                 f"the export of {student_dir} differs from the student by {difference:.2g} in its logits, of which "
@@ -83,13 +85,13 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
 
 
 def _product(module: Any) -> Tensor:
-    # In fp64, so that the one rounding is that of the stored matrix.
+    # The product is computed in fp64, so that only the stored matrix is rounded.
     product: Tensor = module.dense(torch.float64)
     return product.to(next(module.parameters()).dtype)
 
 
 def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """A Conv1D or nn.Linear with that weight (m, n)."""
+    """A Conv1D or nn.Linear with this weight (m, n)."""
     m, n = weight.shape
     dense: Any
     with torch.device("meta"):
@@ -102,7 +104,8 @@ def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 @torch.no_grad()
 def _outputs(model: PreTrainedModel) -> Tensor:
-    """What a model gives first (logits, or a base model's last hidden state) for two sequences of random tokens."""
+    """The first output of a model (logits, or the last hidden state of a base model) for two sequences of random
+    tokens."""
     length = min(16, getattr(model.config, "max_position_embeddings", 16) // 2)
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(model.config.get_text_config().vocab_size, (2, length), generator=generator)

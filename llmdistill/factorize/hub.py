@@ -1,12 +1,13 @@
-"""How transformers loads a student: the factorisation stands in config.json, and a hook exchanges the modules.
+"""Lets transformers load a student: config.json holds the factorisation, and a hook of transformers replaces the
+modules.
 
-transformers calls its hook for changed modules "quantizer"; nothing is quantised here. Before the weights are read,
-while the model is on the meta device, the named linears are factorised; from then on loading is the stock one
+transformers calls its hook for changed modules "quantizer", but nothing is quantised here. The named linears are
+factorised before the weights are read, while the model is on the meta device; after that, loading is the stock one
 (sharded files, dtype, device_map, tied weights). Without `import llmdistill` transformers warns of an unknown
-quantization type and loads the dense architecture with fresh random weights.
+quantization type and loads the dense architecture with random weights.
 
-This module is loaded in the middle of transformers' own import, when its models are not there yet. What builds on them
-is therefore imported where it is used.
+This module is loaded during the import of transformers, before the models of transformers are available. Code that
+needs these models is therefore imported where it is used.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ NAME = "llmdistill"
 
 
 class FactorizedConfig(QuantizationConfigMixin):
-    """The factorisation of a student, kept in config.json as `quantization_config`."""
+    """The factorisation of a student, stored in config.json as `quantization_config`."""
 
-    quant_method: Any  # transformers types it as its own enum, which a registered method is not part of
+    quant_method: Any  # transformers types it as its own enum, which has no registered methods
 
     def __init__(
         self,
@@ -45,10 +46,10 @@ class FactorizedConfig(QuantizationConfigMixin):
         quant_method: str = NAME,
         **embedding: int | None,
     ) -> None:
-        """`modules` maps names inside the base model to sizes, ranks or [m1, n1, sums].
+        """`modules` maps names inside the base model to sizes: ranks or [m1, n1, sums].
 
-        The size of the token embedding is under the key of its method, embedding_rank or embedding_columns. UserError
-        for what this version does not know.
+        The size of the token embedding has the key of its method, embedding_rank or embedding_columns. Raises UserError
+        for keys and values that this version does not know.
         """
         from llmdistill.factorize.kinds import KINDS
 
@@ -67,7 +68,8 @@ class FactorizedConfig(QuantizationConfigMixin):
         setattr(self, kind.embedding_key, embedding.get(kind.embedding_key))
 
     def install(self, model: PreTrainedModel) -> None:
-        """Give a dense model, perhaps on the meta device, the modules of fresh weights that this names."""
+        """Replace the named modules of a dense model by factorised modules with random weights; the model may be on
+        the meta device."""
         from llmdistill.factorize.install import install
         from llmdistill.factorize.kinds import KINDS
 
@@ -84,9 +86,9 @@ def _unknown(what: str) -> UserError:
 
 
 def install_saved(model: PreTrainedModel) -> None:
-    """Give a fresh model the factorised modules that its config asks for, if any; what loading does, without weights.
+    """Give a new model the factorised modules that its config asks for, if any, as loading does, but without weights.
 
-    For counting: a model that transformers builds from a config alone is always dense.
+    This is needed for counting, because a model that transformers builds from a config alone is always dense.
     """
     saved = getattr(model.config, "quantization_config", None)
     if isinstance(saved, dict) and saved.get("quant_method") == NAME:
@@ -96,12 +98,12 @@ def install_saved(model: PreTrainedModel) -> None:
 
 
 class FactorizedLoader(HfQuantizer):
-    """Exchanges the modules before the weights are read, and leaves an ordinary model behind."""
+    """Replaces the modules before the weights are read; the loaded model is then handled like an ordinary model."""
 
     quantization_config: FactorizedConfig
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """UserError when asked to factorise on the fly: that needs the dense weights first."""
+        """Raises UserError for factorisation during loading, because that needs the dense weights first."""
         if not self.pre_quantized:
             raise UserError(
                 "quantization_config of llmdistill describes a saved student and cannot be passed to from_pretrained; "
@@ -112,8 +114,9 @@ class FactorizedLoader(HfQuantizer):
         self.quantization_config.install(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        # Nothing is quantised, so nothing should say so: transformers refuses .float(), .half() and training, and
-        # resizes differently under ZeRO-3, for models that do. What save_pretrained needs is in the config.
+        # Nothing is quantised, so the model must not be marked as quantised: transformers refuses .float(), .half() and
+        # training for quantised models, and resizes them differently under ZeRO-3. The config has all that
+        # save_pretrained needs.
         vars(model).pop("is_quantized", None)
         del model.hf_quantizer, model.quantization_method
         for module in model.modules():
@@ -128,7 +131,7 @@ class FactorizedLoader(HfQuantizer):
 
 
 def register() -> None:
-    """Make transformers know students, as loading this module does; calling it again changes nothing."""
+    """Make transformers recognise students, as loading this module does; calling it again changes nothing."""
     if NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(NAME)(FactorizedConfig)
     if NAME not in AUTO_QUANTIZER_MAPPING:

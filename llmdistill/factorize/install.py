@@ -1,4 +1,4 @@
-"""Factorised modules exchanged for a transformers model's dense ones, in place and with its ties."""
+"""Replaces dense modules of a transformers model by factorised ones, in place, and keeps the ties."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LINEAR_TYPES = (nn.Linear, Conv1D)
-"""What can be factorised. Exact types: a subclass (quantised, or read by its owner's fused kernel) is left alone."""
+"""The types of linears that can be factorised. The type must match exactly: a subclass (quantised, or used by a
+fused kernel of its library) is left unchanged."""
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -39,7 +40,8 @@ def matrix(module: nn.Module) -> Tensor:
 
 
 def base_name(model: PreTrainedModel, name: str) -> str:
-    """A module's name inside the base model, the form kept in config.json: every head's model can read it."""
+    """The name of a module inside the base model. config.json keeps this form, which works for a model with any
+    head."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
@@ -49,11 +51,11 @@ def is_factorised(model: PreTrainedModel) -> bool:
 
 
 def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | None, method: str = "svd") -> None:
-    """Exchange the named linears, and the token embedding, for factorised modules with fresh weights, in place.
+    """Replace the named linears, and the token embedding, by factorised modules with random weights, in place.
 
-    `sizes` has a rank or a shape by the name of each linear, in the model or in its base model; `embedding` the rank
-    or the columns of the token embedding, None leaves it dense. Works on the meta device. UserError for a name that
-    the model does not have or that is no linear, and for a size that does not fit.
+    `sizes` has a rank or a shape by the name of each linear, in the model or in its base model; `embedding` is the rank
+    or the columns of the token embedding, None keeps it dense. Works on the meta device. Raises UserError if the model
+    has no module of a name, if the module is no linear, or if a size does not fit.
     """
     kind, base = kind_of(method), model.base_model
     for name, size in sizes.items():
@@ -75,7 +77,8 @@ def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | 
 
 
 def like(make: Any, dense: nn.Module, size: Size) -> Any:
-    """A factorised module of fresh weights in shape, dtype and place of a linear or Conv1D, with its very bias."""
+    """A factorised module with random weights and with the shape, dtype and device of a linear or Conv1D; it shares
+    the bias itself."""
     m, n = features(dense)
     weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
     factorised: FactorisedLinear | FactorisedHead
@@ -86,13 +89,13 @@ def like(make: Any, dense: nn.Module, size: Size) -> Any:
 
 
 def replace(root: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
-    """Put a module or parameter in the place of the one of that dotted name."""
+    """Replace the module or parameter with this dotted name."""
     parent, _, leaf = name.rpartition(".")
     setattr(root.get_submodule(parent), leaf, value)
 
 
 def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
-    """Name and module of the model's token embedding. UserError where it is no plain nn.Embedding."""
+    """Name and module of the model's token embedding. Raises UserError if it is no plain nn.Embedding."""
     embedding = model.get_input_embeddings()
     if type(embedding) is not nn.Embedding:
         raise UserError(
@@ -103,7 +106,7 @@ def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
 
 
 def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:
-    """Names of the linears whose weight is the token embedding's."""
+    """Names of the linears whose weight is tied to the token embedding."""
     return [
         target.removesuffix(".weight")
         for target, source in model.get_expanded_tied_weights_keys().items()
@@ -132,6 +135,6 @@ def _install_embedding(model: PreTrainedModel, size: int, kind: Kind) -> None:
         keys = {target.replace(f"{head}.bias", f"{head}.{tied.bias_name}"): keys[target] for target in keys}
         keys[f"{head}.A.weight"] = f"{name}.B.weight"
         keys[f"{head}.B.weight"] = f"{name}.A.weight"
-    # transformers declares ties per class; those of this instance now differ.
+    # transformers declares ties per class; the ties of this instance are now different.
     model._tied_weights_keys = keys
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -1,6 +1,7 @@
-"""The kinds of factorisation, and all in which they differ where models are changed, saved, loaded and merged.
+"""The kinds of factorisation, and all their differences in changing, saving, loading and merging models.
 
-A kind is a row of the table at the end; what installs, loads, fills and merges modules reads it and knows no other.
+A kind is a row of the table at the end. The code that installs, loads, fills and merges modules reads this table and
+has no special cases for a kind.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from llmdistill.factorize.lowrank_modules import LowRankEmbedding, LowRankLinear
 from llmdistill.factorize.svd import place_sigma, truncated_svd
 
 Size: TypeAlias = int | KroneckerShape
-"""What a matrix is factorised to: a rank, or the shape of its first Kronecker factors."""
+"""The size of a factorised matrix: a rank, or the shape of its first Kronecker factors."""
 Sigma = Literal["left", "balanced"]
 FactorisedLinear: TypeAlias = LowRankLinear | KroneckerLinear
 FactorisedHead: TypeAlias = LowRankLinear | KroneckerHead
@@ -29,27 +30,27 @@ FACTORISED_EMBEDDINGS = (LowRankEmbedding, KroneckerEmbedding)
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of factorisation. Every module of it has `dense(dtype)`, every linear `bias_name`."""
+    """One kind of factorisation. Each of its modules has `dense(dtype)`, each of its linears `bias_name`."""
 
     embedding_key: str
-    """What the size of the factorised embedding is called, in settings and in config.json."""
+    """The key of the factorised embedding's size, in settings and in config.json."""
     dense_embedding: int | None
-    """The size of the embedding that stands for the table as it is, if there is one."""
+    """The size of the embedding that means a dense table, if there is one."""
     read_size: Callable[[Any], Any]
-    """A matrix' size from what config.json holds of it; ValueError or TypeError for anything else."""
+    """Reads the size of a matrix from its value in config.json; raises ValueError or TypeError for any other value."""
     write_size: Callable[[Any], Any]
-    """The same as a plain JSON value."""
+    """Writes the size of a matrix as a plain JSON value."""
     linear: Callable[..., FactorisedLinear]
-    """(inputs, outputs, size, *, bias, device, dtype) to a module of fresh weights."""
+    """(inputs, outputs, size, *, bias, device, dtype) -> a linear with random weights."""
     embedding: Callable[..., FactorisedEmbedding]
-    """(vocabulary, width, size, *, padding_idx, device, dtype) to the same for a token embedding."""
+    """(vocabulary, width, size, *, padding_idx, device, dtype) -> a token embedding with random weights."""
     head: Callable[..., FactorisedHead]
-    """(width, vocabulary, size, *, bias, device, dtype) to a head that can be tied to it: its A.weight is the
-    embedding's B.weight, its B.weight the embedding's A.weight."""
+    """(width, vocabulary, size, *, bias, device, dtype) -> a head that can be tied to the embedding: the head's
+    A.weight is the embedding's B.weight, the head's B.weight the embedding's A.weight."""
     factors: Callable[[Tensor, Any, Sigma], dict[str, Tensor]]
-    """A weight (outputs, inputs), its size and where σ goes, to the best values of the linear's parameters by name."""
+    """(weight (outputs, inputs), size, position of σ) -> the best values of the linear's parameters, by name."""
     embedding_factors: Callable[[Tensor, int, Sigma], dict[str, Tensor]]
-    """The same for a table (vocabulary, width) and the embedding."""
+    """(table (vocabulary, width), size, position of σ) -> the best values of the embedding's parameters, by name."""
 
 
 def _rank(value: Any) -> int:
@@ -110,11 +111,11 @@ KINDS: dict[str, Kind] = {
         embedding_factors=_kronecker_embedding_factors,
     ),
 }
-"""By the `method` of settings and of a student's config.json."""
+"""The kinds by the `method` of settings and of a student's config.json."""
 
 
 def kind_of(method: str) -> Kind:
-    """UserError for a method that there is not."""
+    """The kind of a method. Raises UserError for an unknown method."""
     if method not in KINDS:
         raise UserError(f"there is no method {method!r} of factorisation; there are {', '.join(KINDS)}")
     return KINDS[method]

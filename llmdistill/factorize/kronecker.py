@@ -1,7 +1,7 @@
 """Nearest Kronecker products: W ≈ Σ A_i ⊗ B_i by the SVD of a rearranged matrix (KroneckerBERT §3.2).
 
-Letters: W (m, n) as nn.Linear stores it and as the paper writes it, y = W x with n inputs and m outputs; A_i (m1, n1)
-and B_i (m2, n2) with m = m1 m2 and n = n1 n2; as many products are added as `sums` says.
+Letters: W (m, n) as in nn.Linear and in the paper, y = W x with n inputs and m outputs; A_i (m1, n1) and B_i (m2, n2)
+with m = m1 m2 and n = n1 n2; `sums` is the number of products that are added.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from llmdistill.factorize.svd import leading_svd, place_sigma
 
 
 class KroneckerShape(NamedTuple):
-    """Size of the first factors A (m1, n1), and how many products are added; B's size follows from the matrix."""
+    """Size of the first factors A (m1, n1), and the number of products that are added; the size of B follows from
+    the matrix."""
 
     m1: int
     n1: int
@@ -32,9 +33,9 @@ class KroneckerShape(NamedTuple):
 
 
 def parse_kronecker(text: str, sums: int = 1, *, key: str = "shape") -> KroneckerShape:
-    """The shape that "384x48" means: A of 384 rows and 48 columns.
+    """Parse "384x48" as the shape of an A with 384 rows and 48 columns.
 
-    UserError, which names the setting by `key`, for another form, a 0, or fewer than one product.
+    Raises UserError, which names the setting by `key`, for another form, a 0, or fewer than one product.
     """
     match = re.fullmatch(r"\s*(\d{1,9})[x×](\d{1,9})\s*", text)
     m1, n1 = (int(match[1]), int(match[2])) if match is not None else (0, 0)
@@ -48,7 +49,8 @@ def parse_kronecker(text: str, sums: int = 1, *, key: str = "shape") -> Kronecke
 
 
 def check_shape(shape: KroneckerShape, m: int, n: int, *, where: str) -> None:
-    """Refuse a shape that does not fit a matrix (m, n): UserError with the divisors of the side, or the most sums."""
+    """Raises UserError if a shape does not fit a matrix (m, n); the message gives the divisors of the side, or the
+    largest sums."""
     for number, side, what in ((shape.m1, m, "rows"), (shape.n1, n, "columns")):
         if number < 1 or side % number:
             raise UserError(
@@ -64,7 +66,7 @@ def check_shape(shape: KroneckerShape, m: int, n: int, *, where: str) -> None:
 
 
 def most_sums(m: int, n: int, shape: KroneckerShape) -> int:
-    """With how many products W (m, n) is represented exactly: min(m1 n1, m2 n2)."""
+    """The number of products that represents W (m, n) exactly: min(m1 n1, m2 n2)."""
     first = shape.m1 * shape.n1
     return min(first, m * n // first)
 
@@ -77,17 +79,18 @@ def second_factor(m: int, n: int, shape: KroneckerShape) -> tuple[int, int]:
 
 
 def rearrange(weight: Tensor, shape: KroneckerShape) -> Tensor:
-    """R(W) of eq. 3, (m1 n1, m2 n2): a row for each block of m2 × n2; of a Kronecker product it has rank one."""
+    """R(W) of eq. 3, (m1 n1, m2 n2), with one row for each block of m2 × n2; R of a Kronecker product has rank one."""
     m1, n1, _ = shape
     m2, n2 = second_factor(weight.shape[0], weight.shape[1], shape)
     return weight.reshape(m1, m2, n1, n2).transpose(1, 2).reshape(m1 * n1, m2 * n2)
 
 
 def nearest_kronecker(weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
-    """A (sums, m1, n1) and B (sums, m2, n2) whose products add up to the nearest of W (m, n) (KroneckerBERT eq. 2-5).
+    """A (sums, m1, n1) and B (sums, m2, n2) whose products add up to the nearest approximation of W (m, n)
+    (KroneckerBERT eq. 2-5).
 
-    Optimal in Frobenius norm, products falling in size, √σ in both factors. `weight` is of any float type, layout and
-    device; the result is fp32 (fp64 for fp64) on the same device.
+    The approximation is optimal in Frobenius norm; the products are in descending order of size, with √σ in both
+    factors. `weight` may have any float type, layout and device; the result is fp32 (fp64 for fp64) on the same device.
     """
     (m, n), (m1, n1, sums) = weight.shape, shape
     m2, n2 = second_factor(m, n, shape)
@@ -97,7 +100,8 @@ def nearest_kronecker(weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Te
 
 
 def product_flops(m: int, n: int, shape: KroneckerShape) -> tuple[int, int]:
-    """FLOPs of y = (A ⊗ B) x for one x (n,), with B multiplied first and with A first: the two sides of eq. 7's min."""
+    """FLOPs of y = (A ⊗ B) x for one x (n,), with B multiplied first and with A first: the two arguments of eq. 7's
+    min."""
     m1, n1, _ = shape
     m2, n2 = second_factor(m, n, shape)
     return (
@@ -112,16 +116,16 @@ def kronecker_flops(m: int, n: int, shape: KroneckerShape) -> int:
 
 
 def dense_flops(m: int, n: int) -> int:
-    """FLOPs of y = W x for one x (n,), as eq. 7 counts: (2 n - 1) m."""
+    """FLOPs of y = W x for one x (n,), counted as in eq. 7: (2 n - 1) m."""
     return (2 * n - 1) * m
 
 
 def kronecker_params(m: int, n: int, shape: KroneckerShape) -> int:
-    """Parameters of the factors, without bias."""
+    """Number of parameters of the factors, without bias."""
     m2, n2 = second_factor(m, n, shape)
     return shape.sums * (shape.m1 * shape.n1 + m2 * n2)
 
 
 def divisors(number: int) -> list[int]:
-    """Rising."""
+    """The divisors of a number, in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]

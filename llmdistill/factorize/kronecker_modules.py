@@ -1,4 +1,4 @@
-"""Kronecker stand-ins for a linear, a token embedding and a head tied to it; none of them ever builds A ⊗ B.
+"""Kronecker replacements for a linear, a token embedding and a head tied to it; their forward passes never build A ⊗ B.
 
 Letters as in `kronecker`: m outputs, n inputs, A (sums, m1, n1), B (sums, m2, n2); T tokens, V vocabulary, d width.
 """
@@ -13,14 +13,15 @@ from llmdistill.factorize.kronecker import KroneckerShape, check_shape, divisors
 
 
 class KroneckerLinear(nn.Module):
-    """y = Σ (A_i ⊗ B_i) x + b, in place of y = W x + b (KroneckerBERT eq. 6), in the cheaper order of eq. 7.
+    """y = Σ (A_i ⊗ B_i) x + b, which replaces y = W x + b (KroneckerBERT eq. 6), computed in the cheaper order of eq.
+    7.
 
-    A (sums, m1, n1), B (sums, m2, n2) and the bias (m,) are the module's own parameters, so that ZeRO-3 gathers them
-    together when it is called.
+    A (sums, m1, n1), B (sums, m2, n2) and the bias (m,) are parameters of this module itself, so that ZeRO-3 gathers
+    them together when the module is called.
     """
 
     bias_name = "bias"
-    """Where the bias is."""
+    """Name of the bias parameter."""
 
     def __init__(
         self,
@@ -32,7 +33,8 @@ class KroneckerLinear(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Weights are random, the product as large as nn.Linear's. UserError for a shape that does not divide."""
+        """Initialises random weights, whose product has the scale of nn.Linear's. Raises UserError if the shape does
+        not divide the matrix."""
         super().__init__()
         check_shape(shape, out_features, in_features, where="KroneckerLinear")
         self.in_features, self.out_features, self.shape = in_features, out_features, shape
@@ -42,16 +44,17 @@ class KroneckerLinear(nn.Module):
         self.A = nn.Parameter(torch.empty(shape.sums, shape.m1, shape.n1, device=device, dtype=dtype))
         self.B = nn.Parameter(torch.empty(shape.sums, m2, n2, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        std = (3 * in_features * shape.sums) ** -0.25  # of each factor: their product then has 1 / 3n summed up
+        std = (3 * in_features * shape.sums) ** -0.25  # std of each factor; the summed product then has variance 1 / 3n
         nn.init.normal_(self.A, std=std)
         nn.init.normal_(self.B, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n) to (..., m)."""
+        """(..., n) -> (..., m)."""
         n1 = self.shape.n1
         blocks = x.reshape(-1, n1, self.in_features // n1)
         y = kronecker_product(blocks, self.A, self.B, b_first=self.b_first).reshape(*x.shape[:-1], self.out_features)
-        # In place: the product is nobody else's, and one more pass over it is what a bias costs here.
+        # The bias is added in place: no other code uses the product, and the bias then costs only one more pass over
+        # it.
         return y if self.bias is None else y.add_(self.bias)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -61,9 +64,10 @@ class KroneckerLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense product as nn.Linear would hold it, (m, n); computed anew each time, for code that asks for it."""
+        """The dense product as nn.Linear would hold it, (m, n); computed at each access, for code that needs a
+        weight."""
         product = self.dense()
-        # GPT-2's initialisation in transformers reaches for `c_proj.weight` by name; the flag makes it pass on.
+        # GPT-2's initialisation in transformers uses `c_proj.weight` by name; this flag makes it skip the weight.
         product._is_hf_initialized = True  # type: ignore[attr-defined]
         return product
 
@@ -79,9 +83,9 @@ class KroneckerLinear(nn.Module):
 def kronecker_product(x: Tensor, a: Tensor, b: Tensor, *, b_first: bool) -> Tensor:
     """y (T, m1, m2) with y_t = Σ A_i x_t B_iᵀ, which is (A_i ⊗ B_i) x_t row by row (eq. 6), for x (T, n1, n2).
 
-    The larger factor multiplies all tokens as one matrix, the smaller one token by token: a batched product reads and
-    writes a block either way round, so the order of the axes costs no copy where A is the smaller factor and one where
-    B is. Products are added inside of the second multiplication.
+    The larger factor is multiplied with all tokens as one matrix, the smaller factor with one token at a time. A
+    batched product can read and write a block transposed, so the order of the axes costs no copy if A is the smaller
+    factor, and one copy if B is. The products are added inside of the second multiplication.
     """
     tokens = x.shape[0]
     (sums, m1, n1), (_, m2, n2) = a.shape, b.shape
@@ -106,31 +110,32 @@ def _for_each(matrix: Tensor, tokens: int) -> Tensor:
 
 
 class Spread(nn.Module):
-    """Row a to the row a ⊗ b, b (columns,) a parameter."""
+    """Maps a row a to the row a ⊗ b, where b (columns,) is a parameter."""
 
     def __init__(self, columns: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(columns, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., k) to (..., k · columns)."""
+        """(..., k) -> (..., k · columns)."""
         return (x.unsqueeze(-1) * self.weight).flatten(-2)
 
 
 class Fold(nn.Module):
-    """The transposed of Spread: h to the h' with h' · a = h · (a ⊗ b) for every a."""
+    """The transpose of Spread: maps h to the h' for which h' · a = h · (a ⊗ b) for every a."""
 
     def __init__(self, columns: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(columns, device=device, dtype=dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., k · columns) to (..., k)."""
+        """(..., k · columns) -> (..., k)."""
         return hidden.unflatten(-1, (-1, len(self.weight))) @ self.weight
 
 
 class KroneckerEmbedding(nn.Module):
-    """Row A_i ⊗ B in place of row i of the table (KroneckerBERT eq. 8): A (V, d / columns) a table, B (columns,)."""
+    """Row A_i ⊗ B replaces row i of the table (KroneckerBERT eq. 8): A (V, d / columns) is a table, B has shape
+    (columns,)."""
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class KroneckerEmbedding(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """UserError where columns do not divide the width."""
+        """Raises UserError if columns does not divide the width."""
         super().__init__()
         check_columns(columns, embedding_dim, where="KroneckerEmbedding")
         self.num_embeddings, self.embedding_dim, self.columns = num_embeddings, embedding_dim, columns
@@ -152,7 +157,7 @@ class KroneckerEmbedding(nn.Module):
         self.B = Spread(columns, device=device, dtype=dtype)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(B, T) to (B, T, d)."""
+        """(B, T) -> (B, T, d)."""
         return self.B(self.A(input_ids))
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -166,8 +171,8 @@ class KroneckerEmbedding(nn.Module):
 class KroneckerHead(nn.Module):
     """The head tied to a KroneckerEmbedding: logits h (A ⊗ B)ᵀ + b without the dense table.
 
-    A folds h (d,) with the embedding's B, B is the linear from d / columns to V with the embedding's A, and has the
-    bias; so it ends in an nn.Linear, whose product fused losses take over.
+    A folds h (d,) with the embedding's B. B is the linear from d / columns to V with the embedding's A, and it has the
+    bias. So the head ends in an nn.Linear, whose product fused losses can compute themselves.
     """
 
     bias_name = "B.bias"
@@ -182,7 +187,7 @@ class KroneckerHead(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """UserError where columns do not divide the width."""
+        """Raises UserError if columns does not divide the width."""
         super().__init__()
         check_columns(columns, in_features, where="KroneckerHead")
         self.in_features, self.out_features, self.columns = in_features, out_features, columns
@@ -190,7 +195,7 @@ class KroneckerHead(nn.Module):
         self.B = nn.Linear(in_features // columns, out_features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., d) to (..., V)."""
+        """(..., d) -> (..., V)."""
         return self.B(self.A(hidden))
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -199,7 +204,7 @@ class KroneckerHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix as nn.Linear would hold it; computed anew each time, for code that asks for it."""
+        """The dense matrix as nn.Linear would hold it; computed at each access, for code that needs a weight."""
         product = self.dense()
         product._is_hf_initialized = True  # type: ignore[attr-defined]  # as KroneckerLinear's
         return product
@@ -209,7 +214,7 @@ class KroneckerHead(nn.Module):
 
 
 def check_columns(columns: int, width: int, *, where: str) -> None:
-    """UserError with the divisors where columns do not divide the width."""
+    """Raises UserError, with the divisors of the width, if columns does not divide the width."""
     if columns < 1 or width % columns:
         raise UserError(
             f"{where}: {columns} columns do not divide the width {width} of the token embedding; take one of "

@@ -1,4 +1,4 @@
-"""What each group of matrices could become, with its parameters, FLOPs and squared error on the weights."""
+"""Lists the options for each group of matrices, with their parameters, FLOPs and squared error on the weights."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLED_LAYERS = 3
-"""Layers whose weights are looked at, evenly spread."""
+"""Number of layers whose weights are used, evenly spread."""
 EXACT_SIDE = 64
-"""Rearranged matrices with a shorter side go by their Gram matrix, others by a randomised SVD."""
+"""A rearranged matrix with a side of at most this uses its Gram matrix, any other a randomised SVD."""
 OVERSAMPLING, POWER_ITERATIONS = 6, 2
-"""Of that SVD: enough to rank shapes by."""
+"""Parameters of the randomised SVD: accurate enough to rank shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Matrices of one size up to transposition, which get one shape."""
+    """Matrices of the same size up to transposition; they all get the same shape."""
 
     label: str
     m: int
-    """Of the matrices as they are taken here, with m >= n: outputs by inputs, or the transposed."""
+    """The matrices have the size (m, n) with m >= n in the orientation used here: outputs by inputs, or transposed."""
     n: int
     members: dict[str, bool]
-    """Name in the reference model -> whether the matrix is transposed to get there."""
+    """Name in the reference model -> whether the matrix is transposed into this orientation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a group could become: an entry a choice, parallel."""
+    """The options of a group, in parallel lists with one entry for each choice."""
 
     choices: list[Any]
-    """KroneckerShape, or None for dense; of the embedding the columns."""
+    """KroneckerShape, or None for dense; for the embedding the columns."""
     params: NDArray[np.float64]
     flops: NDArray[np.float64]
-    """A token."""
+    """FLOPs for one token."""
     errors: NDArray[np.float64]
-    """Squared, as a share of the group's Σ ‖W‖², times its numbers; the parameters, where no weights were looked at
-    yet."""
+    """Squared error, as a share of the group's Σ ‖W‖², times the number of its entries; before any weights are read
+    it is the number of parameters."""
 
     def only(self, numbers: Any) -> Options:
-        """Some of the choices, in that order."""
+        """Some of the choices, in the given order."""
         return Options(
             choices=[self.choices[number] for number in numbers],
             params=self.params[numbers],
@@ -71,12 +71,13 @@ class Options:
 
 
 def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) -> list[Group]:
-    """The groups of a model's linears, of shapes (m, n) by name: by size, attention and feed-forward apart."""
+    """The groups of a model's linears, given by name with shapes (m, n): grouped by size, attention and feed-forward
+    separately."""
     family = family_of(model.config)
     feed_forward = tuple(f".{name}" for name in (family.ffn_up, family.ffn_gate, family.ffn_down) if name is not None)
     found: dict[tuple[str, int, int], dict[str, bool]] = {}
     for name, (m, n) in linears.items():
-        # From the layer on: BERT's attention.output.dense is not its output.dense.
+        # The name begins at the layer: BERT's attention.output.dense is not its output.dense.
         inner = "." + base_name(model, name).removeprefix(f"{family.layers}.").partition(".")[2]
         part = "ffn" if inner in feed_forward else "attention"
         found.setdefault((part, max(m, n), min(m, n)), {})[name] = m < n
@@ -84,7 +85,8 @@ def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) 
 
 
 def group_costs(group: Group, sums: int) -> Options:
-    """Staying dense, and every shape that makes the group's matrices smaller; without looking at weights."""
+    """The choices of a group: dense, and every shape that makes the group's matrices smaller; computed without
+    weights."""
     m, n, count = group.m, group.n, len(group.members)
     shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
     shapes = [s for s in shapes if sums <= most_sums(m, n, s) and kronecker_params(m, n, s) < m * n]
@@ -97,7 +99,7 @@ def group_costs(group: Group, sums: int) -> Options:
 
 
 def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: torch.device | None) -> Options:
-    """The same with the errors on the weights of a few layers, which stand for all."""
+    """The same choices with the errors on the weights of a few layers, which represent all layers."""
     energies, energy = np.zeros(len(costs.choices)), 0.0
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -111,16 +113,17 @@ def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: t
 
 
 def embedding_costs(vocabulary: int, width: int, columns: int | None) -> Options:
-    """Every divisor of the width as columns, or the ones given; 1 leaves the table as it is."""
+    """The choices of the embedding: every divisor of the width as columns, or the given columns; 1 keeps the table
+    as it is."""
     choices = divisors(width) if columns is None else [columns]
     params = np.array([vocabulary * (width // c) + (c if c > 1 else 0) for c in choices], dtype=float)
     return Options(choices=choices, params=params, flops=np.zeros(len(choices)), errors=params)
 
 
 def embedding_errors(model: PreTrainedModel, costs: Options, device: torch.device | None) -> Options:
-    """The same with the errors, exact, which all come from one product of the table with itself.
+    """The same choices with the exact errors, which are all computed from one product of the table with itself.
 
-    That of the table in rows of n is the sum of the blocks of n × n on its diagonal.
+    The product for the table in rows of n is the sum of the blocks of n × n on the diagonal of this product.
     """
     _, embedding = token_embedding(model)
     table = embedding.weight if device is None else embedding.weight.to(device)
@@ -133,25 +136,25 @@ def embedding_errors(model: PreTrainedModel, costs: Options, device: torch.devic
 
 
 def undominated(options: Options, *, with_flops: bool) -> Options:
-    """Without choices than which another is no larger in anything: no best combination needs them.
+    """Drop each choice for which another choice is no larger in any cost: the best combination never needs it.
 
-    FLOPs count only where they are bounded.
+    FLOPs are a cost only if they are limited.
     """
     cost = np.stack([options.params, options.errors, *([options.flops] if with_flops else [])], axis=1)
     kept: list[int] = []
-    for number in np.lexsort(cost.T[::-1]):  # what dominates a choice comes before it
+    for number in np.lexsort(cost.T[::-1]):  # a choice comes after all choices that dominate it
         if not (kept and (cost[kept] <= cost[number]).all(axis=1).any()):
             kept.append(int(number))
     return options.only(kept)
 
 
 def _missing(kept: NDArray[np.float64], energy: float) -> NDArray[np.float64]:
-    """The share of the energy that is not kept; none of nothing."""
+    """The share of the energy that is not kept; 0 if there is no energy."""
     return (1 - kept / energy).clip(min=0.0) if energy > 0 else np.zeros_like(kept)
 
 
 def _sample(model: PreTrainedModel, group: Group) -> list[str]:
-    """Names of the matrices of a few layers."""
+    """The names of the matrices of a few layers."""
     layers = f"{family_of(model.config).layers}."
     number = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in group.members}
     present = sorted(set(number.values()), key=int)
@@ -171,7 +174,7 @@ def _weights(
 
 
 def _leading_energy(rearranged: Tensor, sums: int) -> float:
-    """Sum of the largest squared singular values, for ranking."""
+    """The sum of the largest squared singular values, for ranking."""
     short = min(rearranged.shape)
     if short <= EXACT_SIDE:
         wide = rearranged if rearranged.shape[0] == short else rearranged.T

@@ -1,4 +1,4 @@
-"""Which matrix becomes which Kronecker product, and what the linears then cost in FLOPs."""
+"""Plans which matrix becomes which Kronecker product, and counts the FLOPs of the linears."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DENSE = "dense"
-"""In place of a shape: what the pattern matches stays as it is."""
+"""Replaces a shape in the settings: linears that match the pattern stay dense."""
 
 
 def plan_shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, KroneckerShape]:
-    """The shape of each linear that becomes a sum of Kronecker products, by module name; others stay dense.
+    """The shape of each linear that becomes a sum of Kronecker products, by module name; all other linears stay dense.
 
-    Shapes are taken literally, also where factors are larger than the matrix. UserError for settings that contradict
-    each other or do not fit the model, and for a target, whose search needs the weights (`search`).
+    Shapes are used exactly as given, even if the factors are larger than the matrix. Raises UserError if settings
+    contradict each other or do not fit the model, and for a target, whose search needs the weights (`search`).
     """
     check_choice(settings)
     if settings.target_params is not None:
@@ -58,7 +58,7 @@ def plan_shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, 
 
 
 def check_choice(settings: FactorizeConfig) -> None:
-    """UserError unless exactly one of shapes and target_params is given, or embedding_columns alone."""
+    """Raises UserError unless exactly one of shapes and target_params is given, or embedding_columns alone."""
     given = [key for key in ("shapes", "target_params") if getattr(settings, key) is not None]
     if len(given) > 1 or not (given or settings.embedding_columns is not None):
         raise UserError(
@@ -73,14 +73,14 @@ def check_choice(settings: FactorizeConfig) -> None:
 
 
 def check_embedding(model: PreTrainedModel, columns: int | None) -> None:
-    """UserError for columns that do not divide the width, and for a token embedding that is no plain one."""
+    """Raises UserError if columns does not divide the width, or if the token embedding is no plain nn.Embedding."""
     if columns is not None:
         _, embedding = token_embedding(model)
         check_columns(columns, embedding.embedding_dim, where="embedding_columns")
 
 
 def linear_flops(model: PreTrainedModel, shapes: Mapping[str, KroneckerShape]) -> dict[str, Any]:
-    """FLOPs a token of the linears of the layers: with those shapes (eq. 7), and with all of them dense."""
+    """FLOPs per token of the linears of the layers: with these shapes (eq. 7), and with all linears dense."""
     linears = {name: features(module) for name, module in layer_linears(model).items()}
     dense = {name: dense_flops(m, n) for name, (m, n) in linears.items()}
     changed = {name: kronecker_flops(*linears[name], shape) for name, shape in shapes.items()}
@@ -91,14 +91,14 @@ def linear_flops(model: PreTrainedModel, shapes: Mapping[str, KroneckerShape]) -
 
 
 def _refuse_dense_head(model: PreTrainedModel, settings: FactorizeConfig, linears: Mapping[str, Any]) -> None:
-    """A head that is tied to a compressed embedding has no matrix of its own that could stay."""
+    """Raises UserError if the settings keep a head dense that has no own matrix, as it is tied to the embedding."""
     assert settings.shapes is not None
     asked = [pattern for pattern, text in settings.shapes.items() if text == DENSE]
     asked = [pattern for pattern in asked if not any(fnmatchcase(name, pattern) for name in linears)]
     if settings.embedding_columns in (None, 1) or not asked:
         return
     whole = model
-    if model.get_output_embeddings() is None:  # the model that papers count of an encoder has no head
+    if model.get_output_embeddings() is None:  # the model that papers count has no head if it is an encoder
         with torch.device("meta"):
             whole = auto_class(model.config, "lm_head").from_config(model.config, trust_remote_code=False)
     name, _ = token_embedding(whole)

@@ -1,10 +1,11 @@
-"""Shapes of Kronecker factors for a number of parameters: the combination with the smallest error on the weights.
+"""Searches the shapes of Kronecker factors for a number of parameters: the combination with the smallest error on the
+weights.
 
-As in KroneckerBERT §3.6 all matrices of one size have one shape, transposed ones the transposed shape, attention and
-feed-forward apart. For each such group every pair of divisors is an option, and staying dense; so is every divisor of
-the width for the token embedding. What is minimised is the mean over all numbers of the matrices and the table of their
-squared error, each group's as a share of its own mean square: how large numbers are says little in a model whose norms
-rescale what comes of them.
+As in KroneckerBERT §3.6 all matrices of one size have one shape, transposed matrices have the transposed shape, and
+attention and feed-forward are separate. The options of each such group are every pair of divisors, and dense; the
+options of the token embedding are all divisors of the width. The search minimises the mean squared error over all
+entries of the matrices and of the table, where the error of each group is a share of its own mean square: the absolute
+size of entries means little in a model whose norms rescale the outputs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CANDIDATES = 10
-"""How many of the best combinations are told."""
+"""Number of the best combinations that are reported."""
 _NO_BOUND = int(np.iinfo(np.int64).max)
 
 
@@ -55,20 +56,20 @@ class Candidate:
     shapes: dict[str, str]
     """Shape of the first factor by group, for a matrix with at least as many outputs as inputs; or dense."""
     embedding_columns: int
-    """1: the table stays as it is."""
+    """Columns of the factorised token embedding; 1 keeps the table as it is."""
     params: int
-    """Of the model that papers count."""
+    """Number of parameters of the model that papers count."""
     flops_per_token: int
-    """Of the linears of the layers, eq. 7."""
+    """FLOPs of the linears of the layers, by eq. 7."""
     flops_share: float
-    """The same as a share of the teacher's."""
+    """The FLOPs as a share of the teacher's."""
     relative_error: float
-    """Root of the mean squared error, each group's as a share of its mean square: 0 to 1."""
+    """Root of the mean squared error, where the error of each group is a share of its mean square: 0 to 1."""
     settings: FactorizeConfig
-    """What makes this student: shapes by module pattern in place of a target."""
+    """Settings that make this student: shapes by module pattern instead of a target."""
 
     def row(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The candidate as plain JSON values."""
         values = asdict(self)
         settings = {key: values["settings"][key] for key in ("shapes", "sums", "embedding_columns")}
         return {**values, "settings": settings}
@@ -82,23 +83,23 @@ def needs_search(settings: FactorizeConfig, method: str) -> bool:
 def search_folder(
     model_dir: Path | str, settings: FactorizeConfig, *, device: torch.device | None = None
 ) -> list[Candidate]:
-    """`search` on the weights of a folder; UserError also for a folder that cannot be read."""
+    """Run `search` on the weights of a folder. Also raises UserError if the folder cannot be read."""
     check_settings(settings, "kronecker")
     check_choice(settings)
     config = load_config(model_dir)
     reference = build_reference(config)
-    parse_target(settings.target_params or "", count_parameters(reference))  # before the weights are read
+    parse_target(settings.target_params or "", count_parameters(reference))  # checked before the weights are read
     _share(settings.max_flops)
     return search(load(local_folder(model_dir), config), settings, device=device)
 
 
 @torch.no_grad()
 def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.device | None = None) -> list[Candidate]:
-    """The combinations of shapes within target_params and max_flops with the smallest error, best first.
+    """The combinations of shapes within target_params and max_flops that have the smallest error, best first.
 
-    Errors of linears are those of a few layers, and of their largest singular values as a randomised SVD finds them;
-    that of the embedding is exact. UserError for settings that do not fit the model, and where no
-    combination reaches the target: it names the smallest there is.
+    The errors of linears are measured on a few layers, from their largest singular values by a randomised SVD; the
+    error of the embedding is exact. Raises UserError if settings do not fit the model, or if no combination reaches the
+    target; the message then gives the smallest possible number.
     """
     check_settings(settings, "kronecker")
     check_choice(settings)
@@ -142,9 +143,11 @@ def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.d
 def combine(
     options: Sequence[Options], most_params: int, most_flops: int, count: int = CANDIDATES
 ) -> tuple[list[tuple[int, ...]], list[NDArray[np.float64]]]:
-    """The best choices of one option from each: their numbers, and their sums (parameters, FLOPs, squared error).
+    """The best combinations of one choice from each option list: their indices, and their sums (parameters, FLOPs,
+    squared error).
 
-    All combinations are looked at, those of each first option at a time. Ties go to the fewer parameters.
+    All combinations are evaluated, for one choice of the first list at a time. If errors are equal, fewer parameters
+    win.
     """
     first, *others = (np.stack([each.params, each.flops, each.errors]) for each in options)  # (3, choices)
     rest, sizes = np.zeros((3, 1)), [table.shape[1] for table in others]
@@ -163,7 +166,7 @@ def combine(
 
 
 def table(candidates: Sequence[Candidate], teacher_params: int) -> str:
-    """The candidates as lines of text, one a combination."""
+    """The candidates as a text table, with one line for each combination."""
     groups = list(candidates[0].shapes)
     rows = [["parameters", "share", "FLOPs/token", "share", "error", *groups, "embedding columns"]]
     for each in candidates:
@@ -178,7 +181,7 @@ def table(candidates: Sequence[Candidate], teacher_params: int) -> str:
 def _settings(
     settings: FactorizeConfig, groups: Sequence[Group], options: Sequence[Options], pick: Sequence[int]
 ) -> FactorizeConfig:
-    """Settings that give these shapes, layers of a kind by one pattern."""
+    """Settings that give these shapes, with one pattern for the same linear of all layers."""
     shapes = {}
     for group, option, number in zip(groups, options[1:], pick[1:], strict=True):
         choice = option.choices[number]
@@ -203,7 +206,7 @@ def _share(text: str | None) -> float | None:
 
 
 def _fitting(costs: Sequence[Options], number: int, most_params: int, most_flops: int) -> Options:
-    """The choices of a group that fit where all others take as little as they can."""
+    """The choices of a group that fit if all other groups take their smallest choice."""
     others = [each for i, each in enumerate(costs) if i != number]
     params = most_params - sum(each.params.min() for each in others)
     flops = most_flops - sum(each.flops.min() for each in others)
@@ -214,7 +217,7 @@ def _fitting(costs: Sequence[Options], number: int, most_params: int, most_flops
 def _check_reach(
     settings: FactorizeConfig, costs: Sequence[Options], fixed: int, target: int, all_flops: int, most_flops: int
 ) -> None:
-    """UserError where no combination has so few parameters, or takes so few FLOPs."""
+    """Raises UserError if no combination has so few parameters, or so few FLOPs."""
     fewest = sum(float(each.flops.min()) for each in costs)
     if fewest > most_flops:
         raise UserError(

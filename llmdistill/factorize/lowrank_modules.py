@@ -1,4 +1,4 @@
-"""Low-rank stand-ins for a linear and for a token embedding."""
+"""Low-rank replacements for a linear and for a token embedding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 
 class LowRankLinear(nn.Module):
-    """y = (x A) B + b, in place of y = x W + b (MaKD eq. 11).
+    """y = (x A) B + b, which replaces y = x W + b (MaKD eq. 11).
 
-    A (n, k) and B (k, m) live in two plain linears, so that adapters can target them and ZeRO-3 gathers each
-    by itself; as always in torch their `weight` is the transpose. The bias is B's.
+    A (n, k) and B (k, m) are two plain linears, so that adapters can target them and ZeRO-3 gathers each separately; as
+    always in torch their `weight` is the transpose. The bias belongs to B.
     """
 
     bias_name = "B.bias"
-    """Where the bias is."""
+    """Name of the bias parameter."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LowRankLinear(nn.Module):
         self.B = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n) to (..., m)."""
+        """(..., n) -> (..., m)."""
         return self.B(self.A(x))
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -41,9 +41,9 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The product as nn.Linear would hold it, (m, n); computed anew each time, for code that asks for it."""
+        """The product as nn.Linear would hold it, (m, n); computed at each access, for code that needs a weight."""
         product = self.dense()
-        # GPT-2's initialisation in transformers reaches for `c_proj.weight` by name; the flag makes it pass on.
+        # GPT-2's initialisation in transformers uses `c_proj.weight` by name; this flag makes it skip the weight.
         product._is_hf_initialized = True  # type: ignore[attr-defined]
         return product
 
@@ -52,7 +52,8 @@ class LowRankLinear(nn.Module):
 
 
 class Widen(nn.Module):
-    """y = x W without a bias, W (k, m) stored as it stands: the shape that a tied head's first linear has too."""
+    """y = x W without a bias, where W (k, m) is stored without transposing, in the shape that the first linear of a
+    tied head has too."""
 
     def __init__(
         self, rank: int, width: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -61,12 +62,12 @@ class Widen(nn.Module):
         self.weight = nn.Parameter(torch.empty(rank, width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., k) to (..., m)."""
+        """(..., k) -> (..., m)."""
         return x @ self.weight
 
 
 class LowRankEmbedding(nn.Module):
-    """Row i of A B, in place of row i of E: A (V, k) a table, B (k, W).
+    """Row i of A B replaces row i of E: A (V, k) is a table, B has shape (k, W).
 
     A tied head is the LowRankLinear h -> (h Bᵀ) Aᵀ that shares both parameters.
     """
@@ -88,7 +89,7 @@ class LowRankEmbedding(nn.Module):
         self.B = Widen(rank, embedding_dim, device=device, dtype=dtype)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(B, T) to (B, T, W)."""
+        """(B, T) -> (B, T, W)."""
         return self.B(self.A(input_ids))
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:

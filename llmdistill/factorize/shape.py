@@ -1,4 +1,4 @@
-"""A student of another shape than its teacher's, as a folder that transformers loads."""
+"""Makes a student with another shape than its teacher's, as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def make_student(
     seed: int,
     head: Head,
 ) -> None:
-    """Write a student of that shape and its teacher's architecture as a new folder, in fp32, with the tokenizer.
+    """Write a student with the given shape and its teacher's architecture as a new folder, in fp32, with the tokenizer.
 
     Args:
-        teacher_path: folder or hub name; its weights are read only where init takes some.
+        teacher_path: folder or hub name; its weights are read only if init uses them.
         output: the folder to write.
-        shape: depth, width, heads, and perhaps feed-forward width.
-        init: random, as the architecture's own training would start; layers or slice, as `initialise` says.
-        layers: the teacher's layers for the latter two, as `teacher_layers` reads them.
-        embedding: rank or columns that the token embedding is factorised to, None leaves it dense.
-        method: of that factorisation.
-        seed: of the random weights; torch's own generator is left as it was.
-        head: what stands on the student.
+        shape: depth, width, heads, and optionally feed-forward width.
+        init: random, the initial weights of the architecture's own training; layers or slice, as in `initialise`.
+        layers: the teacher's layers for layers and slice, as parsed by `teacher_layers`.
+        embedding: rank or columns of the factorised token embedding; None keeps it dense.
+        method: the method of that factorisation.
+        seed: the seed of the random weights; torch's own generator is not changed.
+        head: the head of the student.
 
     Raises:
-        UserError: a shape or layers that do not fit the teacher, a teacher that cannot be read, an output that is not
+        UserError: the shape or the layers do not fit the teacher, the teacher cannot be read, or the output is not
             empty.
     """
     config = load_config(teacher_path)
@@ -61,7 +61,7 @@ def make_student(
         chosen = teacher_layers(layers, shape.depth, config.num_hidden_layers, key="student.layers")
     with new_folder(output) as folder:
         student = _random_student(shaped, head, seed)
-        # Before the teacher is read, as a size that does not fit should not wait for that.
+        # The size is checked before the teacher is read, so that a wrong size is reported without waiting.
         if embedding is not None:
             settings: dict[str, Any] = {kind_of(method).embedding_key: embedding}
             plan(student, FactorizeConfig(**settings), method)
@@ -77,7 +77,7 @@ def make_student(
 
 
 def _random_student(config: PreTrainedConfig, head: Head, seed: int) -> PreTrainedModel:
-    """The model of a config with transformers' own initial weights."""
+    """A model of this config with the initial weights of transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = auto_class(config, head).from_config(config, dtype=torch.float32, trust_remote_code=False)

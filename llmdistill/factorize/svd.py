@@ -12,24 +12,27 @@ from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
 FULL_SVD_SIDE = 512
-"""Matrices whose smaller side is at most this go to the full SVD in fp64: it is quick enough there."""
+"""A matrix whose smaller side is at most this uses the full SVD in fp64, which is fast enough at this size."""
 SMALLEST_RATIO = 1e-6
-"""The Gram matrix squares the singular values, so fp64 loses those under about 1e-8 of the largest; a kept one
-below this share of the largest sends the matrix to the full SVD."""
+"""The Gram matrix squares the singular values, so fp64 loses those under about 1e-8 of the largest. If a kept
+singular value is below this share of the largest, the full SVD is used."""
 CHUNK = 2048
-"""Columns taken to fp64 at a time at least, so that no fp64 copy of a whole embedding matrix exists."""
+"""Smallest number of columns that are converted to fp64 at a time, so that no fp64 copy of a whole embedding matrix
+exists."""
 CHUNK_ELEMENTS = 2**20
-"""Elements taken to fp64 at a time, where that is more: of a matrix with a few rows and millions of columns."""
+"""Number of elements that are converted to fp64 at a time if that is more: for a matrix with few rows and millions
+of columns."""
 LANCZOS_SIDE, LANCZOS_SHARE = 256, 32
-"""Larger Gram matrices of which fewer than one eigenvector in so many is wanted go to Lanczos' method on a CPU."""
+"""A larger Gram matrix of which fewer than one eigenvector in LANCZOS_SHARE is needed uses Lanczos' method on a CPU."""
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best rank-k approximation of a matrix as U (n, k), Σ (k), Vᵀ (k, m), singular values falling (MaKD eq. 11).
+    """The best rank-k approximation of a matrix as U (n, k), Σ (k), Vᵀ (k, m), singular values in descending order
+    (MaKD eq. 11).
 
-    `matrix` is (n, m), of any float type, layout and device; the result is fp32 (fp64 for an fp64 matrix) on the
-    same device. U and V have orthonormal columns also where singular values are zero, so that zero directions can
-    still be trained. The squared error is Σ_{i>k} σᵢ², to a relative 1e-6 of its root.
+    `matrix` is (n, m), with any float type, layout and device; the result is fp32 (fp64 for an fp64 matrix) on the same
+    device. U and V have orthonormal columns even if singular values are zero, so that zero directions can still be
+    trained. The squared error is Σ_{i>k} σᵢ²; its root has a relative accuracy of 1e-6.
     """
     n, m = matrix.shape
     assert 1 <= rank <= min(n, m), (rank, n, m)
@@ -41,7 +44,7 @@ def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The same as `truncated_svd`, for a few singular values of a matrix with a very short side or a very long one.
 
-    It always goes by the Gram matrix of the shorter side: that of 2.9 million rows of 8 has 64 entries.
+    It always uses the Gram matrix of the shorter side; for 2.9 million rows of 8 this matrix has 64 entries.
     """
     n, m = matrix.shape
     assert 1 <= rank <= min(n, m), (rank, n, m)
@@ -74,8 +77,8 @@ def _full(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Truncated SVD of a matrix (n, m) with n <= m: U from the eigenvectors of W Wᵀ, then Σ Vᵀ = Uᵀ W.
 
-    The error of the approximation U Uᵀ W depends only on the space that U spans, so W itself is never squared
-    into the result.
+    The error of the approximation U Uᵀ W depends only on the space that U spans, so the squaring of W does not affect
+    the accuracy of the result.
     """
     n, m = wide.shape
     columns = max(CHUNK, CHUNK_ELEMENTS // n)
@@ -97,13 +100,14 @@ def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
-    """Eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), these falling."""
+    """Eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), in descending order of the
+    eigenvalues."""
     n = len(gram)
     if gram.device.type == "cpu" and n > LANCZOS_SIDE and rank * LANCZOS_SHARE <= n:
         start = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         try:
             _, vectors = eigsh(gram.numpy(), k=rank, which="LA", v0=start.numpy())
-        except ArpackError:  # it did not converge, or the matrix is zero
+        except ArpackError:  # no convergence, or the matrix is zero
             pass
         else:
             return torch.from_numpy(vectors).flip(1)

@@ -1,4 +1,4 @@
-"""Which matrix gets which rank."""
+"""Plans which matrix gets which rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def plan_ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
-    """The rank of each linear that is to be factorised, by module name; linears left out stay dense.
+    """The rank of each linear that is to be factorised, by module name; all other linears stay dense.
 
-    One rank, also one solved for a target, leaves dense what it would not shrink: k (n + m) >= n m. Ranks by pattern
-    are taken literally. UserError for settings that contradict each other or do not fit the model.
+    With a single rank, given or computed from a target, a linear that would not become smaller stays dense: k (n + m)
+    >= n m. Ranks by pattern are used exactly as given. Raises UserError if settings contradict each other or do not fit
+    the model.
     """
     given = [key for key in ("rank", "ranks", "target_params") if getattr(settings, key) is not None]
     if len(given) > 1 or not (given or settings.embedding_rank is not None):
@@ -43,7 +44,7 @@ def plan_ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, i
 
 
 def _cost(shape: Shape, rank: int) -> int:
-    """Parameters of a matrix at a rank, or of the dense matrix where that is no more (biases aside)."""
+    """Number of parameters of a matrix at a rank, or of the dense matrix if that is not more (without biases)."""
     m, n = shape
     return min(n * m, rank * (n + m))
 
@@ -82,7 +83,7 @@ def _plan_patterns(shapes: Mapping[str, Shape], patterns: Mapping[str, int]) -> 
 
 
 def _plan_target(shapes: Mapping[str, Shape], target: int, fixed: int, settings: FactorizeConfig) -> dict[str, int]:
-    """The largest single rank with which the linears and the `fixed` rest stay within the target."""
+    """The largest single rank for which the linears and the `fixed` other parameters stay within the target."""
 
     def total(rank: int) -> int:
         return fixed + sum(_cost(shape, rank) for shape in shapes.values())
@@ -103,11 +104,12 @@ def _largest_useful(shapes: Mapping[str, Shape]) -> int:
 
 
 def _count_without(model: PreTrainedModel, shapes: Mapping[str, Shape], embedding_rank: int | None) -> int:
-    """Parameters of the model but for the matrices of those shapes, with the embedding at its rank."""
+    """Number of parameters of the model without the matrices of these shapes, with the embedding at its rank."""
     rest = count_parameters(model) - sum(n * m for m, n in shapes.values())
     if embedding_rank is None:
         return rest
-    # A tied head shares the factors as it shared the table, an untied one stays dense: either way only this changes.
+    # A tied head shares the factors as it shared the table, an untied head stays dense, so only the embedding changes
+    # the count.
     _, embedding = token_embedding(model)
     vocabulary, width = embedding.num_embeddings, embedding.embedding_dim
     return rest - vocabulary * width + embedding_rank * (vocabulary + width)
