@@ -39,7 +39,7 @@ class LossSum(NamedTuple):
 
     sum: Tensor
     """Scalar, fp32."""
-    count: Tensor  # type: ignore[assignment]  # a tuple has a method of that name; the pair is never searched
+    count: Tensor  # type: ignore[assignment]  # hides the method tuple.count, which is not used here
     """Scalar, number of positions."""
 
 
@@ -61,7 +61,7 @@ class Batch:
     the row; a token sees only tokens with the same number."""
     labels: Tensor
     """(B, T) int64, not shifted: the token id where the token is to be learnt, else IGNORE_INDEX. The first label of a
-    sequence is always IGNORE_INDEX: no token before it could predict it, and the first token is never masked."""
+    sequence is never learnt: in a decoder no token before it predicts it, and encoders never mask their first token."""
     own_answers: bool = False
     """Whether the student generated the tokens that have labels (on-policy). Only a teacher can judge such tokens."""
     token_type_ids: Tensor | None = None

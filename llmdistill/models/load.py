@@ -114,7 +114,7 @@ _WITH_HEAD: dict[Head, str] = {
 
 
 def _may_be_new(model: PreTrainedModel, name: str, new_head: bool) -> bool:
-    """Whether a weight may be initialised: the pooler of a model without a head, and a head's weights if `new_head`."""
+    """Whether a weight may start at random: with `new_head` those of head and pooler; without a head, the pooler's."""
     in_base = name.startswith(f"{model.base_model_prefix}.") or model.base_model is model
     if ".pooler." in f".{name}":
         return new_head or model.base_model is model

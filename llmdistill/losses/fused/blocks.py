@@ -108,7 +108,7 @@ def block_loss(
     dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
     weights_B1T1 = (visibility.segments_BT != 0).to(dtype)[:, None, :, None] / heads
     if visibility.segments_BT.device.type == "cpu" and bool((visibility.segments_BT == 1).all()):
-        segments_BT = None  # No padding and one sequence per row. Checked only on the CPU, so no GPU wait.
+        segments_BT = None  # No padding, one sequence per row; on a GPU the host would wait for this check.
     else:
         segments_BT = visibility.segments_BT
     total = torch.zeros((), device=student.query.device, dtype=dtype)
