@@ -1,1 +1,1 @@
-"""Many runs: trials side by side, a choice on the validation set, and the table of a study."""
+"""Studies of many runs: trials, the choice of settings on the validation set, and the table of the results."""

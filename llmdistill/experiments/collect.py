@@ -1,4 +1,4 @@
-"""From the folders of finished runs to the plain data of a report."""
+"""Collects the data of a report from the folders of finished runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from llmdistill.report.record import describe_versions
 from llmdistill.report.results import Comparison, Row, Run, Sample, SizePoint
 
 SAMPLES = 10
-"""Questions whose answers are shown side by side."""
+"""Number of prompts whose answers the report shows side by side."""
 
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
-    """The whole comparison as plain data."""
+    """Return the whole comparison as plain data."""
     base = study.base()
     rows = [
         _base_row(study, findings, "teacher", "teacher", locate(str(study.recipe.teacher.model))),
@@ -68,7 +68,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
 
 
 def _base_row(study: Study, findings: Findings, name: str, label: str, model: Path, key: str | None = None) -> Row:
-    """Teacher or untrained student: one run that trains nothing."""
+    """Return the row of the teacher or of the untrained student: one run without training."""
     scores, trial = findings.base[key or name], study.base()
     run = Run(
         method=name,
@@ -127,18 +127,18 @@ def _command(study: Study, trial: Trial) -> str:
 
 
 def _terms(runs: Sequence[Result]) -> list[str]:
-    """The terms of the loss, as the logs name them."""
+    """Return the names of the loss terms in the logs."""
     return next((names for each in runs if (names := term_names(read_metrics_log(each.trial.folder)))), [])
 
 
 def _weight_bytes(folder: Path) -> int | None:
-    """Bytes of a model's weights on disk."""
+    """Return the size of a model's weights on disk, in bytes."""
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     return sum(sizes) if sizes else None
 
 
 def _sizes(study: Study, findings: Findings) -> list[SizePoint]:
-    """Quality against size: the size of the table, the mean over its seeds, and the further ones with one seed."""
+    """Return the scores by size: the table's size with the mean over seeds, the further sizes with one seed."""
     if not findings.sizes:
         return []
     base = Result(study.base(), {"student": findings.base["untrained"]})
@@ -166,7 +166,7 @@ def _sizes(study: Study, findings: Findings) -> list[SizePoint]:
 
 
 def _samples(study: Study, findings: Findings, base: Trial) -> list[Sample]:
-    """Questions spread evenly over the test sets, with each model's answer (first seed, first pass)."""
+    """Return prompts spread evenly over the test sets, with each model's answer (first seed, first pass)."""
     folders = {"teacher": base.folder / "predictions" / "teacher", "none": base.folder / "predictions" / "untrained"}
     for name, runs in findings.runs.items():
         first = next((run for run in runs if run.metrics is not None), None)
@@ -196,7 +196,7 @@ def _samples(study: Study, findings: Findings, base: Trial) -> list[Sample]:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """A question as a reader sees it, whichever form its row has."""
+    """Return the prompt of a row as text; the row may have any of the supported forms."""
     messages = [f"{turn['role']}: {turn['content']}" for turn in row.get("messages", [])]
     parts = [row.get("instruction"), row.get("input"), row.get("prompt"), *messages]
     return "\n\n".join(part for part in parts if part)
@@ -209,7 +209,7 @@ def _predictions(file: Path) -> list[dict[str, Any]]:
 
 
 def _warnings(findings: Findings) -> list[str]:
-    """What every run warned of, each once."""
+    """Return the warnings of all runs without duplicates."""
     results = [result for runs in findings.runs.values() for result in runs if result.metrics is not None]
     warnings = [
         *findings.base["warnings"],
@@ -221,7 +221,7 @@ def _warnings(findings: Findings) -> list[str]:
 
 
 def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
-    """What must stand beside the figures."""
+    """Return the facts that the report shows beside the scores."""
     recipe, run = study.recipe, findings.base["run"]
     data, train = recipe.data, recipe.train
     grid = "; ".join(f"{key}: {', '.join(f'{value:g}' for value in values)}" for key, values in study.grid.items())
@@ -239,5 +239,5 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
 
 
 def typed(arguments: Sequence[str]) -> str:
-    """The command as it was typed."""
+    """Return the command as the user typed it."""
     return shlex.join(["llmdistill", "compare", *arguments])

@@ -1,4 +1,4 @@
-"""A comparison of methods from beginning to end: base, grid, choice, seeds, sizes."""
+"""Runs a comparison of methods: base, grid, choice, seeds, sizes."""
 
 from __future__ import annotations
 
@@ -23,54 +23,55 @@ from llmdistill.run.plan import make_plan
 
 
 class Launch(Runner, Protocol):
-    """What a comparison needs of a launcher."""
+    """The methods of a launcher that a comparison uses."""
 
     def command(self, module: str, *arguments: str) -> list[str]:
-        """A module under the launcher."""
+        """Return the command that runs a module under the launcher."""
 
     def train_command(self, recipe: Path) -> list[str]:
-        """The main job with a recipe."""
+        """Return the command that trains with a recipe."""
 
     def call(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command with its output in a file; returns None, or in one sentence why it failed."""
+        """Run a command and write its output to a file; returns None, or the reason of the failure in one sentence."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """What to compare, and how.
+    """The settings of a comparison.
 
     Every trained variant starts from the same student, sees the examples in the same order in batches of the same
-    size, and learns as many tokens. Its grid is tried with the first seed and chosen on the validation set.
+    size, and trains on the same number of tokens. The settings of a variant's grid are tried with the first seed, and
+    the best settings are chosen on the validation set.
     """
 
     recipe: RunConfig
     root: Path
     variants: Sequence[Variant]
     grid: Mapping[str, Sequence[Any]]
-    """Values that every method tries, by dotted key."""
+    """The values that every method tries, by dotted key."""
     seeds: Sequence[int]
     sizes: Sequence[str]
-    """Further sizes of the student: a rank, or parameters as in target_params."""
+    """Further sizes of the student: a rank, or a number of parameters as in target_params."""
     launcher: Launch
 
     def trained(self) -> list[Variant]:
-        """The variants that train."""
+        """Return the variants that train a student."""
         return [variant for variant in self.variants if variant.trains]
 
     def points(self, variant: Variant) -> list[dict[str, Any]]:
-        """Every combination of the grid that all methods share and of the variant's own."""
+        """Return every combination of the values in the common grid and in the variant's own grid."""
         return points({**self.grid, **variant.grid})
 
     def final_runs(self) -> int:
-        """Runs beyond the trials; where there is nothing to choose, the one trial is the first seed's final run."""
+        """Return the number of runs after the trials; a variant's only trial is also the first seed's final run."""
         return sum(len(self.seeds) - (len(self.points(variant)) == 1) for variant in self.trained())
 
     def base(self) -> Trial:
-        """Teacher and untrained student, on all sets."""
+        """Return the run that scores the teacher and the untrained student on all sets."""
         return self._base("teacher and untrained student", {"scoring.models": ["teacher", "untrained"]})
 
     def size_base(self, size: str) -> Trial:
-        """The untrained student of another size."""
+        """Return the run that scores the untrained student of another size."""
         changes = {
             "student.factorize.rank": int(size) if size.isdigit() else None,
             "student.factorize.target_params": None if size.isdigit() else size,
@@ -86,11 +87,11 @@ class Study:
 
     @property
     def responses(self) -> Path:
-        """The teacher's answers to the training prompts, for SeqKD."""
+        """The file with the teacher's answers to the training prompts, for SeqKD."""
         return self.root / "seqkd" / f"responses-{digest(self.response_arguments())[:8]}.jsonl"
 
     def response_arguments(self) -> dict[str, Any]:
-        """What the teacher answers, and how: decoded as the answers are that are scored."""
+        """Return the arguments that generate the teacher's answers, with the decoding of the scored answers."""
         data, scoring = self.recipe.data, self.recipe.scoring
         return {
             "model": self.recipe.teacher.model,
@@ -106,7 +107,7 @@ class Study:
     def trial(
         self, variant: Variant, point: Mapping[str, Any], seed: int, student: str, *, tests: bool, valid: bool = True
     ) -> Trial:
-        """A training run from that student; `tests`, `valid`: whether it is scored on these sets too."""
+        """Return a training run from a student; `tests`, `valid`: whether the run is scored on these sets."""
         changes = {
             **variant.settings,
             "seed": seed,
@@ -121,15 +122,15 @@ class Study:
         return make_trial(self.root, self.recipe, variant.name, changes, point, title=variant.label)
 
     def untrained(self) -> str:
-        """The student that all variants start from."""
+        """Return the folder or name of the student from which all variants start."""
         given = self.recipe.student.model
         return str(self.base().folder / "untrained") if given is None else given
 
     def check(self) -> None:
-        """Find what would fail after hours.
+        """Check all settings, so that a mistake does not stop the comparison after hours.
 
         Raises:
-            UserError: with the setting and the remedy.
+            UserError: a setting is invalid; the message names the setting and the remedy.
         """
         check_sets(list(self.recipe.data.tests))
         if self.recipe.data.valid is None and any(len(self.points(each)) > 1 for each in self.trained()):
@@ -147,26 +148,26 @@ class Study:
 
 
 def learns_answers(variant: Variant) -> bool:
-    """Whether a variant learns from answers that the teacher writes."""
+    """Return whether a variant trains on answers that the teacher generates."""
     return METHODS[variant.settings["method"]].teacher_writes
 
 
 @dataclass
 class Findings:
-    """What a comparison found."""
+    """The results of a comparison."""
 
     base: dict[str, Any]
-    """The metrics of teacher and untrained student."""
+    """The metrics of the teacher and of the untrained student."""
     trials: dict[str, list[Result]] = field(default_factory=dict)
-    """Every point of a variant's grid at the first seed."""
+    """By variant: the results of every grid point with the first seed."""
     runs: dict[str, list[Result]] = field(default_factory=dict)
-    """The chosen point, one result a seed."""
+    """By variant: the results of the chosen grid point, one per seed."""
     sizes: dict[str, dict[str, Result]] = field(default_factory=dict)
-    """By size: the untrained student under "none", and each variant."""
+    """By size: the result of the untrained student under "none", and the result of each variant."""
 
     @property
     def failed(self) -> list[Result]:
-        """Every run that failed."""
+        """All runs that failed."""
         groups = [*self.trials.values(), *self.runs.values(), *(list(each.values()) for each in self.sizes.values())]
         return [result for group in groups for result in group if result.error is not None]
 
@@ -175,10 +176,10 @@ Planned = list[tuple[Variant, Trial]]
 
 
 def conduct(study: Study) -> Findings:
-    """Run whatever is not finished yet.
+    """Run all runs of the comparison that are not finished yet.
 
     Raises:
-        UserError: the base failed, without which nothing can be compared.
+        UserError: the teacher and the untrained student could not be scored.
     """
     trained = study.trained()
     tried = sum(len(study.points(variant)) for variant in trained)
@@ -216,10 +217,10 @@ def conduct(study: Study) -> Findings:
 
 
 def _grid_trials(study: Study) -> Planned:
-    """Every point of every variant's grid with the first seed."""
+    """Return the trials of every grid point of every variant with the first seed."""
     start, seed = study.untrained(), study.seeds[0]
     return [
-        # With one point there is nothing to choose, and its first seed is a final run at once.
+        # A single grid point needs no choice, so its run with the first seed is also a final run.
         (variant, study.trial(variant, point, seed, start, tests=len(study.points(variant)) == 1))
         for variant in study.trained()
         for point in study.points(variant)
@@ -227,7 +228,7 @@ def _grid_trials(study: Study) -> Planned:
 
 
 def _final_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]]) -> Planned:
-    """The chosen points with every seed that is not run yet."""
+    """Return the runs of the chosen grid points with every seed that has no run yet."""
     return [
         (variant, study.trial(variant, chosen[variant.name], seed, study.untrained(), tests=True))
         for variant in study.trained()
@@ -237,7 +238,7 @@ def _final_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]]) -> Plan
 
 
 def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], base: Result) -> Planned:
-    """The chosen points once more, from an untrained student of another size."""
+    """Return the runs of the chosen grid points from an untrained student of another size."""
     if base.metrics is None:
         return []
     start = str(base.trial.folder / "untrained")
@@ -249,13 +250,13 @@ def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], base: Re
 
 
 def validation_score(result: Result) -> float:
-    """ROUGE-L of a run's student on the validation set."""
+    """Return the ROUGE-L of a run's student on the validation set."""
     assert result.metrics is not None
     return float(result.metrics["student"]["valid"]["rougeL"])
 
 
 def describe_scores(metrics: Mapping[str, Any]) -> str:
-    """The scores of a run in one line."""
+    """Return the scores of a run in one line."""
     parts = []
     for name, scores in metrics.items():
         if isinstance(scores, dict) and "rougeL" in scores:
@@ -265,7 +266,7 @@ def describe_scores(metrics: Mapping[str, Any]) -> str:
 
 
 def generate_responses(study: Study) -> str | None:
-    """Let the teacher answer the training prompts, unless it has; returns why it could not."""
+    """Generate the teacher's answers to the training prompts if they are missing; returns the reason of a failure."""
     if study.responses.is_file() and read_provenance(study.responses) is not None:
         return None
     arguments = {**study.response_arguments(), "output": str(study.responses)}

@@ -1,4 +1,4 @@
-"""A whole distillation: the assistants' runs, the search for the teacher's layer, and the run itself."""
+"""Runs a whole distillation: the assistants' runs, the search for the teacher's layer, and the run itself."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from llmdistill.tasks.base import TaskData
 
 
 def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callable[[World], None] | None = None) -> None:
-    """Do the runs of a configuration, in a process group that is there; every rank must call it.
+    """Execute the runs of a configuration in an existing process group; every rank must call this function.
 
-    What is finished already is not done again.
+    Finished runs are not repeated.
 
     Args:
-        plans: as `make_plans` gives them.
-        data: the examples, read.
-        world: this process.
-        then: what follows in the claimed folder, such as the second stage on tasks.
+        plans: the plans that `make_plans` returns.
+        data: the examples.
+        world: the rank and the number of ranks.
+        then: is called after the runs, while the folder is claimed, such as for the second stage on tasks.
 
     Raises:
-        UserError: bad input, a folder of another run, or a loss that is no longer finite.
+        UserError: bad input, the folder belongs to another run, or the loss is not finite.
     """
     for plan in plans:
         assemble.check_machine(plan, world)

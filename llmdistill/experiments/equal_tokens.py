@@ -1,4 +1,4 @@
-"""The same number of training tokens for methods whose texts differ in length."""
+"""Gives methods whose training texts differ in length the same number of training tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from llmdistill.run.plan import tokenizer_path
 
 
 def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
-    """After how many steps a run on `other` has seen as many tokens as the configuration's run on its own data.
+    """Return the number of steps after which a run on `other` has seen as many tokens as the run on its own data.
 
-    The loader is a pure function of seed and step, so both are known before anything is trained. With a streamed set
-    they are not, and without the other file neither: then the number of steps stays.
+    The loader is a pure function of seed and step, so the token counts of both runs are known before the training.
+    They are unknown for a streamed set and if `other` does not exist; then the number of steps is unchanged.
     """
     if config.data.streaming or not other.is_file():
         return config.train.steps
@@ -37,7 +37,7 @@ def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
 
 
 def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
-    """Real tokens of each step's global batch, without end."""
+    """Yield the number of tokens without padding in the global batch of each step, endlessly."""
     data, size = config.data, config.train.global_batch_size
     lengths = _lengths(tokenizer_path(config), reference, data.max_prompt_length, data.max_length, data.long_prompts)
     for step in count():
@@ -49,7 +49,7 @@ def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
 def _lengths(
     tokenizer: Path, reference: str, max_prompt_length: int, max_length: int, long_prompts: LongPrompts
 ) -> np.ndarray:
-    """Tokens of each example of a training set, (examples,)."""
+    """Return the number of tokens of each example of a training set, (examples,)."""
     data = encode(
         read_examples(locate(reference)),
         load_tokenizer(tokenizer),

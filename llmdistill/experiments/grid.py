@@ -1,4 +1,4 @@
-"""The settings that a study tries, and which of them it chooses."""
+"""The settings that a study tries, and the choice among them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from llmdistill.experiments.trials import Result
 
 Score = Callable[[Result], float]
-"""Of a finished trial, what is to be high."""
+"""The score of a finished trial; higher is better."""
 
 
 def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination of a grid's values, by dotted key; the values of the last key change first."""
+    """Return every combination of a grid's values, by dotted key; the values of the last key change first."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -25,15 +25,16 @@ class Choice:
 
     settings: Mapping[str, Any]
     results: list[Result]
-    """Their finished trials, one a seed."""
+    """The finished trials of these settings, one per seed."""
     best: Result
-    """The trial whose seed scored best; of equals the first."""
+    """The trial with the best score; the first one if several are equal."""
 
 
 def choose(results: Sequence[Result], score: Score) -> Choice | None:
-    """The settings with the best mean score over seeds, the first of equals; None where every trial failed.
+    """Choose the settings with the best mean score over seeds, the first if several are equal.
 
-    Where trials failed, only the settings with the most finished seeds are compared. A single setting needs no score.
+    If trials failed, only the settings with the most finished seeds are compared. A single combination of settings
+    with a single seed needs no score. Returns None if every trial failed.
     """
     finished = [result for result in results if result.metrics is not None]
     groups: list[list[Result]] = []

@@ -1,6 +1,6 @@
-"""Running the trials of a study: each in a process of its own, or one after the other in this one.
+"""Runs the trials of a study: each trial in its own process, or one after the other in this process.
 
-A failed trial stops no other, and an interrupted study leaves no process behind.
+A failed trial does not stop the other trials, and an interrupted study leaves no process running.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from llmdistill.runtime.distributed import World, on_main
 
 _POLL_SECONDS = 0.05
 _PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port")
-"""Flags of the deepspeed launcher that say where a run goes, as sharing out the GPUs does."""
+"""Flags of the deepspeed launcher that place a run; they conflict with trials_at_once, which assigns the GPUs."""
 
 
 class Runner(Protocol):
-    """What runs trials."""
+    """Runs trials."""
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
-        """Run the trials that are not finished; returns the results of all, in their order."""
+        """Run the trials that are not finished and return the results of all trials in order."""
 
 
 @dataclass(frozen=True)
 class InProcess:
-    """Runs trials one after the other in this process or group of processes, which saves short trials their start."""
+    """Runs trials one after the other in this process or process group, which saves the start-up time of each trial."""
 
     world: World
     train: Callable[[RunConfig], object]
-    """The whole run of a configuration; every rank calls it."""
+    """Executes the whole run of a configuration; every rank calls it."""
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
-        """Run the trials that are not finished; returns the results of all, in their order. Every rank must call it.
+        """Run the trials that are not finished and return the results of all trials in order; every rank must call it.
 
-        A UserError makes a trial fail; alone on one rank any other exception does too, with its traceback in the log.
+        A UserError makes only its trial fail. On a single rank, any other exception also makes only its trial fail,
+        and the traceback is written to the log.
         """
         return [self._run(trial, progress if self.world.is_main else None) for trial in trials]
 
@@ -66,20 +67,20 @@ class InProcess:
             progress.start(trial)
         began = time.perf_counter()
         error = self._train(trial)
-        gc.collect()  # an engine is a knot of references; dozens of them would not fit
+        gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
         result = on_main(lambda: ended_result(trial, error, time.perf_counter() - began), self.world)
         if progress is not None:
             progress.end(result)
         return result
 
     def _train(self, trial: Trial) -> str | None:
-        """Run a trial; returns why it failed."""
+        """Run a trial; returns the reason of a failure, or None."""
         try:
             self.train(trial.config)
         except UserError as error:
             return str(error)
         except Exception as error:
-            if self.world.size > 1:  # the other ranks may be anywhere
+            if self.world.size > 1:  # the other ranks may be at any other point of the run
                 raise
             write_text(trial.log, traceback.format_exc())
             return f"{type(error).__name__}: {error} (log {trial.log})"
@@ -96,19 +97,22 @@ class _Running:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs each trial as the main job in a process of its own, several side by side where that is wanted."""
+    """Runs each trial as a training run in its own process; trials_at_once trials run at the same time."""
 
     flags: Sequence[str] = field(default_factory=tuple)
-    """For the deepspeed launcher, such as --num_gpus 8."""
+    """Flags for the deepspeed launcher, such as --num_gpus 8."""
     trials_at_once: int = 1
-    """Trials that run side by side; they share out the machine's GPUs, or its cores where it has none."""
+    """Number of trials that run at the same time; they share the machine's GPUs, or its CPU cores without a GPU."""
 
     def train_command(self, recipe: Path, flags: Sequence[str] | None = None) -> list[str]:
-        """The main job with a recipe."""
+        """Return the command that trains with a recipe."""
         return self.command("llmdistill.train", "--recipe", str(recipe), flags=flags)
 
     def command(self, module: str, *arguments: str, flags: Sequence[str] | None = None) -> list[str]:
-        """A module under the launcher; alone on a CPU without it, which saves a process and seconds a run."""
+        """Return the command that runs a module under the launcher.
+
+        On a CPU without flags, the command does not use the launcher, which saves a process and seconds per run.
+        """
         flags = self.flags if flags is None else flags
         if not flags and not torch.cuda.is_available():
             return [sys.executable, "-m", module, *arguments]
@@ -117,17 +121,17 @@ class Launcher:
         return [launcher, *flags, "--no_local_rank", "--module", module, *arguments]
 
     def check(self) -> None:
-        """Raises UserError where the machine cannot run so many trials at once."""
+        """Raises UserError if the machine cannot run trials_at_once trials at the same time."""
         self._slots()
 
     def call(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command with its output in a file; returns None, or in one sentence why it failed."""
+        """Run a command and write its output to a file; returns None, or the reason of the failure in one sentence."""
         with _ended([process := _start(command, log, {})]):
             code = process.wait()
         return None if code == 0 else _reason(log, code)
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
-        """Run the trials that are not finished; returns the results of all, in their order."""
+        """Run the trials that are not finished and return the results of all trials in order."""
         slots, waiting = self._slots(), list(trials)[::-1]
         running: list[_Running] = []
         results: dict[Path, Result] = {}
@@ -149,7 +153,7 @@ class Launcher:
                     if progress is not None:
                         progress.start(trial)
                     slot = slots.pop(0)
-                    # Launchers side by side must not meet at the same port.
+                    # Launchers that run at the same time must not use the same port.
                     port = ("--master_port", str(_free_port())) if self.trials_at_once > 1 and slot else ()
                     command = self.train_command(trial.write_recipe(), [*slot, *port])
                     began = time.perf_counter()
@@ -165,7 +169,7 @@ class Launcher:
         return [results[trial.folder] for trial in trials]
 
     def _slots(self) -> list[Sequence[str]]:
-        """The launcher's flags of each place where a trial can run."""
+        """Return the launcher's flags for each of the trials that run at the same time."""
         count = self.trials_at_once
         if count == 1:
             return [self.flags]
@@ -183,12 +187,12 @@ class Launcher:
         return [("--include", f"localhost:{','.join(group)}") for group in groups]
 
     def _num_gpus(self) -> int | None:
-        """The value of --num_gpus among the flags."""
+        """Return the value of --num_gpus among the flags, or None."""
         words = " ".join(self.flags).replace("=", " ").split()
         return int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else None
 
     def _environment(self) -> dict[str, str]:
-        """Variables for trials that share the cores of a machine without GPUs."""
+        """Return the environment variables for trials that share the CPU cores of a machine without GPUs."""
         if self.trials_at_once == 1 or torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ:
             return {}
         processes = self.trials_at_once * (self._num_gpus() or 1)
@@ -196,7 +200,7 @@ class Launcher:
 
 
 def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own, with its output in a file."""
+    """Start a command in its own process group and write its output to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         return subprocess.Popen(
@@ -212,14 +216,14 @@ def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subpro
 
 @contextmanager
 def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """End the processes that run still when the block is interrupted, so that a resumed study does not meet them."""
+    """End all running processes when the block is interrupted, so that they do not disturb a resumed study."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     try:
         before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # only the main thread hears signals
+    except ValueError:  # only the main thread can handle signals
         before = None
     try:
         yield
@@ -236,13 +240,13 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def shown_command(command: Sequence[str]) -> str:
-    """A command as a user would type it."""
+    """Return a command as a user would type it."""
     names = {sys.executable: "python", str(Path(sys.executable).with_name("deepspeed")): "deepspeed"}
     return shlex.join(names.get(word, word) for word in command)
 
 
 def _reason(log: Path, code: int) -> str:
-    """The run's own sentence, or the last line that says anything."""
+    """Return the error message in a run's log, or the last non-empty line if there is no error message."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = errors[-1] if errors else (lines[-1] if lines else "it printed nothing")
@@ -256,6 +260,6 @@ def _free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """On Linux, let the child end with a study that is killed outright."""
+    """On Linux, end the child process when the parent process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG

@@ -1,4 +1,4 @@
-"""Which of the teacher's layers to learn from: a short run for each, and their curve (MiniLMv2 Figure 2)."""
+"""Searches for the teacher's best layer with a short run per layer, and plots the losses (MiniLMv2 Figure 2)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from llmdistill.runtime.distributed import World, on_main
 
 
 def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Plan:
-    """The plan with the teacher's layer found; every rank must call it.
+    """Search for the teacher's best layer and return the plan with this layer; every rank must call this function.
 
-    For each candidate the student learns its relations for some steps, from the same weights and the same batches.
-    Relations of different layers cannot be compared by their loss, so each student then learns the words alone for some
-    steps, the same for all, and the loss on the validation text after these is its score. What is finished already is
-    not run again. The folder gets `layer_search.json` and a plot.
+    For each candidate layer, the student learns the layer's relations for some steps, from the same weights and with
+    the same batches. The relation losses of different layers cannot be compared, so each student is then trained with
+    the token loss alone for the same number of steps, and its validation loss after these steps is its score. Finished
+    runs are not repeated. The search writes `layer_search.json` and a plot into the run's folder.
 
     Args:
         plan: a run with a method whose teacher_layer is auto (`plan.searched`).
-        run: does a run from its plan, unless it is finished already.
-        world: this process.
+        run: executes a run from its plan, unless the run is already finished.
+        world: the rank and the number of ranks.
     """
     config, folder = plan.config, plan.folder
     name = plan.searched
@@ -39,7 +39,7 @@ def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Pla
     layers, num_layers = config.method_settings[name].search.layers, shape_of(plan.teacher_config).num_layers
     candidates = parse_layers(layers, num_layers, key=f"{name}.search.layers")
     pairs = [_trials(config, name, folder / "layer-search", layer + 1) for layer in candidates]
-    # Each probe's student is there once the trial before it has ended; only then can it be planned.
+    # A probe can be planned only when the trial before it has ended, because that trial writes the probe's student.
     runner = InProcess(world, lambda each: run(make_plan(each, plan.before)))
     results = runner.run([trial for pair in pairs for trial in pair])
     failed = next((result for result in results if result.error is not None), None)
@@ -50,7 +50,7 @@ def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Pla
 
 
 def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Trial, Trial]:
-    """The trial that learns a layer's relations, and the one that scores its student; layers count from 1."""
+    """Return the trial that learns a layer's relations and the trial that scores its student; layers count from 1."""
     part, settings = folder / f"layer-{layer}", {f"{name}.teacher_layer": layer}
     probe = _probe(config, config.method_settings[name].search.probe_steps, part)
     distil = Trial(f"relations of layer {layer}", settings, config.seed, _short(config, name, layer, part / "distil"))
@@ -58,7 +58,7 @@ def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Tri
 
 
 def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
-    """Write and print the scores of all layers; returns the layer with the lowest validation loss."""
+    """Write and print the scores of all layers, and return the layer with the lowest validation loss."""
     losses = {each.trial.settings[f"{name}.teacher_layer"]: _last_valid_loss(each) for each in probes}
     choice = choose(probes, lambda result: -_last_valid_loss(result))
     assert choice is not None
@@ -72,7 +72,7 @@ def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
 
 
 def _short(config: RunConfig, name: str, layer: int, folder: Path) -> RunConfig:
-    """The run itself, but with the relations of one layer alone and for fewer steps."""
+    """Return the run's configuration with the relations of one layer only and with fewer steps."""
     return replace(
         config.with_settings(name, teacher_layer=layer),
         method=name,
@@ -84,7 +84,7 @@ def _short(config: RunConfig, name: str, layer: int, folder: Path) -> RunConfig:
 
 
 def _probe(config: RunConfig, steps: int, part: Path) -> RunConfig:
-    """The steps on the words alone, from where the candidate's student stands."""
+    """Return the configuration of the steps with the token loss alone, which start from the candidate's student."""
     student = replace(config.student, model=str(part / "distil" / "student"), shape=None, assistants=[])
     return replace(
         config,

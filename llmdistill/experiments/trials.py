@@ -1,4 +1,4 @@
-"""The trials of a study: each is a run of the main job in a folder of its own, found again when it is finished."""
+"""The trials of a study: each trial is a training run in its own folder, and a finished trial is not repeated."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Trial:
     """One run of a study."""
 
     title: str
-    """The trial in a few words."""
+    """A short description of the trial."""
     settings: Mapping[str, Any]
-    """What sets it apart from the others but its seed: the grid's values, by dotted key; empty without a grid."""
+    """The grid's values that define this trial together with its seed, by dotted key; empty without a grid."""
     seed: int
     config: RunConfig
 
@@ -39,52 +39,52 @@ class Trial:
 
     @property
     def recipe(self) -> Path:
-        """Where its whole configuration stands."""
+        """The file with the trial's whole configuration."""
         return self.folder.with_name(f"{self.folder.name}.yaml")
 
     @property
     def log(self) -> Path:
-        """What the run printed."""
+        """The file with the output of the run."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def metrics(self) -> dict[str, Any] | None:
-        """What the finished run left, or None where it is not finished or lacks scores that this trial asks for.
+        """Return the metrics of the finished run, or None if it is not finished or lacks scores of this trial.
 
         Raises:
-            UserError: the folder holds a run of another configuration.
+            UserError: the folder belongs to a run of another configuration.
         """
         return finished_metrics(self.config)
 
     def write_recipe(self) -> Path:
-        """Write the recipe that the main job reads."""
+        """Write the recipe with which the trial is trained, and return its path."""
         write_text(self.recipe, yaml.safe_dump(to_dict(self.config), sort_keys=False, allow_unicode=True))
         return self.recipe
 
     def seconds(self) -> float | None:
-        """How long the trial took over all its starts, scoring included; None where it is not known."""
+        """Return the total duration of the trial over all its starts, including the scoring; None if it is unknown."""
         record = read_record(self.folder / "seconds.json", remedy="remove the file")
         return None if record is None else float(record["seconds"])
 
     def add_seconds(self, seconds: float) -> None:
-        """Keep how long one more start of the trial took."""
+        """Add the duration of one more start of the trial to its record."""
         write_json(self.folder / "seconds.json", {"seconds": seconds + (self.seconds() or 0.0)})
 
 
 @dataclass(frozen=True)
 class Result:
-    """A trial that has been run."""
+    """The result of a trial."""
 
     trial: Trial
     metrics: dict[str, Any] | None
-    """None where it failed."""
+    """None if the trial failed."""
     error: str | None = None
-    """Why it failed, in one sentence."""
+    """The reason of the failure, in one sentence."""
     seconds: float | None = None
-    """How long it took over all its starts, where that is known."""
+    """The total duration of the trial over all its starts; None if it is unknown."""
 
 
 def kept_result(trial: Trial) -> Result | None:
-    """The result of a trial that is finished already, or whose folder belongs to another run; None for any other."""
+    """Return the result of a finished trial, an error if its folder belongs to another run, else None."""
     try:
         metrics = trial.metrics()
     except UserError as error:
@@ -93,12 +93,12 @@ def kept_result(trial: Trial) -> Result | None:
 
 
 def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
-    """The result of a trial that has just been run.
+    """Return the result of a trial that has just ended.
 
     Args:
         trial: the trial.
-        error: why it failed, None where it did not.
-        seconds: how long it took.
+        error: the reason of a failure, or None.
+        seconds: the duration of this start.
     """
     if error is not None:
         return Result(trial, None, error)
@@ -112,19 +112,19 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
 
 
 class Progress:
-    """Says which trial is running, how it ended, and how far the study is."""
+    """Prints which trial is running, how it ended, and the progress of the study."""
 
     def __init__(self, total: int, describe: Callable[[Mapping[str, Any]], str]) -> None:
         self._total, self._describe, self._seen = total, describe, 0
         self._running: dict[Path, str] = {}
 
     def start(self, trial: Trial) -> None:
-        """Say that a trial starts."""
+        """Print that a trial starts."""
         self._running[trial.folder] = self._next(trial)
         print(f"{self._running[trial.folder]} ...", flush=True)
 
     def end(self, result: Result, *, kept: bool = False) -> None:
-        """Say how a trial ended; `kept`: it was finished before."""
+        """Print the result of a trial; `kept`: the trial was already finished."""
         said = f"FAILED: {result.error}" if result.metrics is None else self._describe(result.metrics)
         head = self._running.pop(result.trial.folder, None) or self._next(result.trial)
         print(f"{head}: {said}{' (kept)' if kept else ''}", flush=True)
@@ -143,25 +143,26 @@ def make_trial(
     *,
     title: str | None = None,
 ) -> Trial:
-    """The trial of a recipe with some settings changed.
+    """Return the trial of a recipe with some settings changed.
 
-    Its folder's name ends with a digest of all that shapes the student, so a changed recipe makes new trials.
+    The folder's name ends with a digest of everything that determines the student, so a changed recipe makes new
+    trials.
 
     Args:
         root: the study's folder.
         base: the recipe.
         name: beginning of the folder's name.
-        changes: values by dotted key, the seed perhaps among them.
-        settings: the grid's values, by dotted key; they count as changes, and stand in the title and the name.
-        title: beginning of the title, without it the name.
+        changes: values by dotted key; they may contain the seed.
+        settings: the grid's values, by dotted key; they are changes too, and appear in the title and the folder's name.
+        title: beginning of the title; default: name.
     """
     settings = settings or {}
     values = to_dict(base)
     for key, value in {**changes, **settings}.items():
         set_value(values, key, value)
     shaping = shaping_settings(values)
-    # The trial of another micro batch is the same one. Inputs that the study makes itself are known by their folders.
-    # Another validation set means other curves.
+    # The micro batch size does not change the trial. Inputs that the study makes itself are identified by their
+    # folders. The validation set is part of the identity because it determines the learning curves.
     del shaping["train"]["micro_batch_size"]
     identity = {
         **shaping,
@@ -176,6 +177,6 @@ def make_trial(
 
 
 def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:
-    """The values under the last part of their keys."""
+    """Return the values as texts, each after the last part of its key."""
     texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
     return [f"{key.rsplit('.', 1)[-1]}{sign}{text}" for key, text in texts.items()]

@@ -1,4 +1,4 @@
-"""What is compared: methods by name, and the suites of the papers' tables, kept as data (suites/*.yaml)."""
+"""The variants of a comparison: methods by name, and the suites of the papers' tables (suites/*.yaml)."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from llmdistill.methods import METHODS
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train the student: settings over the recipe's, and values to choose among on the validation set."""
+    """A way to train the student: changes to the recipe's settings, and a grid to choose from on the validation set."""
 
     name: str
     label: str
     settings: Mapping[str, Any]
-    """By dotted key of a run's settings."""
+    """The changed settings of the run, by dotted key."""
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values to try, by dotted key."""
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything to train."""
+        """Whether the method trains a student."""
         return METHODS[self.settings["method"]].trains
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Variants under a title."""
+    """A list of variants with a title."""
 
     title: str
     variants: list[Variant]
     paper: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """The paper's own figures: {model type of the teacher: {row: {set: ROUGE-L}}}."""
+    """The scores in the paper: {model type of the teacher: {row: {set: ROUGE-L}}}."""
 
 
 def suite_names() -> list[str]:
-    """The suites that ship with the package."""
+    """Return the names of the suites that are part of the package."""
     folder = resources.files("llmdistill") / "suites"
     names = {item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")}
     return sorted(names)
 
 
 def method_names() -> list[str]:
-    """The methods that a comparison knows by name."""
+    """Return the names of the methods and presets that can be compared."""
     return list(_known())
 
 
 def load_suite(name: str) -> Suite:
-    """A shipped suite.
+    """Load a suite of the package.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no suite with this name.
     """
     if name not in suite_names():
         raise UserError(f"--suite {name}: there is no such suite; there are {', '.join(suite_names())}")
@@ -67,10 +67,10 @@ def load_suite(name: str) -> Suite:
 
 
 def load_methods(names: Sequence[str]) -> list[Variant]:
-    """Methods by their names, in the order given.
+    """Load methods by their names, in the given order.
 
     Raises:
-        UserError: a name that is unknown, or twice there, or none at all.
+        UserError: a name is unknown or occurs twice, or there is no name.
     """
     known = _known()
     for index, name in enumerate(names):
@@ -84,7 +84,7 @@ def load_methods(names: Sequence[str]) -> list[Variant]:
 
 
 def _known() -> dict[str, Variant]:
-    """The methods, and their presets, by name."""
+    """Return the methods and their presets by name."""
     variants = []
     for name, method in METHODS.items():
         variants.append(Variant(name, method.label, {"method": name}, method.grid))

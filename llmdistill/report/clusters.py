@@ -1,4 +1,4 @@
-"""Points on a plane, a panel a model, coloured by what is right of them (KroneckerBERT Figure 4)."""
+"""Plots points in a plane, one panel per model, coloured by class or score (KroneckerBERT Figure 4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from llmdistill.report.plots import COLORS, INK, MARKERS, STYLE, new_figure
 
 _COLUMNS = 4
-"""Panels side by side, at most."""
+"""Maximum number of panels side by side."""
 
 
 class Cloud(NamedTuple):
@@ -21,18 +21,18 @@ class Cloud(NamedTuple):
 
     title: str
     note: str
-    """Beneath the title."""
+    """Text below the title."""
     points: np.ndarray
     """(rows, 2)."""
 
 
 def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequence[str]) -> Figure:
-    """The clouds side by side.
+    """Plot the clouds side by side.
 
     Args:
-        clouds: one a model, all of the same examples.
-        targets: (rows,), the class of each example, or its score.
-        classes: their names; none where targets are scores, which colour by a scale.
+        clouds: one cloud per model, all of the same examples.
+        targets: (rows,), the class or the score of each example.
+        classes: the names of the classes; empty if targets are scores, which are shown by a colour scale.
     """
     with rc_context(STYLE):
         columns = min(len(clouds), _COLUMNS)
@@ -44,7 +44,7 @@ def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequenc
         for axes in panels[len(clouds) :]:
             axes.set_visible(False)
         if classes:
-            # A class "1" alone says nothing.
+            # A bare number would be unclear in the legend.
             names = [f"class {name}" if name.isdigit() else name for name in classes]
             handles, _ = panels[0].get_legend_handles_labels()
             figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), markerscale=2)
@@ -65,7 +65,7 @@ def _draw(axes: Axes, cloud: Cloud, targets: np.ndarray, classes: Sequence[str])
         axes.scatter(x, y, c=targets, cmap="viridis", **small)
     axes.set_title(f"{cloud.title}\n", loc="left", fontsize=9)
     axes.text(0, 1.02, cloud.note, transform=axes.transAxes, fontsize=8, color=INK)
-    # Neither the directions nor the distances of t-SNE between far points have a meaning.
+    # The axes of t-SNE and its distances between far points have no meaning, so there are no ticks.
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_box_aspect(1)

@@ -1,4 +1,4 @@
-"""The report of a comparison of methods: results.json, costs.json, report.md, report.html and the plots."""
+"""Writes the report of a comparison of methods: results.json, costs.json, report.md, report.html and the plots."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from llmdistill.report.wording import (
 def write_comparison(folder: Path, comparison: Comparison) -> None:
     """Write results.json, costs.json, report.md, report.html and plots/ into a folder.
 
-    results.json holds nothing that changes between two equal comparisons: no time, no date, no absolute path.
+    results.json contains no time, date or absolute path, so two equal comparisons give the same file.
     """
     scores = [score_row(row, comparison.sets) for row in comparison.rows]
     write_json(folder / "results.json", _without_prefix(_results(comparison, scores), folder))
@@ -88,7 +88,7 @@ def _costs(scores: Scores) -> dict[str, Any]:
 
 
 def _without_prefix(value: Any, folder: Path) -> Any:
-    """The same value with every path below the folder relative to it."""
+    """Return the value with every path below the folder made relative to the folder."""
     if isinstance(value, str):
         return value.replace(f"{folder.resolve()}/", "").replace(f"{folder}/", "")
     if isinstance(value, dict):
@@ -97,7 +97,7 @@ def _without_prefix(value: Any, folder: Path) -> Any:
 
 
 def reason(run: Run) -> str:
-    """Why a run has no scores."""
+    """Return the reason why a run has no scores."""
     return run.error if run.error is not None else "it ended without scores"
 
 
@@ -106,7 +106,7 @@ def _named(scores: Sequence[Scores], name: str) -> Scores | None:
 
 
 def _context(comparison: Comparison, scores: Sequence[Scores], drawn: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """What the templates read."""
+    """Return the variables of the templates."""
     teacher = _named(scores, TEACHER)
     sizes = [Run(method=p.method, seed=0, folder=p.folder, command=p.command) for p in comparison.sizes]
     labels = {row.name: row.label for row in comparison.rows}
@@ -138,7 +138,7 @@ def _context(comparison: Comparison, scores: Sequence[Scores], drawn: Sequence[M
 
 
 def _once(runs: Sequence[Run]) -> list[Run]:
-    """The runs without those that stand there already, as the chosen grid point's first seed may."""
+    """Return the runs without duplicates; the chosen grid point's first seed may be both a trial and a run."""
     return list({(run.folder, run.command, run.error): run for run in reversed(runs)}.values())[::-1]
 
 
@@ -157,7 +157,7 @@ def _environment() -> Environment:
 
 
 def _draw(folder: Path, comparison: Comparison, scores: Sequence[Scores]) -> list[dict[str, str]]:
-    """Draw what there is data for, and remove what an earlier report left and this one does not have."""
+    """Draw every plot that has data, and remove the plots of an earlier report that are not drawn again."""
     styles = plots.method_styles([row.name for row in comparison.rows], plain=(TEACHER, UNTRAINED))
     drawn = []
     for name, title, caption, made in _figures(comparison, scores, styles):
@@ -174,7 +174,7 @@ def _draw(folder: Path, comparison: Comparison, scores: Sequence[Scores]) -> lis
 def _figures(
     comparison: Comparison, scores: Sequence[Scores], styles: Mapping[str, plots.Style]
 ) -> list[tuple[str, str, str, Any]]:
-    """Name, title, caption and figure of every plot."""
+    """Return the name, title, caption and figure of every plot."""
     figures: list[tuple[str, str, str, Any]] = []
     teacher = _named(scores, TEACHER)
     level = None if teacher is None or teacher.average is None else teacher.average.mean
@@ -185,7 +185,7 @@ def _figures(
     ]
     untrained = _named(scores, UNTRAINED)
     start = untrained.average.mean if untrained is not None and untrained.average is not None else None
-    # On one scale with the untrained student, which is far below, the methods would be one heap.
+    # The untrained student scores far lower; on a common scale, the differences between methods would not be visible.
     left_out = "" if start is None else f" The untrained student, at {start:.1f}, is left out."
     if dots:
         caption = f"Mean over seeds, with its standard deviation; the small strokes are the seeds.{left_out}"
@@ -204,7 +204,7 @@ def _figures(
 
 
 def _curve_figures(scores: Sequence[Scores], styles: Mapping[str, plots.Style]) -> list[tuple[str, str, str, Any]]:
-    """The learning curves, and each method's terms where its loss has several."""
+    """Return the plots of the learning curves, and of each method's loss terms if its loss has several terms."""
     figures: list[tuple[str, str, str, Any]] = []
     captions = {
         "valid_loss": (
@@ -237,7 +237,7 @@ def _curve_figures(scores: Sequence[Scores], styles: Mapping[str, plots.Style]) 
 
 
 def print_comparison(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the results.json of a comparison on the terminal: mean ± standard deviation over seeds."""
+    """Print the results.json of a comparison on the terminal, as mean ± standard deviation over seeds."""
     sets, rows = results["sets"], []
     for name, method in results["methods"].items():
         scores = method["rougeL"]

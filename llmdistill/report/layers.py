@@ -1,4 +1,4 @@
-"""The curve over the teacher's layers that a search for the best one ends with (MiniLMv2 Figure 2)."""
+"""The curve of scores over the teacher's layers, the result of a layer search (MiniLMv2 Figure 2)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAME = "layer_search"
 
 
 class LayerScore(NamedTuple):
-    """What a student that learnt from one layer came to."""
+    """The score of a student that learned from one layer of the teacher."""
 
     layer: int
-    """From 1."""
+    """The layer of the teacher, counted from 1."""
     loss: float
-    """On the validation text, after the steps on the words; lower is better."""
+    """Validation loss after the steps with the token loss; lower is better."""
 
 
 def plot_layers(scores: Sequence[LayerScore], folder: Path) -> None:
@@ -38,7 +38,7 @@ def plot_layers(scores: Sequence[LayerScore], folder: Path) -> None:
 
 
 def print_layers(scores: Sequence[LayerScore], folder: Path, console: Console | None = None) -> None:
-    """Print the curve as a table, a bar a layer, the best one marked."""
+    """Print the curve as a table with one bar per layer and a mark at the best layer."""
     losses = [score.loss for score in scores]
     best, worst = min(losses), max(losses)
     rows = []

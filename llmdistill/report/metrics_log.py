@@ -1,4 +1,4 @@
-"""metrics.jsonl, the log of a run: the names of its columns, and its rows."""
+"""Reads metrics.jsonl, the log of a run: its column names and its rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FIGURES = (
     "peak_memory_bytes",
     "valid_loss",
 )
-"""Columns of the run itself; every other column is a term of the loss."""
+"""The columns that every run may have; every other column is a term of the loss."""
 
 
 def read_metrics_log(folder: Path) -> list[dict[str, float]]:
-    """The rows of a run's log, in order; none where nothing was trained."""
+    """Read the rows of a run's log in order; the list is empty if the run trained nothing."""
     file = folder / METRICS_LOG
     if not file.is_file():
         return []
@@ -33,5 +33,5 @@ def read_metrics_log(folder: Path) -> list[dict[str, float]]:
 
 
 def term_names(rows: list[dict[str, float]]) -> list[str]:
-    """The terms of the loss that a log has columns of, in their order."""
+    """Return the names of the loss terms in a log, in the order of its columns."""
     return [name for name in rows[-1] if name not in FIGURES] if rows else []

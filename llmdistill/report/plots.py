@@ -1,6 +1,6 @@
 """The plots of a comparison: scores, learning curves, the terms of a loss, quality against size.
 
-Every method keeps one colour and one marker in all of them. Two writes of the same data give the same bytes.
+Every method has the same colour and marker in all plots. The same data always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 INK, PAPER, GREY = "#202124", "#ffffff", "#7d828a"
-"""Text and axes, background, and what is no method of its own: the untrained student."""
+"""Colours of text and axes, of the background, and of the rows that are not methods, such as the untrained student."""
 
 COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
-"""Okabe and Ito's colours for colour-blind readers, the pale ones darkened so that they show on white."""
+"""Okabe and Ito's colours for colour-blind readers; the pale colours are darkened to be visible on white."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
@@ -30,7 +30,7 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.parse_math": False,  # a $ in a name is a $
+    "text.parse_math": False,  # a $ in a name is shown as it is
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": GREY,
@@ -50,11 +50,11 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": PAPER,
     "svg.fonttype": "none",
 }
-"""How all figures look."""
+"""The style of all figures."""
 
 
 class Style(NamedTuple):
-    """How a method looks in every plot."""
+    """The style of a method in every plot."""
 
     color: str
     marker: str
@@ -62,12 +62,12 @@ class Style(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A figure over the steps of several runs."""
+    """A value over the steps of several runs."""
 
     steps: list[float]
     mean: list[float]
     low: list[float]
-    """The lowest of the runs."""
+    """The lowest value of the runs."""
     high: list[float]
 
 
@@ -79,21 +79,21 @@ class Dots(NamedTuple):
     mean: float
     std: float
     values: list[float]
-    """One a seed."""
+    """One value per seed."""
 
 
 def method_styles(names: Sequence[str], plain: Sequence[str] = ()) -> dict[str, Style]:
-    """A style for each method by its place in the list; those in `plain` are grey and take no colour."""
+    """Return a style for each method by its position in the list; the names in `plain` are grey and use no colour."""
     styles = {name: Style(GREY, "o", ()) for name in plain}
     for index, name in enumerate(name for name in names if name not in plain):
-        # Markers and colours differ in number, so that a colour that comes again has another marker and dash.
+        # The numbers of markers and colours differ, so that a repeated colour has another marker and dash.
         dashes = DASHES[index // len(COLORS) % len(DASHES)]
         styles[name] = Style(COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], dashes)
     return styles
 
 
 def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> Curve | None:
-    """The mean, lowest and highest value of a key at each step; None where no row has it.
+    """Return the mean, lowest and highest value of a key at each step, or None if no row has the key.
 
     Values that are not finite are left out.
     """
@@ -110,7 +110,7 @@ def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> 
 
 
 def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
-    """Average ROUGE-L of each method, its standard deviation and its seeds, with the teacher as a line."""
+    """Plot the average ROUGE-L of each method with its standard deviation and seeds, and the teacher as a line."""
     with rc_context(STYLE):
         figure = new_figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
         axes = figure.subplots()
@@ -149,7 +149,7 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
 
 
 def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figure:
-    """One line a method against the step, its band from the lowest to the highest seed."""
+    """Plot one line per method over the steps, with a band from the lowest to the highest seed."""
     with rc_context(STYLE):
         figure = new_figure(7.0, 3.6)
         axes = figure.subplots()
@@ -164,7 +164,7 @@ def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figu
 
 
 def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
-    """The terms of one method's loss, a panel each."""
+    """Plot the terms of one method's loss, one panel per term."""
     columns = min(3, len(terms))
     lines = math.ceil(len(terms) / columns)
     with rc_context(STYLE):
@@ -180,14 +180,14 @@ def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
         for axes in panels[len(terms) :]:
             axes.set_visible(False)
         for axes in panels[max(0, len(terms) - columns) : len(terms)]:
-            # A panel above an empty place is the last of its column and has the numbers, too.
+            # A panel above an empty cell is the last of its column and has tick labels too.
             axes.tick_params(labelbottom=True)
         figure.supxlabel("step", fontsize=9)
         return figure
 
 
 def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None) -> Figure:
-    """Average ROUGE-L against the number of parameters, a line a method, the teacher as a dashed line."""
+    """Plot the average ROUGE-L over the number of parameters, one line per method, the teacher as a dashed line."""
     with rc_context(STYLE):
         figure = new_figure(7.0, 3.6)
         axes = figure.subplots()
@@ -206,7 +206,7 @@ def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teac
 
 
 def short_number(value: float) -> str:
-    """A number in thousands, millions or billions, such as 1.5M."""
+    """Format a number in thousands, millions or billions, such as 1.5M."""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.3g}{letter}"
@@ -214,10 +214,10 @@ def short_number(value: float) -> str:
 
 
 def save_plot(figure: Figure, folder: Path, name: str) -> str:
-    """Write NAME.png and NAME.svg; returns the SVG."""
+    """Write NAME.png and NAME.svg, and return the SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
-    # The salt makes ids reproducible, and those of two plots in one page different.
+    # The salt makes the ids reproducible, and different between two plots in one page.
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         figure.savefig(folder / f"{name}.png", dpi=160, metadata={"Software": None})
@@ -226,9 +226,9 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
 
 
 def inline_svg(svg: str, label: str) -> str:
-    """An SVG as an element of an HTML page: without prologue and names of other places, in the page's own colours.
+    """Return an SVG as an element of an HTML page: without prologue and group ids, in the colours of the page.
 
-    `label` is what a screen reader says; it must be escaped already.
+    `label` is the text for screen readers; it must already be escaped.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
@@ -240,7 +240,7 @@ def inline_svg(svg: str, label: str) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches; inside of `rc_context(STYLE)`."""
+    """Return an empty figure, with its size in inches; the caller must be inside `rc_context(STYLE)`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -262,7 +262,7 @@ def _draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: b
 
 
 def _scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6) -> None:
-    """A logarithmic axis where the values are positive and spread over more than a decade."""
+    """Make the y axis logarithmic if all values are positive and span more than a factor of 10."""
     low, high = min(min(curve.low) for curve in curves), max(max(curve.high) for curve in curves)
     if low <= 0 or high / low <= 10:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks))
@@ -276,7 +276,7 @@ def _scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6) -> None:
 
 
 def _legend(axes: Axes, heights: Sequence[float]) -> None:
-    """A legend on the right in the order in which the lines end, from the top."""
+    """Add a legend on the right, in the order of the lines' last values from the top."""
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(handles)), key=lambda index: -heights[index])
     axes.legend(

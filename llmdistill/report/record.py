@@ -1,4 +1,4 @@
-"""What must stand beside a result: the command, the hardware, the versions and the time."""
+"""The record that every report contains: the command, the hardware, the versions and the time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import llmdistill
 
 
 def make_record(command: str, world_size: int) -> dict[str, Any]:
-    """The record of a run or a study that ends now, as plain JSON values.
+    """Return the record of a run or study that ends now, as plain JSON values.
 
     Args:
-        command: as it was typed.
-        world_size: ranks that it ran on.
+        command: the command as the user typed it.
+        world_size: number of ranks.
     """
     return {
         "command": command,
@@ -33,7 +33,7 @@ def make_record(command: str, world_size: int) -> dict[str, Any]:
 
 
 def record_lines(record: Mapping[str, Any]) -> list[str]:
-    """The record as a Markdown list."""
+    """Return the record as a Markdown list."""
     return [
         f"- Command: `{record['command']}`",
         f"- Hardware: {record['hardware']}",
@@ -43,12 +43,12 @@ def record_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def describe_versions(record: Mapping[str, Any]) -> str:
-    """The versions of a record in one line."""
+    """Return the versions of a record in one line."""
     return ", ".join(f"{name} {number}" for name, number in record["versions"].items())
 
 
 def describe_hardware(world_size: int) -> str:
-    """This machine in a few words, as it stands beside results."""
+    """Describe this machine in a few words, for reports."""
     if torch.cuda.is_available():
         return f"{world_size} x {torch.cuda.get_device_name()}"
     threads = torch.get_num_threads() * world_size

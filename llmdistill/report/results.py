@@ -1,4 +1,4 @@
-"""A comparison of methods as plain data, its statistics, and what they say in one sentence."""
+"""A comparison of methods as plain data, its statistics, and its finding in one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmdistill.errors import UserError
 from llmdistill.report.spread import Spread, spread
 
 TEACHER, UNTRAINED = "teacher", "none"
-"""Names of the rows that are no method: they are never the best."""
+"""Names of the rows that are not methods; these rows are never the best."""
 
 COSTS = (
     "training_tokens",
@@ -21,7 +21,7 @@ COSTS = (
     "generation_tokens_per_second",
     "seconds",
 )
-"""What a run cost, in the order of costs.json."""
+"""The costs of a run, in the order of costs.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class Run:
     method: str
     seed: int
     folder: str
-    """Relative to the report's folder."""
+    """Path relative to the report's folder."""
     command: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The grid point, by dotted key."""
     rouge_l: Mapping[str, float] | None = None
-    """By test set; None where it was not scored on them."""
+    """ROUGE-L by test set; None if the run was not scored on the test sets."""
     valid_rouge_l: float | None = None
     training_tokens: int | None = None
     training_tokens_per_second: float | None = None
@@ -46,7 +46,7 @@ class Run:
     history: Sequence[Mapping[str, float]] = ()
     """Rows of metrics.jsonl: step, loss, valid_loss (in some rows), and the terms of the loss."""
     error: str | None = None
-    """Why it failed, in one line."""
+    """The reason of a failure, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,17 @@ class Row:
     """One model of the comparison."""
 
     name: str
-    """Its key, such as teacher, none or makd."""
+    """The key of the row, such as teacher, none or makd."""
     label: str
-    """What a reader sees."""
+    """The name that the report shows."""
     params: int | None = None
     checkpoint_bytes: int | None = None
     runs: Sequence[Run] = ()
-    """At the chosen grid point, one a seed."""
+    """The runs at the chosen grid point, one per seed."""
     trials: Sequence[Run] = ()
-    """Every grid point that was tried, at the first seed."""
+    """The runs of every grid point that was tried, with the first seed."""
     terms: Sequence[str] = ()
-    """Keys of its loss's terms in the history."""
+    """The keys of the loss terms in the history."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,57 +72,57 @@ class SizePoint:
     """A method's score with a student of another size."""
 
     method: str
-    """Name of its row."""
+    """The name of the method's row."""
     params: int
     setting: str
-    """What made the size, such as "rank 20"."""
+    """The setting that determines the size, such as "rank 20"."""
     average: float
-    """ROUGE-L, mean of the test sets."""
+    """Mean ROUGE-L over the test sets."""
     folder: str
     command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One prompt and what every model answered."""
+    """One prompt with the answer of every model."""
 
     set: str
     prompt: str
     reference: str
     answers: Mapping[str, str]
-    """By the name of the row."""
+    """The answers by the name of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All that a report shows."""
+    """All data of a report."""
 
     title: str
     sets: Sequence[str]
     rows: Sequence[Row]
-    """Teacher, untrained, then the methods in the order asked for."""
+    """The teacher, the untrained student, then the methods in the given order."""
     sizes: Sequence[SizePoint] = ()
     samples: Sequence[Sample] = ()
     warnings: Sequence[str] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Command, hardware, versions, decoding, seeds, selection rule, data, by what a reader calls them."""
+    """Command, hardware, versions, decoding, seeds, selection rule and data, by the names that the report shows."""
     paper: Mapping[str, Mapping[str, float]] | None = None
-    """The paper's own ROUGE-L by row and set."""
+    """The ROUGE-L in the paper, by row and set."""
     failures: Sequence[Run] = ()
-    """Failed runs that belong to no row, such as those at other sizes."""
+    """Failed runs that belong to no row, such as runs of students of other sizes."""
 
     def __post_init__(self) -> None:
-        """Refuse what has no place in the table."""
+        """Check the test sets and the names of the rows."""
         check_sets(self.sets)
         names = [row.name for row in self.rows]
         assert len(set(names)) == len(names), f"a name is there twice: {names}"
 
 
 def check_sets(sets: Sequence[str]) -> None:
-    """Whether a report can have these test sets.
+    """Check that a report can show these test sets.
 
     Raises:
-        UserError: there is none, or one has the name of a column.
+        UserError: there is no test set, or one has the name of a column.
     """
     if not sets:
         raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
@@ -132,24 +132,24 @@ def check_sets(sets: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Scores:
-    """A row's scores over the seeds that ended."""
+    """A row's scores over the seeds whose runs ended with scores."""
 
     row: Row
     ended: list[Run]
     failed: list[Run]
     sets: dict[str, Spread]
-    """Empty where every run failed."""
+    """The scores by test set; empty if every run failed."""
     average: Spread | None
-    """Over seeds of the mean of the sets."""
+    """Mean and standard deviation over seeds of the mean over the test sets; None if every run failed."""
 
     @property
     def trained(self) -> bool:
-        """Whether the row is a method, and not the teacher or the untrained student."""
+        """Whether the row is a method, not the teacher or the untrained student."""
         return self.row.name not in (TEACHER, UNTRAINED)
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
-        """The chosen grid point; None where nothing could be chosen."""
+        """The chosen grid point; None if every run failed."""
         return self.ended[0].settings if self.ended else None
 
     @property
@@ -159,13 +159,13 @@ class Scores:
         return spread(values) if values else None
 
     def cost(self, key: str) -> float | None:
-        """Median over seeds of one of COSTS."""
+        """Return the median over seeds of one of COSTS."""
         values = [value for run in self.ended if (value := getattr(run, key)) is not None]
         return statistics.median(values) if values else None
 
 
 def score_row(row: Row, sets: Sequence[str]) -> Scores:
-    """The statistics of one row, over the runs that ended."""
+    """Return the statistics of one row over the runs that ended with scores."""
     ended = [run for run in row.runs if run.error is None and run.rouge_l is not None]
     failed = [run for run in row.runs if run not in ended]
     scores = [run.rouge_l for run in ended if run.rouge_l is not None]
@@ -175,14 +175,14 @@ def score_row(row: Row, sets: Sequence[str]) -> Scores:
 
 
 def difference_to_teacher(scores: Scores, teacher: Scores | None) -> float | None:
-    """Points of the average above the teacher's; None where one of them has none."""
+    """Return the average score minus the teacher's average score; None if one of them has no average."""
     if teacher is None or teacher.average is None or scores.average is None:
         return None
     return scores.average.mean - teacher.average.mean
 
 
 def best_figures(scores: Sequence[Scores], sets: Sequence[str]) -> dict[str, float]:
-    """The best trained method's score in each column, rounded as the table shows it, so that ties are ties."""
+    """Return the best method's score in each column, rounded as in the table, so that equal entries count as equal."""
     trained = [each for each in scores if each.trained and each.average is not None]
     if not trained:
         return {}
@@ -191,7 +191,7 @@ def best_figures(scores: Sequence[Scores], sets: Sequence[str]) -> dict[str, flo
 
 
 def describe_finding(scores: Sequence[Scores], sets: Sequence[str]) -> str:
-    """What the comparison found, in one sentence; a lead counts from one standard error of the difference on."""
+    """Return the finding in one sentence; a method leads if its lead exceeds one standard error of the difference."""
     where = f"on {sets[0]}" if len(sets) == 1 else f"on the average of {len(sets)} sets"
     ranked = [(each.average, each.row.label) for each in scores if each.trained and each.average is not None]
     if not ranked:

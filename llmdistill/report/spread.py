@@ -8,22 +8,22 @@ from typing import NamedTuple
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; the latter is 0 for one seed."""
+    """Mean and sample standard deviation over seeds; the standard deviation is 0 for one seed."""
 
     mean: float
     std: float
     values: list[float]
 
     def shown(self, decimals: int = 1) -> str:
-        """Mean ± standard deviation, the mean alone for a single seed."""
+        """Return "mean ± standard deviation" as text, or the mean alone for a single seed."""
         return plus_minus(self.mean, self.std if len(self.values) > 1 else None, decimals)
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation."""
+    """Return the mean and the sample standard deviation of the values."""
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, list(values))
 
 
 def plus_minus(mean: float, std: float | None, decimals: int = 1) -> str:
-    """Mean ± standard deviation as text, the mean alone without the latter."""
+    """Return "mean ± standard deviation" as text, or the mean alone if std is None."""
     return f"{mean:.{decimals}f}" + ("" if std is None else f" ± {std:.{decimals}f}")

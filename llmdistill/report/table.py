@@ -1,4 +1,4 @@
-"""The table at the end of a run: on the terminal, as report.md and as metrics.json."""
+"""Writes the table at the end of a run: on the terminal, as report.md and as metrics.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoreTable
 
 MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
-"""Rows of the table: key in metrics.json, and what a reader sees."""
+"""Rows of the table: key in metrics.json -> the name in the table."""
 
 
 def run_record(decoding: str, world: World, metrics_file: Path, teacher_params: int) -> dict[str, Any]:
-    """What must stand beside a result: command, hardware, versions, time, sizes, and what the training cost."""
+    """Return the record of a run: command, hardware, versions, time, decoding, teacher size and training cost."""
     return {
         **make_record(world.command, world.size),
         "decoding": decoding,
@@ -30,7 +30,7 @@ def run_record(decoding: str, world: World, metrics_file: Path, teacher_params: 
 
 
 def training_cost(metrics_file: Path) -> dict[str, float] | None:
-    """Tokens, tokens per second (median over the log's rows) and peak memory of a training; None without one."""
+    """Return the tokens, the median tokens per second and the peak memory of the training; None without training."""
     rows = [row for row in _rows(metrics_file) if row["step"] > 0]
     if not rows:
         return None
@@ -42,14 +42,14 @@ def training_cost(metrics_file: Path) -> dict[str, float] | None:
 
 
 def _rows(metrics_file: Path) -> list[dict[str, float]]:
-    """The rows of the log, none where nothing was trained."""
+    """Read the rows of the log; the list is empty if the run trained nothing."""
     if not metrics_file.is_file():
         return []
     return [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
 
 
 def plot_training(metrics_file: Path) -> None:
-    """Draw the loss and each of its terms over the steps beside the log: curves.png and curves.svg."""
+    """Plot the loss and its terms over the steps, in curves.png and curves.svg beside the log."""
     rows = _rows(metrics_file)
     if not rows:
         return
@@ -60,7 +60,7 @@ def plot_training(metrics_file: Path) -> None:
 
 
 def _cells(metrics: dict[str, Any], scores: ScoreTable) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of the models that were scored, as text."""
+    """Return the header and the rows of the scored models as text."""
     scored = {key: metrics[key] for key in MODELS if key in metrics}
     training = metrics["run"]["training"]
     generates = any("generation_tokens_per_second" in model for model in scored.values())
@@ -82,7 +82,7 @@ def _cells(metrics: dict[str, Any], scores: ScoreTable) -> tuple[list[str], list
 
 
 def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
-    """Write metrics.json, and report.md and the terminal's table of the models that were scored."""
+    """Write metrics.json and report.md, and print the table of the scored models."""
     write_json(folder / "metrics.json", metrics)
     if not any(key in metrics for key in MODELS):
         print(f"No model was to be scored; the run is in {folder}.")

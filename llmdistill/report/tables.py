@@ -1,4 +1,4 @@
-"""A table of texts, as Markdown and on the terminal: columns of words stand on the left, those of figures right."""
+"""Writes a table of texts as Markdown or on the terminal; text columns are left-aligned, numbers right-aligned."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.table import Table
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
-    """The lines of a Markdown table.
+    """Return the lines of a Markdown table.
 
     Args:
         header: names of the columns.
-        rows: one text a column.
-        left: numbers of the columns that are aligned to the left.
+        rows: each row has one text per column.
+        left: indices of the left-aligned columns.
     """
     rule = "|".join("---" if number in left else "---:" for number in range(len(header)))
     return [_line(header), f"|{rule}|", *map(_line, rows)]
@@ -37,12 +37,12 @@ def print_table(
     """Print a table on the terminal.
 
     Args:
-        title: above it.
+        title: text above the table.
         header: names of the columns.
-        rows: one text a column.
-        left: numbers of the columns that are aligned to the left.
-        turned: whether rows become columns where the terminal is too narrow.
-        console: where to; by default the terminal.
+        rows: each row has one text per column.
+        left: indices of the left-aligned columns.
+        turned: whether rows become columns if the terminal is too narrow.
+        console: the console to print on; default: the terminal.
     """
     terminal = console or Console()
     if turned and _width(header, rows) > terminal.width:
@@ -56,6 +56,6 @@ def print_table(
 
 
 def _width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters that a table needs so that nothing but its header is broken over lines, and that only at spaces."""
+    """Return the width of a table, in characters, at which only the header wraps, and only at spaces."""
     columns = [[*name.split(), *column] for name, *column in zip(header, *rows, strict=True)]
     return sum(2 + max(map(len, column)) for column in columns)

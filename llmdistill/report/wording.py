@@ -1,4 +1,4 @@
-"""Figures, paths and names as a report writes them."""
+"""Formats numbers, paths and names for a report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llmdistill.report.results import Run
 
 
 def figure(value: float | None) -> str:
-    """A score with one decimal, or a dash."""
+    """Format a score with one decimal, or as a dash if it is None."""
     return "–" if value is None else f"{value:.1f}"
 
 
 def signed(value: float | None) -> str:
-    """A difference with its sign."""
+    """Format a difference with its sign."""
     if value is None:
         return "–"
     rounded = round(value, 1)
@@ -24,12 +24,12 @@ def signed(value: float | None) -> str:
 
 
 def thousands(value: float | None) -> str:
-    """A large number in groups of three digits."""
+    """Format a large number in groups of three digits."""
     return "–" if value is None else f"{value:,.0f}"
 
 
 def binary_size(value: float | None) -> str:
-    """A number of bytes in KiB, MiB or GiB."""
+    """Format a number of bytes in KiB, MiB or GiB."""
     if value is None:
         return "–"
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
@@ -39,7 +39,7 @@ def binary_size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time in its two largest units."""
+    """Format a duration in its two largest units."""
     if seconds is None:
         return "–"
     minutes, rest = divmod(round(seconds), 60)
@@ -49,7 +49,7 @@ def duration(seconds: float | None) -> str:
 
 
 def settings_text(settings: Mapping[str, Any] | None) -> str:
-    """A grid point in one line."""
+    """Format a grid point in one line."""
     if not settings:
         return "–"
     texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
@@ -57,14 +57,14 @@ def settings_text(settings: Mapping[str, Any] | None) -> str:
 
 
 def markdown(value: object) -> str:
-    """Text that Markdown shows as it stands, in a table as well."""
+    """Escape a text for Markdown, including Markdown tables."""
     text = re.sub(r"([\\`*\[\]|~#])|((?<!\w)_|_(?!\w))", r"\\\g<0>", str(value))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "<br>".join(text.splitlines())
 
 
 def markdown_code(value: object) -> str:
-    """Text as code in one line."""
+    """Format a text as inline code in Markdown, in one line."""
     text = " ".join(str(value).split("\n"))
     fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
@@ -72,10 +72,10 @@ def markdown_code(value: object) -> str:
 
 
 def folder_link(folder: str) -> str:
-    """A relative link to a run's folder."""
+    """Return a relative link to a run's folder."""
     return quote(folder) if folder else "."
 
 
 def commands(runs: Sequence[Run]) -> str:
-    """The commands behind a figure, one a line."""
+    """Return the commands of the runs without duplicates, one per line."""
     return "\n".join(dict.fromkeys(run.command for run in runs))
