@@ -1,1 +1,1 @@
-"""The GLUE benchmark: fine-tune a model on each task by the main job's engine, choose on dev, and report."""
+"""The GLUE benchmark: fine-tunes a model on each task, chooses the settings on the dev sets, and reports the scores."""

@@ -1,4 +1,4 @@
-"""Which settings are tried on a task, and which of them is chosen on dev."""
+"""The settings that are tried on a task, and the choice among them on the dev set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmdistill.config.tasks import ProtocolName
 
 @dataclass(frozen=True)
 class Trial:
-    """One run."""
+    """One fine-tuning run."""
 
     learning_rate: float
     epochs: int
@@ -21,13 +21,13 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Its folder's."""
+        """The name of the run's folder."""
         return f"lr-{self.learning_rate:g}-epochs-{self.epochs}-seed-{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is tried, and what all runs share."""
+    """The settings that are tried, and the settings that all runs share."""
 
     learning_rates: tuple[float, ...]
     epochs: tuple[int, ...]
@@ -38,11 +38,11 @@ class Grid:
     weight_decay: float = 0.01
 
     def shared(self) -> dict[str, float]:
-        """What all runs share, by the names of its settings."""
+        """Return the settings that all runs share, by name."""
         return {key: getattr(self, key) for key in _SHARED}
 
     def trials(self) -> list[Trial]:
-        """All runs, those of one setting together."""
+        """Return all trials; the trials that differ only in the seed are adjacent."""
         settings = [(rate, epochs) for rate in self.learning_rates for epochs in self.epochs]
         return [Trial(rate, epochs, seed) for rate, epochs in settings for seed in self.seeds]
 
@@ -50,12 +50,12 @@ class Grid:
 _SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 
 PROTOCOLS: dict[ProtocolName, Grid] = {
-    # MaKD §4.1; epochs, batch, length, warm-up and decay are not said there.
+    # MaKD §4.1, which does not give the epochs, batch size, length, warm-up and weight decay.
     "makd": Grid(learning_rates=(1e-5, 2.3e-5, 3.5e-5, 4.8e-5), epochs=(3,), seeds=(1, 2, 3, 4, 5)),
     # MiniLMv2 appendix C.
     "minilmv2": Grid(learning_rates=(1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5), epochs=(3, 5, 10), seeds=(1, 2, 3, 4)),
-    # KroneckerBERT appendix A.1, "single runs"; of the epochs it gives the range, and Table 8 has a 1e-5 outside of its
-    # own range of learning rates.
+    # KroneckerBERT appendix A.1, "single runs"; it gives only a range of epochs, and Table 8 has the learning rate 1e-5
+    # outside of the paper's own range.
     "kroneckerbert": Grid(learning_rates=(5e-5, 1e-4, 5e-4), epochs=(5, 10, 15), seeds=(1,)),
     "custom": Grid(learning_rates=(2e-5,), epochs=(3,), seeds=(1,)),
 }
@@ -64,11 +64,11 @@ LONGER: dict[tuple[ProtocolName, str], tuple[int, ...]] = {
     ("minilmv2", "CoLA"): (25,),
     ("kroneckerbert", "CoLA"): (15, 20, 30),
 }
-"""Epochs of a task that differ from its protocol's (MiniLMv2 appendix C, KroneckerBERT appendix A.1)."""
+"""Epochs of tasks that differ from the other tasks of the protocol (MiniLMv2 app. C, KroneckerBERT app. A.1)."""
 
 
 def grid_of(config: GlueConfig, task: str) -> Grid:
-    """The protocol's grid for a task, with what the configuration sets itself."""
+    """Return the protocol's grid for a task; settings in the configuration replace those of the protocol."""
     grid = PROTOCOLS[config.protocol]
     grid = replace(grid, epochs=LONGER.get((config.protocol, task), grid.epochs))
     given: dict[str, Any] = {
@@ -84,21 +84,24 @@ def grid_of(config: GlueConfig, task: str) -> Grid:
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings with the best mean over seeds."""
+    """The settings with the best mean score over seeds."""
 
     learning_rate: float
     epochs: int
     seeds: tuple[int, ...]
     best: Trial
-    """The seed that scored best by them; of equals the first."""
+    """The trial of these settings with the best score; the first one if several are equal."""
 
     def trials(self) -> list[Trial]:
-        """Their runs."""
+        """Return the trials of these settings."""
         return [Trial(self.learning_rate, self.epochs, seed) for seed in self.seeds]
 
 
 def choose(scores: Mapping[Trial, float], grid: Grid) -> Choice:
-    """Of settings all of whose seeds have a score, those with the highest mean; of equals the first in the grid."""
+    """Choose the settings with the highest mean score, the first in the grid if several are equal.
+
+    Only settings that have a score for every seed are compared.
+    """
     groups = complete(scores, grid)
     assert groups, "no settings have all their seeds yet"
     chosen = max(groups, key=lambda group: statistics.fmean(scores[trial] for trial in group))
@@ -107,12 +110,15 @@ def choose(scores: Mapping[Trial, float], grid: Grid) -> Choice:
 
 
 def complete(scores: Collection[Trial], grid: Grid) -> list[list[Trial]]:
-    """The settings all of whose seeds are there, each as its trials."""
+    """Return the trials of each combination of settings that has a score for every seed."""
     return [group for group in _groups(grid) if all(trial in scores for trial in group)]
 
 
 def may_be_best(scores: Mapping[Trial, float], grid: Grid) -> set[Trial]:
-    """Runs whose model may yet be the best: of the settings that lead, and of those that lack some seeds."""
+    """Return the trials whose model may still be the best: the best trial so far, and the best of unfinished settings.
+
+    Settings are unfinished if some of their seeds have no score yet.
+    """
     groups = [[trial for trial in group if trial in scores] for group in _groups(grid)]
     open_groups = [group for group in groups if 0 < len(group) < len(grid.seeds)]
     leaders = {max(group, key=lambda trial: scores[trial]) for group in open_groups}
@@ -127,5 +133,5 @@ def _groups(grid: Grid) -> list[list[Trial]]:
 
 
 def mean_and_std(values: list[float]) -> dict[str, float]:
-    """The mean and the sample standard deviation, 0 for a single value."""
+    """Return the mean and the sample standard deviation, which is 0 for a single value."""
     return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}

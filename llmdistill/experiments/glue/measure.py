@@ -1,4 +1,4 @@
-"""How big the model and its baseline are, and how fast."""
+"""Measures the size and the speed of the model and its baseline."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ def measure(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Parameters by part and, where wanted, times of forward passes; one rank does it, and the file keeps it.
+    """Count the parameters by part and, if speed is True, time forward passes; one rank calls this function.
 
-    Encoders are counted and timed without a head, with pooler, as papers do; decoders with a classifier.
+    Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.
+    The result is stored in a file and not measured again.
 
     Args:
-        models: folders or hub names by role; the first one's speed is what the others' are compared with.
-        file: where the measurement is kept.
-        speed: whether times are wanted.
-        batch_size: sequences in a whole batch.
-        length: tokens in each.
-        dtype: number format.
-        device: where to.
+        models: folders or hub names by role; the speed-ups are relative to the first model.
+        file: the file of the measurement.
+        speed: whether forward passes are timed.
+        batch_size: number of sequences in a whole batch.
+        length: number of tokens in each sequence.
+        dtype: number format of the models.
+        device: the device on which the models run.
 
     Raises:
-        UserError: a model cannot be loaded, or has positions for fewer tokens.
+        UserError: a model cannot be loaded, or has fewer positions than length.
     """
     asked: dict[str, Any] = {"models": {role: fingerprint(path) for role, path in models.items()}, "dtype": str(dtype)}
     if speed:

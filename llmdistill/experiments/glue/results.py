@@ -1,4 +1,4 @@
-"""What came out: results.json, the table on the terminal, and report.md."""
+"""The results of a GLUE study: results.json, the table on the terminal, and report.md."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NAMES: dict[Convention, str] = {
     "makd": "average (MaKD's)",
     "minilmv2": "average (MiniLMv2's, without SQuAD 2.0)",
 }
-"""Averages that a table may show, the first one whose columns are all there."""
+"""The averages that a table may show; the table shows the first average whose columns all exist."""
 
 
 def summarise(
     data: TaskFiles, grid: Grid, results: Mapping[Trial, Mapping[str, Any]], choice: Choice
 ) -> dict[str, Any]:
-    """What results.json says of a task, as plain JSON values."""
+    """Return a task's part of results.json, as plain JSON values."""
     chosen = [results[trial]["dev"] for trial in choice.trials()]
     values = {
         column: {metric: [dev[column][metric] for dev in chosen] for metric in data.task.metrics}
@@ -64,7 +64,7 @@ def summarise(
 
 
 def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The averages of the model, and of the teacher where there is one: as each paper has it, and a plain one."""
+    """Return each paper's average and the plain average, for the model and for the teacher if there is one."""
     means = {
         column: {metric: value["mean"] for metric, value in metrics.items()}
         for task in tasks.values()
@@ -79,13 +79,13 @@ def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     plain = statistics.fmean(scores[column_of(name, "dev")][task["metric"]] for name, task in tasks.items())
-    # The test sets' columns are nothing to average dev scores by.
+    # The conventions for test sets do not apply to dev scores.
     dev = [name for name in CONVENTIONS if not name.endswith("_test")]
     return {"plain": plain, **{name: asdict(average_of(scores, name)) for name in dev}}
 
 
 def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
-    """The name of the average that the table shows, and its value."""
+    """Return the name and the value of the average that the table shows."""
     found = results["averages"][role]
     for convention, name in NAMES.items():
         if not set(found[convention]["missing"]) - {SQUAD2}:
@@ -95,7 +95,7 @@ def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
 
 
 def table_cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows as text: a baseline and the teacher, where there are any, and the model."""
+    """Return the header and the rows as text: the baseline and the teacher, if they exist, and the model."""
     columns = [
         (task, column, results["tasks"][task]["metric"])
         for task in results["tasks"]
@@ -123,12 +123,12 @@ def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
 
 
 def spread(value: Mapping[str, Any], decimals: int) -> str:
-    """The mean, and the standard deviation where there are several seeds."""
+    """Format the mean, with the standard deviation if there are several seeds."""
     return plus_minus(value["mean"], value["std"] if len(value["seeds"]) > 1 else None, decimals)
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the table on the terminal; where that is too narrow for a row a model, with a column a model."""
+    """Print the table with one row per model, or with one column per model if the terminal is too narrow."""
     print_table(_title(results), *table_cells(results), turned=True, console=console)
 
 

@@ -1,4 +1,4 @@
-"""From the settings to the report: everything is checked first, then the tasks take their turns."""
+"""Runs the GLUE study: checks all settings first, then runs the tasks one after the other and writes the report."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from llmdistill.tasks.glue_data import check_data_dir, find_tasks
 
 
 def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
-    """Fine-tune, choose, measure, report; every rank that the launcher started must call it.
+    """Fine-tune, choose, measure and report; every rank of the launcher must call this function.
 
     Raises:
-        UserError: bad input, or a run of other settings in the folder.
+        UserError: bad input, or the folder belongs to a run with other settings.
     """
     quiet_transformers()
-    read_ds_config(config.ds_config)  # a mistake in it need not wait for the other ranks
-    # With --json nothing but the result may stand on stdout.
+    read_ds_config(config.ds_config)  # reports a mistake before waiting for the other ranks
+    # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         world = init_distributed()
         try:
@@ -56,22 +56,22 @@ def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
 
 
 def evaluate(config: GlueConfig, world: World, *, command: str, prefix: str = "--") -> dict[str, Any]:
-    """Check, fine-tune, choose, measure, write the report, inside of a process group; every rank must call it.
+    """Check, fine-tune, choose, measure and write the report in an existing process group; every rank must call it.
 
     Args:
-        config: the run.
-        world: this process.
-        command: what the user typed, for the report.
-        prefix: what stands before a setting's name where the user typed it, for messages.
+        config: the settings of the study.
+        world: the rank and the number of ranks.
+        command: the command as the user typed it, for the report.
+        prefix: prefix of the settings' names in error messages.
 
     Raises:
-        UserError: bad input, or a run of other settings in the folder.
+        UserError: bad input, or the folder belongs to a run with other settings.
     """
     return conduct(config, prepare(config, world, prefix=prefix), world, command=command)
 
 
 def output_dir(config: GlueConfig) -> Path:
-    """The folder of all that is written."""
+    """Return the folder of all outputs."""
     if config.output_dir is not None:
         return Path(config.output_dir)
     name = re.sub(r"[^A-Za-z0-9._]+", "-", config.model).strip("-.")
@@ -80,15 +80,15 @@ def output_dir(config: GlueConfig) -> Path:
 
 
 def prepare(config: GlueConfig, world: World, *, prefix: str = "--") -> dict[str, TaskStudy]:
-    """The study of each task, all checked before the first one is run.
+    """Return the study of each task; all studies are checked before the first one runs.
 
     Args:
-        config: what is fine-tuned on which tasks.
-        world: this process.
-        prefix: what stands before a setting's name where the user typed it, for messages.
+        config: the settings of the study.
+        world: the rank and the number of ranks.
+        prefix: prefix of the settings' names in error messages.
 
     Raises:
-        UserError: models, teachers, data or settings that are missing, broken or do not fit each other.
+        UserError: models, teachers, data or settings are missing, damaged or incompatible.
     """
     tasks = find_tasks(config.tasks, key=f"{prefix}tasks")
     check_data_dir(config.data_dir, tasks, key=f"{prefix}data_dir")
@@ -110,7 +110,7 @@ def prepare(config: GlueConfig, world: World, *, prefix: str = "--") -> dict[str
 
 
 def _drawn(config: GlueConfig, task: str, tasks: list[str], prefix: str) -> dict[str, str]:
-    """What t-SNE draws: this run's best model, and before it those of the earlier runs that are named."""
+    """Return the models that t-SNE draws: the best models of the named earlier runs, then this run's best model."""
     if config.tsne is None:
         return {}
     root, key = output_dir(config), f"{prefix}tsne_layer"
@@ -124,19 +124,19 @@ def _drawn(config: GlueConfig, task: str, tasks: list[str], prefix: str) -> dict
 
 
 def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key: str) -> None:
-    """Whether a model has the layer that t-SNE is to draw. UserError where it has not."""
+    """Raises UserError if a model does not have the layer for t-SNE."""
     num_layers = shape_of(config).num_layers
     if layer is not None and layer > num_layers:
         raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
 
 
 def conduct(config: GlueConfig, studies: dict[str, TaskStudy], world: World, *, command: str) -> dict[str, Any]:
-    """Run all tasks and write results.json and report.md; every rank must call it."""
+    """Run all tasks and write results.json and report.md; every rank must call this function."""
     first = next(iter(studies.values()))
     print_main(_headline(config, studies), world)
     sizes = on_main(lambda: _measure(config, first), world)
     names = list(studies)
-    # A task that is done gives its tokens and its teacher back.
+    # The study of a finished task is removed, which frees its examples.
     tasks = {name: studies.pop(name).conduct() for name in names}
     results = {
         "model": config.model,

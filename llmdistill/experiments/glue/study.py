@@ -1,4 +1,4 @@
-"""The study of one task: a teacher to score, a grid of fine-tuning runs, the best settings chosen on dev."""
+"""The study of one task: scores the teacher, runs a grid of fine-tuning runs, and chooses the best settings on dev."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from llmdistill.tasks.glue_submission import write_predictions
 from llmdistill.tasks.predict import predict
 
 SUBMISSION = "predictions"
-"""Folder of the files for the GLUE server."""
+"""The folder of the files for the GLUE server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,22 +57,22 @@ class TaskStudy:
 
     config: GlueConfig
     task: str
-    """GLUE's name of it."""
+    """The name of the task in GLUE."""
     root: Path
     teacher: str | None
-    """Folder or hub name."""
+    """Folder or hub name of the teacher; None without a teacher."""
     drawn: Mapping[str, str]
-    """The models that t-SNE draws: folder or hub name by title; empty where none is wanted."""
+    """The models that t-SNE draws: folder or hub name by title; empty without t-SNE."""
     world: World
 
     @property
     def folder(self) -> Path:
-        """Of all that concerns the task."""
+        """The folder of all files of the task."""
         return self.root / self.task
 
     @cached_property
     def grid(self) -> Grid:
-        """What is tried."""
+        """The settings that are tried."""
         return grid_of(self.config, self.task)
 
     @cached_property
@@ -81,10 +81,10 @@ class TaskStudy:
         return read_task(self.task, self.config.data_dir, self.config.limit)
 
     def run_of(self, trial: Trial) -> RunConfig:
-        """The run of a trial.
+        """Return the run of a trial.
 
         Raises:
-            UserError: settings that contradict each other.
+            UserError: two settings contradict each other.
         """
         config, grid = self.config, self.grid
         run = self._run(self.folder / trial.name, trial.seed, ["student"])
@@ -106,7 +106,7 @@ class TaskStudy:
         return config_from_dict(values, METHODS)
 
     def teacher_run(self) -> RunConfig:
-        """The run that only scores the teacher."""
+        """Return the run that only scores the teacher."""
         return self._run(self.folder / "teacher", self.grid.seeds[0], ["teacher"], method="none")
 
     def _run(self, folder: Path, seed: int, scored: list[Any], **more: Any) -> RunConfig:
@@ -121,28 +121,31 @@ class TaskStudy:
             teacher=TeacherConfig(model=self.teacher),
             student=StudentConfig(model=config.model),
             data=DataConfig(kind="task", max_length=self.grid.max_length, task=task),
-            # Within a run nothing is saved: a kill loses this run alone.
+            # A run saves no checkpoints, because an interruption loses only this short run.
             train=TrainConfig(schedule="linear", dtype=config.dtype, log_every=None, save_every=None),
             scoring=GenerationConfig(models=scored),
             **{"method": "sft", **more},
         )
 
     def plan(self, pending: Mapping[str, PreTrainedConfig] | None = None) -> Plan:
-        """The first trial resolved and checked from configurations alone; the others differ in numbers.
+        """Return the plan of the first trial, checked from configurations alone; other trials differ only in numbers.
 
         Args:
-            pending: the configurations of models that need not exist yet, by the paths that name them.
+            pending: the configurations of models that may not exist yet, by path.
 
         Raises:
-            UserError: settings that cannot work.
+            UserError: the settings are invalid.
         """
         return make_plan(self.run_of(self.grid.trials()[0]), pending=pending)
 
     def conduct(self) -> dict[str, Any]:
-        """Score the teacher, run what is not finished, keep the best model, write its answers; every rank must call it.
+        """Score the teacher, run the unfinished trials, keep the best model and write its answers.
+
+        Every rank must call this method.
 
         Raises:
-            UserError: a run of other settings is in the folder, or a run fails.
+            UserError: the folder belongs to a run with other settings, scoring the teacher fails, or no settings have
+                a score for every seed.
         """
         teacher, warnings = None, []
         if self.teacher is not None:
@@ -162,19 +165,19 @@ class TaskStudy:
         }
 
     def _finish(self, config: RunConfig) -> dict[str, Any]:
-        """The metrics of a run, which is done unless it is finished."""
+        """Return the metrics of a run, and execute the run first if it is not finished."""
         metrics = on_main(lambda: finished_metrics(config), self.world)
         return run_config(config, self.world) if metrics is None else metrics
 
     def _run_all(self) -> tuple[dict[Trial, dict[str, Any]], list[str]]:
-        """The results of the trials, and why those failed that did; a failed trial stops no other.
+        """Return the results of the trials and the reasons of failures; a failed trial does not stop the others.
 
         Raises:
-            UserError: a folder holds a run of other settings, or no settings have all their seeds.
+            UserError: a folder belongs to a run with other settings, or no settings have a score for every seed.
         """
         trials, failures = self.grid.trials(), []
         runner = InProcess(self.world, lambda config: run_config(config, self.world))
-        # All of them first: a mistake in the settings must show before hours of work.
+        # All trials are checked first, so that a mistake in the settings is reported before hours of training.
         kept = on_main(lambda: [finished_metrics(self.run_of(trial)) for trial in trials], self.world)
         found = {trial: metrics for trial, metrics in zip(trials, kept, strict=True) if metrics is not None}
         metric = self.files.task.metrics[0]
@@ -199,7 +202,7 @@ class TaskStudy:
         return {trial: _result(metrics) for trial, metrics in found.items()}, failures
 
     def _drop(self, found: Mapping[Trial, Mapping[str, Any]]) -> None:
-        """Remove the models of runs that can no longer be the best."""
+        """Remove the models of trials that can no longer be the best."""
         if self.config.keep_models:
             return
         scores = {trial: metrics["student"]["score"] for trial, metrics in found.items()}
@@ -214,7 +217,7 @@ class TaskStudy:
         return self.folder / trial.name / "student"
 
     def _keep(self, choice: Choice) -> None:
-        """The best run's model as the task's; where it is gone, since other settings led then, it is trained again."""
+        """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best
         asked = {"run": trial.name, "settings": to_dict(self.run_of(trial))}
         kept = on_main(
@@ -228,7 +231,7 @@ class TaskStudy:
             run_config(self.run_of(trial), self.world)
 
         def keep() -> None:
-            for split in self.files.test:  # of the model that was the best before
+            for split in self.files.test:  # the files of the previous best model
                 (self.root / SUBMISSION / f"{column_of(self.task, split)}.tsv").unlink(missing_ok=True)
             shutil.rmtree(best, ignore_errors=True)
             with new_folder(best) as partial_folder:
@@ -240,7 +243,7 @@ class TaskStudy:
         on_main(keep, self.world)
 
     def _submit(self) -> list[str]:
-        """Files for the GLUE server by the best model, where the test split is there."""
+        """Write the best model's files for the GLUE server if the test split exists; returns their paths."""
         paths = {split: self.root / SUBMISSION / f"{column_of(self.task, split)}.tsv" for split in self.files.test}
         for split, path in paths.items():
             if not on_main(path.is_file, self.world):
@@ -250,7 +253,7 @@ class TaskStudy:
         return [str(path.relative_to(self.root)) for path in paths.values()]
 
     def _answers(self, examples: Any) -> np.ndarray:
-        """The best model's answers; every rank must call it."""
+        """Return the best model's answers; every rank must call this method."""
         tokenizer: Any = load_tokenizer(self.config.model)
         model = load_model(self.folder / BEST, dtype=self.plan().dtype, device=self.world.device, head="sequence")
         return predict(
@@ -263,7 +266,7 @@ class TaskStudy:
         )
 
     def _draw(self) -> dict[str, Any]:
-        """The t-SNE figure of the task."""
+        """Draw the t-SNE figure of the task."""
         from llmdistill.experiments.glue.tsne import draw  # scikit-learn's manifolds take a second to import
 
         figure = partial(
@@ -281,5 +284,5 @@ class TaskStudy:
 
 
 def _result(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What a finished trial says for the table."""
+    """Return the part of a finished trial's metrics that the table uses."""
     return {**{key: metrics["student"][key] for key in ("score", "dev")}, "seconds": metrics["run"]["seconds"]}

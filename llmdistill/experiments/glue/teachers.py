@@ -1,4 +1,4 @@
-"""The fine-tuned teachers of a run: where they are, and whether they fit the student and the task."""
+"""Finds the fine-tuned teachers of a GLUE study."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from llmdistill.errors import UserError
 from llmdistill.tasks.glue_files import TASKS
 
 BEST = "best"
-"""Folder of a task's best model, in the task's."""
+"""The folder of a task's best model, inside the task's folder."""
 
 
 def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:
-    """The folder or hub name of a task's teacher, or of another model that is fine-tuned on it.
+    """Return the folder or hub name of a task's teacher, or of another model that is fine-tuned on the task.
 
     Args:
-        teacher: an earlier run's folder, a path with {task} in it, or a model itself.
-        task: in TASKS.
-        tasks: all that are run: a model itself can teach only one.
-        key: the setting, for messages.
+        teacher: an earlier run's folder, a path that contains {task}, or a single model.
+        task: a name in TASKS.
+        tasks: all tasks of the study; a single model can teach only one task.
+        key: name of the setting, for error messages.
 
     Raises:
-        UserError: the folder has no model for the task, or one model stands for several tasks.
+        UserError: the folder has no model for the task, or a single model is given for several tasks.
     """
     if "{task}" in teacher:
         spellings = [task, task.lower(), TASKS[task].hub]
@@ -46,7 +46,7 @@ def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> st
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """A name for each path: as many of its last parts as it takes to tell them apart."""
+    """Return a name for each path: as many of its last parts as are needed to make the names unique."""
     parts = [Path(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]

@@ -1,4 +1,4 @@
-"""What a layer of fine-tuned models makes of a task's dev set, drawn by t-SNE (KroneckerBERT Figure 4)."""
+"""Plots the hidden states of fine-tuned models on a task's dev set with t-SNE (KroneckerBERT Figure 4)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from llmdistill.tasks.glue_data import TaskFiles
 from llmdistill.tasks.predict import targets_of
 
 EXAMPLES = 1000
-"""Of a longer dev set so many examples are drawn, chosen by seed."""
+"""Maximum number of examples in the plot; they are sampled with a fixed seed from a longer dev set."""
 
 _BATCH_SIZE = 32
 _PERPLEXITY = 30.0
-"""scikit-learn's; less where there are few examples."""
+"""scikit-learn's default; lower if there are few examples."""
 
 
 def draw(
@@ -44,21 +44,23 @@ def draw(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Draw the dev set as each model sees it, side by side; one rank does it, and the files keep it.
+    """Plot each model's hidden states on the dev set side by side; one rank calls this function.
+
+    The result is stored in files and not computed again.
 
     Args:
-        models: fine-tuned on the task: folders or hub names by the titles of their panels.
+        models: models that are fine-tuned on the task: folders or hub names by the titles of their panels.
         data: the task.
-        folder: gets NAME.png, NAME.svg and NAME.json with every point.
-        name: of the files.
-        layer: from 1, None for the middle one of each model.
-        max_length: tokens of an example.
-        dtype: number format.
-        device: where the models run.
+        folder: the folder of NAME.png, NAME.svg and NAME.json, which contains every point.
+        name: name of the files.
+        layer: the layer, counted from 1; None: the middle layer of each model.
+        max_length: maximum number of tokens of an example.
+        dtype: number format of the models.
+        device: the device on which the models run.
 
     Returns:
-        the number of examples, and of each model its layer and `silhouette`: how far apart the
-        classes lie among its features, before t-SNE, from -1 to 1; None for a task of scores.
+        The number of examples, and for each model its layer and `silhouette`: the separation of the classes in its
+        features before t-SNE, from -1 to 1; None for a regression task.
 
     Raises:
         UserError: a model cannot be loaded.
@@ -90,14 +92,14 @@ def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(count: int) -> list[int]:
-    """The dev examples that are drawn: all, or some by seed; files are often in the order of their sources."""
+    """Return the indices of the dev examples in the plot: all, or a random sample, as files are often sorted."""
     if count <= EXAMPLES:
         return list(range(count))
     return sorted(np.random.default_rng(0).choice(count, EXAMPLES, replace=False).tolist())
 
 
 def middle_layer(path: str) -> int:
-    """The middle layer of a model, from 1: the 6th of 12."""
+    """Return the middle layer of a model, counted from 1: the 6th of 12."""
     return max(1, shape_of(load_config(path)).num_layers // 2)
 
 
@@ -112,11 +114,11 @@ def layer_features(
     dtype: torch.dtype,
     device: torch.device,
 ) -> np.ndarray:
-    """A layer's output (rows, width) in fp32, at the token that stands for the example: an encoder's first one, a
-    decoder's last, as its first sees nothing but itself.
+    """Return a layer's hidden states (rows, width) in fp32 at the first token (encoder) or the last token (decoder).
 
-    KroneckerBERT's caption says "the output of the middle Transformer layer" and its text "of the FFN of the middle
-    layer"; this is the former, with residual and norm.
+    A decoder's first token cannot represent the example, because it attends only to itself. KroneckerBERT's caption
+    says "the output of the middle Transformer layer" and its text "of the FFN of the middle layer"; this function
+    returns the output of the layer, with residual and norm.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -137,12 +139,12 @@ def layer_features(
 
 
 def embed(features: np.ndarray) -> np.ndarray:
-    """The points (rows, 2) of t-SNE; the same for the same features."""
+    """Return the points (rows, 2) of t-SNE, which are deterministic for given features."""
     perplexity = min(_PERPLEXITY, max(1.0, (len(features) - 1) / 3))
     points: np.ndarray = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
     return points
 
 
 def _silhouette(features: np.ndarray, targets: np.ndarray) -> float | None:
-    """The mean silhouette of the classes; None where all examples are of one."""
+    """Return the mean silhouette of the classes, or None if all examples have the same class."""
     return float(silhouette_score(features, targets)) if len(np.unique(targets)) > 1 else None

@@ -1,4 +1,4 @@
-"""A run's second stage: its student fine-tuned on tasks with fine-tuned teachers (KroneckerBERT §3.7, Table 6)."""
+"""A run's second stage: fine-tunes the student on tasks with fine-tuned teachers (KroneckerBERT §3.7, Table 6)."""
 
 from __future__ import annotations
 

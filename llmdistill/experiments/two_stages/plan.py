@@ -1,4 +1,4 @@
-"""The second stage: planned and checked before the first one begins, run after it."""
+"""The second stage, which is planned and checked before the first stage begins and run after the first stage."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from llmdistill.tasks.glue_files import TASKS
 
 @dataclass(frozen=True, kw_only=True)
 class TasksPlan:
-    """What the second stage of a run will do."""
+    """The plan of a run's second stage."""
 
     first: Plan
-    """The run whose teacher is the whole command's."""
+    """The first run of the first stage; its teacher is the teacher of the whole command."""
     last: Plan
-    """The run whose student is fine-tuned."""
+    """The last run of the first stage; its student is fine-tuned."""
     tasks: list[str]
-    """GLUE's names."""
+    """The names of the tasks in GLUE."""
     configs: Mapping[str, GlueConfig]
-    """The fine-tuning of each row, in order."""
+    """The fine-tuning settings of each row, in order."""
     plans: Mapping[str, Mapping[str, Plan]]
-    """The first trial of each row and task."""
+    """The plan of the first trial of each row and task."""
     given: Mapping[str, str]
-    """The teacher of each task, as far as the user named them: folder or hub name."""
+    """Folder or hub name of each task's teacher; empty if the user named no teacher."""
 
     def describe(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
+        """Return the plan as plain JSON values."""
         rows = {
             row: {
                 "model": config.model,
@@ -63,10 +63,10 @@ class TasksPlan:
         return {"names": self.tasks, "folder": folder, "copy_classifier": copied, "rows": rows}
 
     def check_data(self) -> None:
-        """Read all that the second stage will, so that it does not fail after hours of the first.
+        """Read all data of the second stage, so that a mistake is reported before the hours of the first stage.
 
         Raises:
-            UserError: a data set that is missing or malformed, or examples or tokens that do not fit the models.
+            UserError: a data set is missing or malformed, or examples or tokens do not fit the models.
         """
         student = self.last.tokenizer_path
         for path in set(self.given.values()):
@@ -78,14 +78,14 @@ class TasksPlan:
                 plan.task.read(replace(plan.models, tokenizer_path=student, teacher_path=student))
 
     def run(self, world: World) -> None:
-        """Fine-tune every row on every task, and write and print their table; every rank must call it.
+        """Fine-tune every row on every task, and write and print the table; every rank must call this method.
 
-        What is finished already is not run again.
+        Finished runs are not repeated.
 
         Raises:
-            UserError: finished runs of other settings are in the folder, or a run fails.
+            UserError: the folder contains finished runs with other settings, or a run fails.
         """
-        gc.collect()  # the engine of the first stage is a knot of references
+        gc.collect()  # the engine of the first stage has reference cycles
         results = {}
         for row, config in self.configs.items():
             print_main(f"\nTasks       {ROWS[row].title}", world)
@@ -100,7 +100,7 @@ class TasksPlan:
             )
 
     def _draw(self, world: World) -> dict[str, Any]:
-        """A t-SNE figure a task: the teacher and each row's best model, the two stages last."""
+        """Draw one t-SNE figure per task with the teacher and each row's best model; the last row has both stages."""
         from llmdistill.experiments.glue.tsne import draw  # scikit-learn's manifolds take a second to import
 
         config, folder = next(iter(self.configs.values())), tasks_folder(self.last)
@@ -125,13 +125,13 @@ class TasksPlan:
 
 
 def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
-    """The second stage of a run that has one, resolved from configurations alone.
+    """Plan the second stage of a run from configurations alone.
 
     Args:
-        plans: of the first stage, as `make_plans` gives them.
+        plans: the plans of the first stage, as `make_plans` returns them.
 
     Raises:
-        UserError: settings that cannot work.
+        UserError: the settings are invalid.
     """
     first, last = plans[0], plans[-1]
     settings = last.config.tasks
@@ -153,7 +153,7 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
 
 
 def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> Plan:
-    """The plan of a row's first trial on a task; neither its model nor its teacher need exist yet."""
+    """Return the plan of a row's first trial on a task; its model and its teacher may not exist yet."""
     own = str(first.teacher_path)
     student = first.teacher_config if config.model == own else last.student_config
     if last.config.tasks.tsne:
@@ -173,7 +173,7 @@ def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mappin
 
 
 def _fine_tuned(config: PreTrainedConfig, task: str) -> PreTrainedConfig:
-    """The config of a teacher that is yet to be fine-tuned on a task."""
+    """Return the config of a teacher that is not fine-tuned on the task yet."""
     config = copy.deepcopy(config)
     config.num_labels = num_outputs(TASKS[task])
     return config

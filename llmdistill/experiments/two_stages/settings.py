@@ -1,4 +1,4 @@
-"""From the section `tasks` of a run to the runs of eval/glue.py that it stands for."""
+"""Converts the section `tasks` of a run to the settings of the fine-tuning runs (eval/glue.py)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from llmdistill.methods import METHODS
 from llmdistill.run.plan import Plan
 
 TEACHER = "teacher"
-"""The row of the run's own teacher, which is fine-tuned where none is given."""
+"""The row of the run's own teacher, which is fine-tuned if no fine-tuned teacher is given."""
 
 
 def tasks_folder(plan: Plan) -> Path:
-    """Where all of a run's second stage is written."""
+    """Return the folder of all outputs of a run's second stage."""
     return plan.folder / "tasks"
 
 
 def row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig]:
-    """The fine-tuning of each row of Table 6, in order, before them that of the teacher where a row needs one.
+    """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it.
 
     Args:
-        plans: the runs before it; the first one's teacher is fine-tuned, the last one's student learns.
-        tasks: in TASKS.
+        plans: the runs of the first stage; the teacher of the first run and the student of the last run are fine-tuned.
+        tasks: names in TASKS.
 
     Raises:
-        UserError: settings that cannot work.
+        UserError: the settings are invalid.
     """
     plan, config = plans[-1], plans[-1].config
     settings, folder = config.tasks, tasks_folder(plans[-1])
@@ -60,7 +60,7 @@ def row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig
 
 
 def _methods(config: RunConfig) -> dict[str, Any]:
-    """The methods of the second stage with their settings: the run's, as far as `tasks` does not say otherwise."""
+    """Return the methods of the second stage with their settings; `tasks` overrides the settings of the run."""
     settings = config.tasks
     method = config.method if settings.method is None else settings.method
     if not METHODS[method].needs_teacher:

@@ -1,4 +1,4 @@
-"""The table of the rows that were run (KroneckerBERT Table 6): on the terminal, as report.md and as report.json."""
+"""Writes the table of the second stage (KroneckerBERT Table 6): on the terminal, as report.md and as report.json."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TITLE = "Dev sets x 100"
 
 
 class Row(NamedTuple):
-    """What a reader sees of a row."""
+    """The texts of a row in the table."""
 
     title: str
     pretraining: str
-    """What was learnt in the first stage."""
+    """The training in the first stage."""
     finetuning: str
-    """What is learnt in the second."""
+    """The training in the second stage."""
 
 
 ROWS: dict[str, Row] = {
@@ -34,15 +34,15 @@ ROWS: dict[str, Row] = {
     "no_pretraining": Row("no stage 1", "none", "distilled"),
     "two_stages": Row("both stages", "distilled", "distilled"),
 }
-"""In the order of the table."""
+"""The rows in the order of the table."""
 
 
 def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
-    """The rows, as plain JSON values.
+    """Return the rows as plain JSON values.
 
     Args:
-        results: what eval/glue.py says of each row.
-        figures: the t-SNE figure of each task, empty without any.
+        results: the results of eval/glue.py for each row.
+        figures: the t-SNE figure of each task; empty without t-SNE.
         run: the run's folder.
     """
     found = {
@@ -77,7 +77,7 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
 
 
 def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a teacher that was fine-tuned before: one model a task, of which no seeds are known."""
+    """Return the row of a teacher that was already fine-tuned: one model per task, with unknown seeds."""
     dev = {
         column: {metric: {**mean_and_std([value]), "seeds": [value]} for metric, value in metrics.items()}
         for task in results["tasks"].values()
@@ -92,7 +92,7 @@ def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table_cells(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows as text."""
+    """Return the header and the rows as text."""
     columns = table["columns"]
     averaged = len({column["task"] for column in columns}) > 1
     header = ["", "stage 1", "stage 2", "params"]
@@ -151,7 +151,7 @@ def write_rows(folder: Path, table: Mapping[str, Any]) -> None:
 
 
 def _layers(figure: Mapping[str, Any]) -> str:
-    """Which layer of each model was drawn, and how far apart the classes lie there."""
+    """Describe the layer of each model in the plot and the silhouette of the classes in this layer."""
     said = []
     for title, model in figure["models"].items():
         apart = (
