@@ -1,7 +1,7 @@
 """Compress language models by factorisation and distillation.
 
 After `import llmdistill`, `AutoModelForCausalLM.from_pretrained(student)` loads a factorised student like any other
-model. The import itself loads neither torch nor transformers: what it needs of them waits until transformers is there.
+model. The import itself loads neither torch nor transformers: the students are registered once transformers is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PUBLIC: dict[str, str] = {
     "distill": "llmdistill.api",
     "evaluate": "llmdistill.api",
 }
-"""Public name -> the module that it is loaded from when it is first asked for."""
+"""Public name -> the module from which it is loaded on first access."""
 
 __all__ = [
     "DistillationLoss",
@@ -45,8 +45,8 @@ __all__ = [
     "losses",
 ]
 
-# That module makes students known to transformers when it is loaded: as soon as transformers is, at once where that has
-# been imported before, and by itself where it is what imports transformers.
+# This module registers the student classes in transformers. It is loaded as soon as transformers is imported, or
+# immediately if transformers was imported before; it may also be the module that imports transformers.
 wrapt.register_post_import_hook(lambda _: import_module("llmdistill.factorize.hub"), "transformers.quantizers.auto")
 
 

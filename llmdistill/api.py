@@ -1,6 +1,6 @@
-"""llmdistill from Python: compress, distill and evaluate models and data that are in memory or named.
+"""The Python API: compress, distill and evaluate models and data, given in memory or by name.
 
-A model is a transformers `PreTrainedModel`, a folder, a name on the hub, or `embedded:teacher`. Data are rows (a list
+A model is a transformers `PreTrainedModel`, a folder, a name on the Hub, or `embedded:teacher`. Data are rows (a list
 of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.in_memory.Data`.
 """
 
@@ -38,7 +38,7 @@ from llmdistill.tasks.perplexity import score_texts
 __all__ = ["Distilled", "compress", "distill", "evaluate"]
 
 _LIMITS = ("max_prompt_length", "max_length", "long_prompts")
-"""Settings of data that say what happens to long examples."""
+"""Data settings for the maximum lengths and for examples that are longer."""
 
 
 def compress(
@@ -51,29 +51,30 @@ def compress(
     device: torch.device | str | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Factorise a model: every linear of its layers becomes a product of two smaller ones (MaKD §3.1, KroneckerBERT).
+    """Factorise a model: replace each linear in its layers by a product of two smaller ones (MaKD §3.1, KroneckerBERT).
 
         student = llmdistill.compress(model, rank=48)
         student.save_pretrained("student")  # AutoModelForCausalLM.from_pretrained("student") loads it
 
     Args:
-        model: a dense model of any head. One in memory stays as it is: the student is a copy.
-        rank: svd: one rank for every linear. Without it one of target_params and ranks says the sizes; kronecker
-            takes target_params or shapes.
+        model: a dense model with any head. A model in memory is not changed: the student is a copy.
+        rank: the rank of every linear, for svd. Without it, target_params or ranks sets the sizes; kronecker takes
+            target_params or shapes.
         method: low-rank (svd) or Kronecker products.
-        output: a new folder to save the student in, with the model's tokenizer.
-        tokenizer: saved in `output`; without it, that of where the model was loaded from.
-        device: where matrices are decomposed, one at a time; without it where they are, or on the GPU for a named
-            model where there is one.
+        output: a new folder, in which the student and the model's tokenizer are saved.
+        tokenizer: the tokenizer to save in `output`; by default the tokenizer of the folder or name that the model was
+            loaded from.
+        device: the device on which the matrices are decomposed, one at a time. By default a model in memory is
+            decomposed on its own device, and a named model on the GPU if there is one.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number),
             ranks ({"*.q_proj": 32}), embedding_rank, sigma, shapes, sums, embedding_columns, max_flops.
 
     Returns:
-        The student, of the model's class, dtype and device; `save_pretrained` and `from_pretrained` know it.
+        The student, with the model's class, dtype and device. `save_pretrained` and `from_pretrained` support it.
 
     Raises:
-        UserError: a setting that does not exist, fit the model or the others; a model that is factorised already; an
-            output folder that is not empty.
+        UserError: a setting does not exist, or does not fit the model or the other settings; the model is already
+            factorised; the output folder is not empty.
     """
     _check_models(model=model)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings}, key="")
@@ -99,18 +100,18 @@ def compress(
 
 @dataclass(frozen=True, kw_only=True)
 class Distilled:
-    """What `distill` gives back."""
+    """The result of `distill`."""
 
     student: PreTrainedModel
     """The trained student, in evaluation mode."""
     metrics: dict[str, Any]
-    """metrics.json of the run: the scores of teacher, untrained and trained student, and what the run cost."""
+    """metrics.json of the run: the scores of the teacher, the untrained and the trained student, and the cost."""
     history: list[dict[str, float]]
-    """metrics.jsonl of the run: the loss, each of its terms and the speed, every `log_every` steps."""
+    """metrics.jsonl of the run: the loss, each of its terms and the speed, logged every `log_every` steps."""
     folder: Path
     """The run's folder: report.md, run.json, checkpoints, and the student in `student/`."""
     config: RunConfig
-    """Every setting of the run."""
+    """All settings of the run."""
 
 
 def distill(
@@ -127,36 +128,38 @@ def distill(
     settings: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Distilled:
-    """Train a student to do what its teacher does: the run of `llmdistill train`, in this process.
+    """Train a student to imitate its teacher; this is the run of `llmdistill train` in the current process.
 
         student = llmdistill.compress(teacher, rank=48)
         result = llmdistill.distill(teacher, student, rows, method="makd", steps=200, learning_rate=5e-4)
         result.student.save_pretrained("distilled")
 
-    Under a launcher (`deepspeed`, `torchrun`) every rank calls it, and it trains on all of them. Models in memory stay
-    as they are; they go into the run through folders in `output_dir/inputs`.
+    Under a launcher (`deepspeed`, `torchrun`) every rank must call this function, and the run trains on all ranks.
+    Models in memory are not changed; they are saved to `output_dir/inputs`, and the run reads them from there.
 
     Args:
         teacher: the model to learn from.
-        student: the model that learns; None has the run make one of the teacher, as its settings say
+        student: the model to train; with None the run creates one from the teacher, according to the settings
             (`settings={"student.factorize.rank": 48}` or `{"student.shape": "6x384x12"}`).
-        data: rows of instruction, input and output, of prompt and completion, or of messages, or texts.
+        data: rows with instruction, input and output, with prompt and completion, or with messages; or texts.
         method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, sft or seqkd.
-        valid: whose loss is logged; of instructions the ROUGE-L of all models is measured on it too.
-        tests: sets of instructions by name, on which all models are scored (`scoring.*` says how).
-        tokenizer: of teacher and student; without it that of where they were loaded from.
-        ds_config: a DeepSpeed configuration, as a file or a dict; by default ZeRO-2 in the run's number format.
-        output_dir: the run's folder; the same call with the same folder goes on where it was interrupted. Without it a
-            new temporary folder, which stays, and no checkpoints.
-        settings: by dotted key, as on the command line: `{"train.micro_batch_size": 8, "teacher.dtype": "bf16"}`.
-        keywords: settings of the run, of training, of data or of the method by their own names: steps, learning_rate,
+        valid: the validation set, whose loss is logged; if it has instructions, the ROUGE-L of all models is also
+            measured on it.
+        tests: instruction sets by name, on which all models are scored (see the settings `scoring.*`).
+        tokenizer: the tokenizer of teacher and student; by default the tokenizer of the folders or names that they were
+            loaded from.
+        ds_config: a DeepSpeed configuration, as a file or a dict; by default ZeRO-2 in the dtype of the run.
+        output_dir: the run folder; the same call with the same folder resumes an interrupted run. By default the run
+            uses a new temporary folder, which is not deleted, and saves no checkpoints.
+        settings: any setting by dotted key, as on the command line: `{"train.micro_batch_size": 8}`.
+        keywords: settings of the run, of training, of data or of the method by name: steps, learning_rate,
             global_batch_size, max_length, seed, temperature (kd) ...
 
     Returns:
-        The student with what the run measured.
+        The trained student and the measurements of the run.
 
     Raises:
-        UserError: a setting, model or row that does not fit, before anything is trained.
+        UserError: a setting, a model or a row is invalid; this is raised before training starts.
     """
     _check_models(teacher=teacher, student=student)
     given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
@@ -188,26 +191,27 @@ def evaluate(
     output: str | Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Score a model: ROUGE-L of its answers to instructions, or how well it predicts a text.
+    """Score a model: ROUGE-L of its answers to instructions, or its cross-entropy and perplexity on a text.
 
         scores = llmdistill.evaluate(model, rows, decoding="greedy")
         print(scores["rougeL"])
 
     Args:
-        model: a decoder; for text also an encoder with its masked-language-model head.
-        data: rows of instructions, or texts; or several sets of them by name.
-        kind: instructions or text; by default what the first row, or the file's ending (.txt), says.
-        tokenizer: of a model in memory; without it that of where the model was loaded from.
-        output: folder for the answers to instructions, one JSONL a set.
+        model: a decoder; for text also an encoder with a masked-language-model head.
+        data: rows of instructions, or texts; or several such sets by name.
+        kind: instructions or text; by default it is inferred from the first row or the file extension (.txt).
+        tokenizer: the tokenizer of a model in memory; by default the tokenizer of the folder or name that the model was
+            loaded from.
+        output: the folder for the answers to instructions, with one JSONL file per set.
         settings: fields of `llmdistill.config.GenerationConfig` (decoding, seeds, limit, batch_size,
             no_repeat_ngram_size), and max_prompt_length, max_length and long_prompts of `DataConfig`.
 
     Returns:
-        Of instructions ``{"rougeL": 0-100, "per_seed", "std", "examples", "tokens_per_second", ...}``, of text
-        ``{"loss": nats a token, "perplexity", "tokens"}``; of several sets one such dict a name.
+        For instructions ``{"rougeL": 0-100, "per_seed", "std", "examples", "tokens_per_second", ...}``, for text
+        ``{"loss": nats per token, "perplexity", "tokens"}``; for several sets one such dict per name.
 
     Raises:
-        UserError: a setting that does not exist, data without a row, a malformed row, a prompt that is too long.
+        UserError: a setting does not exist, the data are empty, a row is malformed, or a prompt is too long.
     """
     _check_models(model=model)
     limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
@@ -238,7 +242,7 @@ def evaluate(
 
 
 def _loaded(model: Model) -> PreTrainedModel:
-    """The model, loaded where it is only named: in bf16 on a GPU that has it, else in fp32."""
+    """Return the model; a model given by name is loaded in bf16 on a GPU that supports it, else in fp32."""
     if isinstance(model, PreTrainedModel):
         return model
     on_gpu = torch.cuda.is_available()
@@ -248,7 +252,7 @@ def _loaded(model: Model) -> PreTrainedModel:
 
 
 def _check_models(**models: object) -> None:
-    """UserError for what is neither a transformers model nor the name of one."""
+    """Raise UserError for a value that is neither a transformers model nor the name of one."""
     for role, model in models.items():
         if model is not None and not isinstance(model, PreTrainedModel | str | Path):
             raise UserError(

@@ -1,7 +1,7 @@
-"""What was asked for and what came of it: one fingerprint of models and files, one comparison of old and new records.
+"""Records of requested settings and their results: how they are read, written and compared.
 
-A record is a plain JSON object that says what was asked for. It is kept beside the result, so that a later command
-knows whether the same result is wanted again, whether it is finished, and otherwise which setting differs.
+A record is a plain JSON object with the requested settings. It is saved with the result, so that a later command can
+tell whether it requests the same result, whether that result is finished, and otherwise which setting differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESULT_FILE = "result.json"
 
 
 class State(Enum):
-    """How far the thing asked for is."""
+    """The progress of a requested result."""
 
     NEW = "new"
     UNFINISHED = "goes on"
@@ -27,21 +27,21 @@ class State(Enum):
 
 
 class Difference(NamedTuple):
-    """A setting that two records do not share."""
+    """A setting whose value differs between two records."""
 
     key: str
-    """Dotted."""
+    """The dotted key of the setting."""
     old: Any
     new: Any
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON gives it back: tuples are lists, keys are strings."""
+    """Convert a value to what JSON returns for it: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
-    """The settings in which two records differ, those of the old record first."""
+    """Return the settings in which two records differ; the settings of the old record come first."""
     return _differences(plain(old), plain(new), "")
 
 
@@ -65,15 +65,15 @@ def compare_records(
     remedy: str,
     free: Collection[str] = (),
 ) -> State:
-    """Whether what is asked for is new, goes on or is finished.
+    """Return whether the requested result is new, unfinished or finished.
 
     Args:
-        old: the record that is kept, None where there is none.
-        new: what is asked for now.
+        old: the saved record; None if there is none.
+        new: the record that is requested now.
         finished: whether the result of the old record is complete.
-        subject: whose record it is, the beginning of the message.
-        remedy: what the user can do, the end of the message.
-        free: dotted keys of settings that do not matter as far as the result is by now.
+        subject: the owner of the record; the error message begins with it.
+        remedy: what the user can do; the error message ends with it.
+        free: dotted keys of settings that may differ at this state of the result.
 
     Raises:
         UserError: the records differ; the message names the first setting, its old and new value, and how many more.
@@ -89,10 +89,10 @@ def compare_records(
 
 
 def read_record(file: Path, *, remedy: str) -> dict[str, Any] | None:
-    """The JSON object in a file, or None where there is no file.
+    """Read the JSON object in a file; return None if the file does not exist.
 
     Raises:
-        UserError: the file holds no JSON object; the message ends with the remedy.
+        UserError: the file does not contain a JSON object; the message ends with the remedy.
     """
     if not file.is_file():
         return None
@@ -106,23 +106,23 @@ def read_record(file: Path, *, remedy: str) -> dict[str, Any] | None:
 
 
 def read_result(file: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result that `write_result` kept, with its record under "asked"; None where there is none for this record."""
+    """Read a result of `write_result`, with its record under "asked"; return None if the file has no such record."""
     kept = read_record(file, remedy="remove the file, and its result is made again")
     return kept if kept is not None and not differences(kept.get("asked", {}), asked) else None
 
 
 def write_result(file: Path, asked: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep a result with the record of what was asked for; returns what `read_result` gives back."""
+    """Save a result with the record of its settings; return the same value as `read_result`."""
     kept = {"asked": plain(asked), **result}
     write_json(file, kept)
     return kept
 
 
 def read_finished(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result of a finished folder, with its record under "asked"; None where the folder is not finished.
+    """Read the result of a finished folder, with its record under "asked"; return None if it is not finished.
 
     Raises:
-        UserError: the folder holds the result of other settings, or its file is damaged.
+        UserError: the folder contains the result of other settings, or its result file is damaged.
     """
     kept = read_record(folder / RESULT_FILE, remedy="remove the folder, and the run is done again")
     if kept is None:
@@ -134,5 +134,5 @@ def read_finished(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def write_finished(folder: Path, asked: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Mark a folder as finished; returns what `read_finished` gives back."""
+    """Mark a folder as finished; return the same value as `read_finished`."""
     return write_result(folder / RESULT_FILE, asked, result)

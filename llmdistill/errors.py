@@ -1,8 +1,8 @@
-"""The exception that is meant for the user's eyes, and one that becomes it."""
+"""The exception whose message is shown to the user, and an exception that is converted to it."""
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave.
+    """An error in the user's input.
 
     The message is one sentence: what is wrong, where (key or ``file:line``), the value, and the remedy.
     Commands print it without a traceback and exit with code 2.
@@ -10,8 +10,8 @@ class UserError(ValueError):
 
 
 class FieldError(ValueError):
-    """A field of a settings class has a value that does not fit.
+    """A field of a settings class has an invalid value.
 
-    The message begins with the field's own name. The settings may stand in a run's configuration or by themselves, so
-    whoever builds them puts in front what the user types before that name.
+    The message begins with the name of the field. The settings may be used alone or as part of a run configuration, so
+    the code that builds them adds the prefix that the user types before the name.
     """

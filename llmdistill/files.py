@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all: a kill leaves the old one or the new one."""
+"""Atomic writes of files and folders: if the process is killed, either the old or the new version exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmdistill.errors import UserError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file; its folder is made where it is missing."""
+    """Write a text file; create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -29,7 +29,11 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def new_folder(path: Path | str) -> Iterator[Path]:
-    """A folder to write into that gets its name only when the block ends well. UserError if the name is taken."""
+    """Yield a temporary folder, which is renamed to `path` if the block ends without an exception.
+
+    Raises:
+        UserError: `path` exists and is not an empty folder.
+    """
     final = Path(path)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"{final} exists and is not empty; give another folder or remove it")

@@ -1,4 +1,4 @@
-"""Fingerprints: the same for the same content, wherever it lies, at a cost that hardly grows with the size."""
+"""Fingerprints of models and data. They depend on the content, not on the path, and large files are only sampled."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any, BinaryIO
 from llmdistill.errors import UserError
 
 _VOLATILE_KEYS = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
-"""Keys of a config.json that change from one save to the next while the model stays the same."""
+"""Keys of a config.json that can change each time the same model is saved."""
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
 _SAMPLES = 64
 _SAMPLE_BYTES = 64 * 1024
 _TENSOR_BYTES = 4 * 1024
 _LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors format."""
+"""In bytes; the limit of the safetensors format."""
 _WHOLE_BYTES = 1 << 26
-"""Data files up to this size are read whole."""
+"""In bytes; data files up to this size are read completely."""
 
 
 def fingerprint(reference: str | Path) -> str:
-    """ "sha256:…" of a local model folder, data folder or file; what is not there as a path is known by its name.
+    """Return "sha256:…" of a local model folder, data folder or file; for any other reference return its name.
 
-    Of a model's folder count config.json without what changes from save to save, the tokenizer and the weights. Of
-    each safetensors file the size, the header (names, shapes and places of all tensors), up to 64 evenly spaced
-    samples of 64 KiB, and 4 KiB from the middle of each tensor are read. So any tensor that was trained on, replaced
-    or reordered shows; a change of a few bytes between the samples of a large file can be missed, and so it can in a
-    data file over 64 MiB. A folder with nothing but a config.json, as a dry run needs it, is known by that. The
-    fingerprint of a peft adapter includes that of its base.
+    The fingerprint of a model folder covers config.json (without the keys that change with each save), the tokenizer
+    and the weights. It covers these parts of each safetensors file: the size, the header (names, shapes and offsets of
+    all tensors), up to 64 evenly spaced samples of 64 KiB, and 4 KiB from the middle of each tensor. It therefore
+    changes when any tensor is trained, replaced or reordered. It can miss a change of a few bytes between the samples
+    of a large file, or in a data file over 64 MiB. A folder with only a config.json, which is enough for a dry run, is
+    fingerprinted by this file. The fingerprint of a peft adapter includes the fingerprint of its base model.
 
     Args:
-        reference: a path, or a name on the hub or in the package.
+        reference: a path, or a name on the Hub or in the package.
 
     Raises:
-        UserError: an adapter's folder without safetensors, or a damaged file.
+        UserError: an adapter folder has no safetensors file, or a file is damaged.
     """
     path = Path(reference)
     if path.is_file():
@@ -50,12 +50,12 @@ def fingerprint(reference: str | Path) -> str:
 
 
 def digest(value: Any) -> str:
-    """Hexadecimal SHA-256 of a plain JSON value; the order of keys does not matter."""
+    """Return the hexadecimal SHA-256 of a plain JSON value; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a whole file."""
+    """Return the hexadecimal SHA-256 of a whole file."""
     hashed = hashlib.sha256()
     with path.open("rb") as file:
         _add(hashed, file, path.stat().st_size)
@@ -63,7 +63,7 @@ def file_sha256(path: Path) -> str:
 
 
 def content_fingerprint(value: Any) -> str:
-    """ "sha256:…" of a plain JSON value."""
+    """Return "sha256:…" of a plain JSON value."""
     return f"sha256:{digest(value)}"
 
 
@@ -71,7 +71,7 @@ def _model_fingerprint(folder: Path) -> str:
     adapter, base = folder / "adapter_config.json", None
     if adapter.is_file():
         config = _read_config(adapter)
-        # The base may have moved and still be the same.
+        # The base model may have moved to another path, so its content is fingerprinted, not its name.
         name = str(config.pop("base_model_name_or_path", None))
         base = fingerprint(folder / name if (folder / name).is_dir() else name)
         weights = [folder / "adapter_model.safetensors"]
@@ -96,7 +96,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _stable(value: Any) -> Any:
-    """A config without its volatile keys, those of nested configs too."""
+    """Return a config without its volatile keys; they are also removed from nested configs."""
     if isinstance(value, dict):
         return {key: _stable(inner) for key, inner in value.items() if key not in _VOLATILE_KEYS}
     return [_stable(inner) for inner in value] if isinstance(value, list) else value
@@ -119,7 +119,7 @@ def _add(hashed: hashlib._Hash, file: BinaryIO, count: int) -> None:
 
 
 def _places(size: int) -> list[tuple[int, int]]:
-    """(start, bytes) of what is read of a data file."""
+    """Return the parts of a data file that are read, as (start, number of bytes)."""
     return [(0, size)] if size <= _WHOLE_BYTES else _spread(0, size)
 
 
@@ -129,7 +129,7 @@ def _spread(start: int, size: int) -> list[tuple[int, int]]:
 
 
 def _tensor_places(file: BinaryIO, size: int, path: Path) -> list[tuple[int, int]]:
-    """(start, bytes) of what is read of a safetensors file: the header, and samples of the tensors behind it."""
+    """Return the parts of a safetensors file that are read, the header and tensor samples, as (start, bytes)."""
     length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else _LONGEST_HEADER
     if length > min(size - 8, _LONGEST_HEADER):
         raise UserError(f"{path}: not a whole safetensors file: copy or download it again")

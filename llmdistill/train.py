@@ -1,6 +1,7 @@
 """The main job: ``deepspeed llmdistill/train.py --ds_config ds_configs/zero2.json``.
 
-A smaller student is made of a teacher, learns from it, and a table shows by how much that helped.
+The job creates a smaller student from a teacher, trains the student on the teacher's outputs, and reports the scores
+before and after training in a table.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 if not __package__:
-    # Run as a script, this folder is first on the path, and the repository is not on it at all.
+    # When this file runs as a script, sys.path[0] is this folder, and the repository is not on the path.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import gc
@@ -21,8 +22,8 @@ from llmdistill.config import command_line
 from llmdistill.methods import METHODS
 from llmdistill.runtime.exit import exit_code
 
-# Everything else is imported where it is used: --help and mistyped arguments must not wait for torch, nor a dry run for
-# DeepSpeed and what a report needs.
+# All other modules are imported where they are used, so that --help and argument errors do not wait for torch, and a
+# dry run does not wait for DeepSpeed or the libraries of the reports.
 if TYPE_CHECKING:
     from llmdistill.config import RunConfig
     from llmdistill.experiments.two_stages import TasksPlan
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     script, *typed = sys.argv
     return exit_code(lambda: run(typed, script=script) if arguments is None else run(arguments))
 
 
 def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> None:
-    """Resolve and check, then distil, unless a dry run is all that is wanted.
+    """Resolve and check the settings, then distil; a dry run only prints the plan.
 
     Args:
         arguments: the command line.
-        script: what they were given to, for the reports.
+        script: the script that was started, for the reports.
     """
     config, flags = command_line.parse_run(arguments, METHODS)
     plans = make_plans(config)
@@ -52,8 +53,9 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
 
 
 def make_plans(config: RunConfig) -> list[Plan]:
-    """The runs that a configuration stands for, with all the modules loaded that planning needs."""
-    # Modules by the thousand are loaded here, and none is garbage: looking for it takes a sixth of a dry run.
+    """Load the modules that planning needs and return the runs that a configuration describes."""
+    # This import loads thousands of modules, none of which is garbage; garbage collection would take a sixth of the
+    # time of a dry run.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -66,16 +68,16 @@ def make_plans(config: RunConfig) -> list[Plan]:
 
 
 def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
-    """What follows on tasks, if anything."""
+    """Return the plan of the second stage, the training on tasks; None if no tasks are set."""
     if not plans[-1].config.tasks.names:
         return None
-    from llmdistill.experiments.two_stages import plan_tasks  # other runs need not wait for it
+    from llmdistill.experiments.two_stages import plan_tasks  # imported only by runs with tasks
 
     return plan_tasks(plans)
 
 
 def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
-    """What a dry run prints: the run, the assistants before it, and the tasks after it."""
+    """Return the output of a dry run: the run, the assistants before it, and the tasks after it."""
     from llmdistill.run.describe import describe as describe_plan
 
     assistants = [describe_plan(plan) for plan in plans[:-1]]
@@ -84,7 +86,7 @@ def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
 
 
 def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
-    """Do what is planned, in a process group of its own; `command` is what the user typed."""
+    """Execute the plans in a new process group; `command` is the command line that the user typed."""
     from llmdistill.experiments.distillation import distil
     from llmdistill.runtime.distributed import init_distributed, shut_down
     from llmdistill.runtime.terminal import quiet_libraries

@@ -1,4 +1,4 @@
-"""A run's folder: the record of what was asked for, and whether that is finished, goes on, or differs."""
+"""The run folder: its record of the settings, and whether the run in it is new, unfinished, finished or different."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from llmdistill.tasks import task_folder
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.json"
-"""Written last, so that a folder with it is finished."""
+"""This file is written last: a folder that contains it is finished."""
 LOCK_FILE = ".lock"
 INPUTS = "inputs"
-"""Folder, in that of a run, for what its caller had in memory. Names in it follow from what they hold, so the same call
-finds its own run again."""
+"""Subfolder of a run folder for the models and data that the caller had in memory. Their file names are derived from
+their content, so that the same call finds its run again."""
 
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
 )
-"""Settings that cannot change the student. Of ds_config, which is a path, the content counts."""
+"""Settings that cannot change the student. ds_config is a path; its content is compared instead."""
 _CHECKPOINT_KEYS = ("train.micro_batch_size", "number of ranks")
-"""Settings that matter only to a run that goes on from a checkpoint: it is cut for a number of ranks, and with another
-micro batch the resumed run would not be bit-equal."""
+"""Settings that matter only for a run that resumes from a checkpoint: a checkpoint is sharded for a number of ranks,
+and with another micro batch size the resumed run would not be bit-equal."""
 _INPUTS = ("teacher.model", "student.model", "data.train")
-"""Settings that name what a run reads, of which the content counts beside the name."""
+"""Settings that name the inputs of a run; the content of these inputs is compared as well as the names."""
 
 
 def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """What is kept of a run to know it again, as plain JSON values.
+    """Return the record that identifies a run, as plain JSON values.
 
     Raises:
         UserError: the DeepSpeed configuration or an input cannot be read.
@@ -57,11 +57,12 @@ def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | None) -> dict[str, str]:
-    """The fingerprints of the models and the data that a run reads, by their settings' keys.
+    """Return the fingerprints of the models and the data that a run reads, by setting key.
 
     Args:
-        values: of a RunConfig.
-        made_below: a folder whose content is made by this very run or study, so that it is known by what is asked for.
+        values: the values of a RunConfig.
+        made_below: a folder whose content is created by this run or study; inputs in it have no fingerprint, because
+            the settings determine them.
     """
     below = None if made_below is None else Path(made_below).resolve()
     references = {key: _value(values, key) for key in _INPUTS}
@@ -81,7 +82,7 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
 
 
 def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as plain JSON values without what cannot change the student."""
+    """Return a configuration as plain JSON values, without the settings that cannot change the student."""
     shaping = plain(config)
     for key in _FREE_KEYS:
         *parents, name = key.split(".")
@@ -93,7 +94,7 @@ def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes two runs the same run."""
+    """Return the values that are equal for two records of the same run."""
     inputs = {f"content of {key}": value for key, value in record["inputs"].items()}
     ds_config = {key: value for key, value in record["ds_config"].items() if key != "tensorboard"}
     settings = shaping_settings(record["config"])
@@ -101,7 +102,7 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> State:
-    """How far the run in a folder is. UserError where it is another run."""
+    """Return the state of the run in a folder; raise UserError if the folder contains a different run."""
     finished = (folder / METRICS_FILE).is_file()
     return compare_records(
         None if old is None else _identity(old),
@@ -118,10 +119,10 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
-    """The metrics of a finished run, or None where it is not finished or lacks scores that are asked for.
+    """Return the metrics of a finished run; return None if it is not finished or requested scores are missing.
 
     Raises:
-        UserError: the folder holds a run of another configuration.
+        UserError: the folder contains a run with another configuration.
     """
     assert config.output_dir is not None
     folder = Path(config.output_dir)
@@ -132,20 +133,20 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     new = run_record(config, kept["world_size"])
     _compare(folder, kept, new)
     old, asked = metrics["asked"], plain(scores_asked(config))
-    # A trial that became a final run has the test sets' scores too; it stays finished as a trial.
+    # A trial that became a final run also has scores on the test sets; it still counts as a finished trial.
     has_all = old["tests"].items() >= asked["tests"].items()
     return metrics if has_all and {**old, "tests": None} == {**asked, "tests": None} else None
 
 
 @contextmanager
 def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
-    """Make the run's folder, or make sure that what is in it is this run, and keep other processes out of it.
+    """Create the run folder or check that it contains this run, lock it, and yield the state of the run.
 
-    Every rank must enter. Gives how far the run is.
+    Every rank must enter this context manager.
 
     Raises:
-        UserError: the folder belongs to another configuration, holds a run where none is wanted, or one that another
-            process is at.
+        UserError: the folder contains a run with another configuration, contains a run although `resume` is never, or
+            is locked by another process.
     """
     assert config.output_dir is not None
     folder, locks = Path(config.output_dir), list[IO[str]]()
@@ -176,7 +177,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Keep other processes out of the folder until the file is closed, where the file system can."""
+    """Lock the folder until the returned file is closed; do nothing if the file system does not support locks."""
     file = (folder / LOCK_FILE).open("w", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

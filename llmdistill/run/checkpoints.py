@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written, found again and loaded."""
+"""The checkpoints of a run: how they are saved, found and loaded."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from llmdistill.runtime.distributed import World, barrier
 
 
 def last_step(folder: Path) -> int:
-    """The step of the newest whole checkpoint, 0 without one."""
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
     latest = folder / "checkpoints" / "latest"
     match = re.fullmatch(r"step-(\d+)", latest.read_text(encoding="utf-8").strip()) if latest.is_file() else None
     return int(match.group(1)) if match is not None else 0
 
 
 def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: World) -> None:
-    """Write a checkpoint and drop the oldest beyond `keep`; every rank must call it.
+    """Save a checkpoint and delete all but the newest `keep` checkpoints; every rank must call this function.
 
-    Frozen parameters are left out: they are the untrained student's. DeepSpeed points `latest` at it once all of it is
-    written: a kill in between leaves the one before in force.
+    Frozen parameters are not saved, because they equal those of the untrained student. DeepSpeed updates `latest` only
+    when the checkpoint is complete, so `latest` names the previous checkpoint if the process is killed before that.
     """
     checkpoints = folder / "checkpoints"
     with _only_trained(engine.module):
@@ -41,10 +41,10 @@ def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: Worl
 
 
 def load_checkpoint(engine: Any, folder: Path) -> int:
-    """Load the newest checkpoint into the engine and return its step; 0 without one.
+    """Load the newest checkpoint into the engine and return its step; return 0 if there is none.
 
     Raises:
-        UserError: it is damaged, or holds other parameters than those that are trained.
+        UserError: the checkpoint is damaged, or its parameters are not the trainable parameters of the student.
     """
     step = last_step(folder)
     if step > 0:
@@ -66,14 +66,14 @@ def load_checkpoint(engine: Any, folder: Path) -> int:
 
 
 def _frozen(module: nn.Module) -> list[str]:
-    """Names of the parameters that are not trained; a tied one has several."""
+    """Return the names of the frozen parameters; a tied parameter has several names."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if not parameter.requires_grad]
 
 
 @contextmanager
 def _only_trained(module: nn.Module) -> Iterator[None]:
-    """Inside the block the module's state has no frozen parameters; DeepSpeed itself would keep a tied one's alias."""
+    """Remove frozen parameters from the module's state dict in the block; DeepSpeed would keep aliases of tied ones."""
     frozen = _frozen(module)
 
     def drop(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a plan says: a few lines for the terminal, what it costs, and all of it as JSON values."""
+"""Descriptions of a plan: a few lines for the terminal, an estimate of the cost, and all values as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmdistill.run.plan import Plan
 
 
 def headline(plan: Plan, data_report: str) -> str:
-    """The run in a few lines, for the terminal."""
+    """Describe the run in a few lines for the terminal."""
     sizes, train, split = plan.sizes, plan.config.train, plan.split
     teacher = plan.config.teacher.model
     taught = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
@@ -32,12 +32,12 @@ def headline(plan: Plan, data_report: str) -> str:
 
 
 def estimate(plan: Plan) -> dict[str, float] | None:
-    """What the training costs at most: every sequence at its full length, and no time but that of the arithmetic.
+    """Estimate the maximum cost of the training for sequences of full length; only the arithmetic is counted.
 
-    6 FLOP a parameter and token for the student's forward and backward pass (all of it, adapters or not; more where
-    Kronecker products use theirs many times), 2 for the teacher's forward pass, at 30 % of an A100's 312 TFLOP/s in
-    bf16.
-    None while the steps of train.epochs are not counted.
+    The estimate is 6 FLOP per parameter and token for the student's forward and backward pass (for all parameters, with
+    or without adapters; more for Kronecker products, which use each parameter many times) and 2 for the teacher's
+    forward pass, at 30 % of the 312 TFLOP/s of an A100 in bf16. The result is None if train.epochs is set, because the
+    number of steps is then not yet known.
     """
     train = plan.config.train
     if train.epochs is not None:
@@ -49,7 +49,7 @@ def estimate(plan: Plan) -> dict[str, float] | None:
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """The plan as plain JSON values."""
+    """Return the plan as plain JSON values."""
     config = {**to_dict(plan.config), "output_dir": str(plan.folder)}
     batch = {
         "global_batch_size": plan.config.train.global_batch_size,

@@ -1,4 +1,4 @@
-"""The loss of a method in a Trainer of transformers."""
+"""A `transformers.Trainer` that trains with the loss of a method."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from llmdistill.run.loss import DistillationLoss
 
 
 class DistillationTrainer(Trainer):
-    """A `transformers.Trainer` whose loss is that of a method.
+    """A `transformers.Trainer` that trains with the loss of a method.
 
         trainer = llmdistill.DistillationTrainer(student, teacher, args, method="makd", train_dataset=rows,
                                                  data_collator=collator)
         trainer.train()
 
-    Data, collator, optimizer, schedule, checkpoints and launching are the Trainer's own. A step's loss is divided by
-    the tokens and labels of the whole step, over ranks and accumulation, as the main job divides it. The mean of each
-    term since the last line is logged beside the loss. Not for `torch.nn.DataParallel`: start one process a GPU.
+    The data, collator, optimizer, schedule, checkpoints and launcher are those of the Trainer. The loss of a step is
+    divided by the number of tokens and labels of the whole step, over all ranks and accumulation steps, as in the main
+    job. Each log entry contains the loss and the mean of each term since the last entry. `torch.nn.DataParallel` is not
+    supported: start one process per GPU.
     """
 
     loss_is_scaled_for_ga = True
@@ -39,28 +40,28 @@ class DistillationTrainer(Trainer):
         vocabulary: int | None = None,
         **arguments: Any,
     ) -> None:
-        """Make the Trainer and the loss.
+        """Create the Trainer and the loss.
 
         Args:
             model: the student.
-            teacher_model: it is moved to the student's device when it is first needed.
-            args: the Trainer's.
+            teacher_model: the teacher; it is moved to the student's device at its first use.
+            args: the training arguments of the Trainer.
             method: as in `DistillationLoss`.
-            also: methods whose terms are added.
-            method_settings: settings of the method by their own names: `{"temperature": 2.0}`; those of the methods in
-                `also` under `NAME.KEY`.
+            also: further methods, whose terms are added.
+            method_settings: settings of the method by name: `{"temperature": 2.0}`; settings of the methods in `also`
+                as `NAME.KEY`.
             vocabulary: as in `DistillationLoss`.
-            arguments: the Trainer's other arguments: train_dataset, eval_dataset, data_collator, processing_class ...
+            arguments: other arguments of the Trainer: train_dataset, eval_dataset, data_collator, processing_class ...
 
         Raises:
-            UserError: as `DistillationLoss`.
+            UserError: for the same errors as `DistillationLoss`.
         """
         given = {key if "." in key else f"{method}.{key}": value for key, value in (method_settings or {}).items()}
         self.distillation = DistillationLoss(
             teacher_model, model, method, also=also, settings=given, vocabulary=vocabulary
         )
         super().__init__(model=model, args=args, **arguments)
-        # Releases of transformers before loss_is_scaled_for_ga look at this one.
+        # Releases of transformers without loss_is_scaled_for_ga read this attribute instead.
         self.model_accepts_loss_kwargs = True
         self._term_sums: dict[str, Tensor] = {}
         self._logged_step = 0
@@ -68,7 +69,7 @@ class DistillationTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The micro batches of a step, and the global counts of POSITIONS in place of the number of labels."""
+        """Return the micro batches of a step, and the global counts of POSITIONS instead of the number of labels."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
@@ -83,7 +84,7 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The method's loss of a micro batch: its share of the step's in training, its own mean in evaluation."""
+        """Return the loss of a micro batch: in training its share of the step's loss, in evaluation its own mean."""
         counts, ranks = None, 1
         if model.training and num_items_in_batch is not None:
             counts, ranks = dict(zip(POSITIONS, num_items_in_batch, strict=True)), self.accelerator.num_processes
@@ -91,7 +92,7 @@ class DistillationTrainer(Trainer):
         if model.training:
             for name, term in result.terms.items():
                 self._term_sums[name] = self._term_sums.get(name, torch.zeros_like(term)) + term
-        loss = result.loss * ranks  # the gradients of the ranks are averaged
+        loss = result.loss * ranks  # because the gradients are averaged over the ranks
         if not return_outputs:
             return loss
         outputs = {"loss": loss}
@@ -100,7 +101,7 @@ class DistillationTrainer(Trainer):
         return loss, outputs
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add each term's mean over the steps since the last line to the loss's line."""
+        """Add the mean of each term over the steps since the last log entry to the entry with the loss."""
         steps = self.state.global_step - self._logged_step
         if "loss" in logs and self._term_sums and steps > 0:
             sums = self.accelerator.reduce(torch.stack(list(self._term_sums.values())), "sum")

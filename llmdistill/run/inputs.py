@@ -1,4 +1,4 @@
-"""What a caller has in memory, as the folders and files that an ordinary run reads."""
+"""Models and data in memory, saved as the folders and files that a run reads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 Model = PreTrainedModel | str | Path
-"""A transformers model, a folder with one, a name on the hub, or embedded:teacher."""
+"""A transformers model, a folder with one, a name on the Hub, or embedded:teacher."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller of a run in Python gives it in place of settings."""
+    """The models, data and other arguments of a run that is called from Python."""
 
     teacher: Model
     student: Model | None
@@ -43,10 +43,10 @@ class Given:
     def first_config(
         self, settings: Mapping[str, Any], keywords: Mapping[str, Any], output_dir: str | Path | None
     ) -> RunConfig:
-        """The run's configuration, with the class of what is in memory in place of its reference.
+        """Return the run configuration; models and data in memory are represented by their class name.
 
         Raises:
-            UserError: settings that do not exist, fit, or go together.
+            UserError: a setting does not exist, is invalid, or contradicts another one.
         """
         names = {
             "teacher.model": name_of(self.teacher),
@@ -63,12 +63,12 @@ class Given:
         return config_of({**derived, **settings, **names}, keywords, METHODS)
 
     def saved(self, config: RunConfig) -> RunConfig:
-        """The same configuration with references for everything: what is in memory is saved into the run's folder.
+        """Save models and data in memory to the run folder and return the configuration with the references to them.
 
-        Without a folder there will be a temporary one, and no checkpoints in it.
+        If no run folder is set, a temporary folder is used, and no checkpoints are saved.
 
         Raises:
-            UserError: a malformed row.
+            UserError: a row is malformed.
         """
         train, output_dir = config.train, config.output_dir
         if output_dir is None:
@@ -104,24 +104,25 @@ class Given:
         return str(inputs / "ds_config.json")
 
     def command(self, method: str) -> str:
-        """What was called, in one line."""
+        """Return the Python call in one line."""
         names = ", ".join(name_of(each) for each in (self.teacher, self.student, self.data))
         return f"llmdistill.distill({names}, method={method!r}, ...)"
 
 
 def name_of(what: object) -> str:
-    """What stands for a model or data: its name, or the class of what is in memory."""
+    """Return the name of a model or data set; for an object in memory return its class name."""
     return str(what) if isinstance(what, str | Path) else type(what).__name__
 
 
 def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs: Path, *, role: str) -> str:
-    """The reference of a model: its own, or the folder that a model in memory is saved in, with a tokenizer.
+    """Return the reference of a model; a model in memory is saved to a folder with its tokenizer.
 
     Args:
         model: a name, a folder, or a model in memory.
-        tokenizer: of the model; None takes the one of the folder or name that it was loaded from, if that has one.
-        inputs: the folder that it is saved in.
-        role: teacher or student, which begins the saved folder's name.
+        tokenizer: the tokenizer of the model; None means the tokenizer of the folder or name that the model was loaded
+            from, if there is one.
+        inputs: the parent of the saved folder.
+        role: teacher or student; the name of the saved folder begins with it.
     """
     if not isinstance(model, PreTrainedModel):
         return str(model)
@@ -138,7 +139,7 @@ def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs
 
 
 def save_with_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Save a model in memory, and its tokenizer: the one given, else that of where the model was loaded from."""
+    """Save a model in memory with `tokenizer`, or with the tokenizer of the folder or name that it was loaded from."""
     model.save_pretrained(folder)
     source = str(model.name_or_path or "")
     if tokenizer is not None:
@@ -152,10 +153,12 @@ def save_with_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def tokenizer_of(
     model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer given, else that of the model's folder or name, in memory that which it was loaded from.
+    """Return `tokenizer` if it is given, else the tokenizer of the folder or name of the model.
+
+    A model in memory uses the folder or name that it was loaded from.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no tokenizer.
     """
     if tokenizer is not None:
         return tokenizer
@@ -168,10 +171,10 @@ def tokenizer_of(
 
 
 def data_file(data: Data, inputs: Path, *, name: str, field: str = "text") -> str:
-    """The reference of data: its own, or the file that rows in memory are written to, once they are checked.
+    """Return the reference of data; rows in memory are checked and written to a file.
 
     Raises:
-        UserError: no row, or a malformed one.
+        UserError: there are no rows, or a row is malformed.
     """
     if isinstance(data, str | Path):
         return str(data)

@@ -1,4 +1,4 @@
-"""One run from its plan to its report: score the teacher, make the student, train it, score again, report."""
+"""One run from its plan to its report: score the teacher, create the student, train and score it, write the report."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from llmdistill.teacher.live import LiveTeacher
 
 
 def run_config(config: RunConfig, world: World, before: Plan | None = None) -> dict[str, Any]:
-    """Do a run from its configuration, in a process group that is there; every rank must call it.
+    """Execute a run from its configuration in an existing process group; every rank must call this function.
 
-    One that is finished in its folder is not done again.
+    A run that is already finished in its folder is not repeated.
 
     Args:
         config: the run.
@@ -37,10 +37,10 @@ def run_config(config: RunConfig, world: World, before: Plan | None = None) -> d
         before: the plan of the run whose student is this run's teacher.
 
     Returns:
-        what its metrics.json says.
+        the content of its metrics.json.
 
     Raises:
-        UserError: bad input, a folder of another run, or a loss that is no longer finite.
+        UserError: the input is invalid, the folder contains another run, or the loss is no longer finite.
     """
     plan = make_plan(config, before)
     assemble.check_machine(plan, world)
@@ -49,23 +49,23 @@ def run_config(config: RunConfig, world: World, before: Plan | None = None) -> d
 
 
 def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
-    """Do a run from its plan unless it is finished; every rank must call it. Returns what its metrics.json says."""
+    """Execute a run from its plan unless it is finished, and return its metrics.json; every rank must call it."""
     with claim_folder(plan.asked, world):
         if on_main(lambda: finished_metrics(plan.asked), world) is None:
             execute(plan, data, world)
-            gc.collect()  # an engine is a knot of references, and several would not fit
+            gc.collect()  # engines have reference cycles, and several engines would not fit into memory
         metrics = on_main(lambda: finished_metrics(plan.asked), world)
     assert metrics is not None
     return metrics
 
 
 def execute(plan: Plan, data: TaskData, world: World) -> None:
-    """The run itself, in its claimed folder: what is there of it is not done again; every rank must call it."""
+    """Execute the run in its claimed folder; finished parts are not repeated. Every rank must call this function."""
     began = time.perf_counter()
     print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
     scored, params, summaries = plan.scored, plan.sizes["student_params"], {}
-    # Loaded when it is first needed: a run that is scored and finished needs it no more.
+    # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
     teacher = cache(lambda: assemble.make_teacher(plan, world))
     if "teacher" in scored:
         summaries["teacher"] = book.score(
@@ -102,7 +102,7 @@ def _train(
     data: TaskData,
     world: World,
 ) -> None:
-    """Train from the last checkpoint, or the start, to the end, and write the student."""
+    """Train from the last checkpoint, or from the start, to the end, and save the student."""
     loader = data.loader(assemble.share_of(plan, world))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
     start = load_checkpoint(trainer.engine, plan.folder)

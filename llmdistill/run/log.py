@@ -1,4 +1,4 @@
-"""What a run says while it goes: a line a step on the terminal, a row in metrics.jsonl, curves in TensorBoard."""
+"""The training log of a run: lines on the terminal, rows in metrics.jsonl, curves in TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmdistill.runtime.distributed import World
 
 
 class Stopwatch:
-    """Adds up the time of a repeated piece of work, on a GPU without making it wait."""
+    """Adds up the time of repeated work; on a GPU it measures without synchronising the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -27,7 +27,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time spent inside."""
+        """Add the time spent in the block."""
         if self._on_gpu:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -40,7 +40,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - start
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds measured since the last call."""
         for begin, end in self._events:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -50,17 +50,17 @@ class Stopwatch:
 
 
 class RunLog:
-    """Progress of one training run; only rank 0 writes."""
+    """The log of one training run; only rank 0 writes."""
 
     def __init__(self, folder: Path, *, start: int, steps: int, world: World, monitor: Any) -> None:
         """Open the log.
 
         Args:
             folder: the run's folder.
-            start: steps already done; rows of later steps, written before a kill, are dropped.
-            steps: steps in all.
+            start: the number of steps that are already done; rows of later steps, from a killed process, are removed.
+            steps: the total number of steps.
             world: this process.
-            monitor: DeepSpeed's monitor (TensorBoard and whatever else the DeepSpeed configuration names).
+            monitor: DeepSpeed's monitor (TensorBoard and the other monitors in the DeepSpeed configuration).
         """
         self._active = world.is_main
         self._file = folder / METRICS_LOG
@@ -70,7 +70,7 @@ class RunLog:
         self._bar: Any = None
         if self._active:
             self._drop_rows_after(start)
-            # A terminal gets a bar beneath the lines; a file or a pipe only the lines.
+            # On a terminal, a progress bar is shown below the lines; a file or a pipe gets only the lines.
             self._bar = tqdm(total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), leave=False)
 
     def _drop_rows_after(self, step: int) -> None:
@@ -80,7 +80,7 @@ class RunLog:
             self._file.write_text("".join(kept), encoding="utf-8")
 
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
-        """Log one line: loss, tokens_per_second, shares and the other FIGURES there are, then each term."""
+        """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
         if not self._active:
             return
         with self._file.open("a", encoding="utf-8") as file:
@@ -104,25 +104,25 @@ class RunLog:
             self.say(f"validation loss {values['valid_loss']:.4f} at step {step}")
 
     def start(self, valid_loss: float) -> None:
-        """Log the validation loss of the student as it starts, as step 0."""
+        """Log the validation loss of the student before the first step, as step 0."""
         if self._active:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": 0, "valid_loss": valid_loss}) + "\n")
             self.say(f"validation loss {valid_loss:.4f} before the first step")
 
     def advance(self, steps: int = 1) -> None:
-        """Move the bar."""
+        """Advance the progress bar."""
         if self._active:
             self._bar.update(steps)
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the progress bar."""
         if self._active:
             tqdm.write(line)
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._active:
             self._bar.close()
 

@@ -1,4 +1,4 @@
-"""A method's loss for a loop of one's own: the teacher's and the student's forward pass, and what is between them."""
+"""The loss of a method for a custom training loop: it runs the teacher and the student and computes the terms."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 
 Inputs = Mapping[str, Any]
-"""A batch as the collators of transformers make it: see `DistillationLoss.__call__`."""
+"""A batch from a data collator of transformers: see `DistillationLoss.__call__`."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What `DistillationLoss` gives for a batch."""
+    """The output of `DistillationLoss` for a batch."""
 
     loss: Tensor
-    """Scalar, at least fp32, with its graph: the sum of the terms times their weights."""
+    """The weighted sum of the terms: a scalar, in fp32 or higher precision, with its autograd graph."""
     terms: dict[str, Tensor]
-    """Each term by name, unweighted and without a graph; scalars."""
+    """Each term by name: unweighted scalars without autograd graph."""
 
     def backward(self) -> None:
-        """The same as `loss.backward()`."""
+        """Call `loss.backward()`."""
         self.loss.backward()
 
 
 class DistillationLoss:
-    """The loss of a method between two models in memory, as the main job computes it.
+    """The loss of a method for two models in memory, computed as in the main job.
 
         loss = llmdistill.DistillationLoss(teacher, student, method="makd")
         optimizer = torch.optim.AdamW(student.parameters(), lr=5e-4)  # after it: some methods add matrices to learn
@@ -49,9 +49,9 @@ class DistillationLoss:
             optimizer.step()
             optimizer.zero_grad()
 
-    The logits of a batch are never made whole, and of the inner tensors only those are kept that a term asks for. Both
-    models are tapped until `remove()`; outside a call they run as before. They must have been loaded with
-    `attn_implementation="sdpa"`, which is transformers' default. There is one backward pass a call.
+    The logits of a batch are never computed all at once, and only the hidden tensors that a term needs are kept. Both
+    models have hooks until `remove()`; outside a call of the loss they run as before. They must be loaded with
+    `attn_implementation="sdpa"`, the default of transformers. Each call allows one backward pass.
     """
 
     def __init__(
@@ -66,23 +66,24 @@ class DistillationLoss:
         seed: int = 0,
         **keywords: Any,
     ) -> None:
-        """Build the method for two models, and tap them.
+        """Build the method for two models, and add hooks to them.
 
         Args:
-            teacher: it is put into evaluation mode, and no gradient goes to it.
-            student: the model that learns. With a classifier on top (`...ForSequenceClassification`) labels are classes
-                or scores of whole sequences; with any other head they are tokens.
+            teacher: the teacher; it is set to evaluation mode, and its parameters get no gradient.
+            student: the model to train. With a classification head (`...ForSequenceClassification`) the labels are
+                classes or scores of whole sequences; with any other head they are tokens.
             method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert or sft.
-            also: methods whose terms are added.
-            vocabulary: how many tokens both models have, from the first on, where they pad theirs to different sizes.
-            settings: by dotted key: `{"minilm.attention": 2.0}`.
-            seed: of the matrices that map the student's widths to the teacher's, where a method has any. They become
-                part of the student, are trained with it, and are not saved.
-            keywords: settings of the method by their own names: temperature, ratio, logits, teacher_layer ...
+            also: further methods, whose terms are added.
+            vocabulary: the number of tokens that both models share, if they pad the vocabulary to different sizes;
+                these are the first tokens of both.
+            settings: settings by dotted key: `{"minilm.attention": 2.0}`.
+            seed: the seed of the projectors, the matrices that map the student's widths to the teacher's, if the method
+                has any. They become part of the student, are trained with it, and are not saved.
+            keywords: settings of the method by name: temperature, ratio, logits, teacher_layer ...
 
         Raises:
-            UserError: settings that do not exist or fit, models that the method cannot compare, or one that is tapped
-                already.
+            UserError: a setting does not exist or is invalid, the method cannot compare the models, or a model already
+                has the hooks of another loss.
         """
         self.teacher, self.student = teacher, student
         self.objective = _objective_of(student)
@@ -110,20 +111,22 @@ class DistillationLoss:
         """Run both models on a batch.
 
         Args:
-            batch: input_ids (B, T); attention_mask (B, T), 1 at real tokens, without it all are; labels (B, T), -100
-                where nothing is learnt and not shifted, or (B,) of a classifier; and, where the student has any,
-                token_type_ids, next_sentence_label (B,), and position_ids of a row that holds several sequences.
-            num_items_in_batch: what the sums are divided by. Without it each term is the mean over this batch. Of a
-                step of several batches or ranks, the counts that `counts` gives of all of them: then the losses of the
-                batches add up to that of the whole. The number of labels alone, as transformers' Trainer gives it, is
-                exact for terms on the labels, and weighs the others by the batch's share of the labels.
-            model: what is run in place of the student itself: the same student wrapped (DDP, accelerate, an engine).
+            batch: input_ids (B, T); attention_mask (B, T), 1 at real tokens, by default 1 everywhere; labels (B, T),
+                not shifted and -100 at positions without a label, or (B,) for a classifier; and, if the student uses
+                them, token_type_ids, next_sentence_label (B,), and position_ids of rows that contain several sequences.
+            num_items_in_batch: the divisor of the sums. By default each term is the mean over this batch. For a step
+                with several batches or ranks, pass the result of `counts` for all of them: then the losses of the
+                batches add up to the loss of the whole step. A single number of labels, as transformers' Trainer passes
+                it, is exact for the terms at the labels, and weights the other terms by the batch's share of the
+                labels.
+            model: the callable to run instead of the student: the same student in a wrapper (DDP, accelerate, an
+                engine).
 
         Returns:
-            The loss, and the terms that it is made of.
+            The loss and its terms.
 
         Raises:
-            UserError: labels are missing where the method learns them.
+            UserError: the method needs labels, and the batch has none.
         """
         located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
         divisors = self._divisors(located, num_items_in_batch)
@@ -142,7 +145,7 @@ class DistillationLoss:
         return LossOutput(losses.total, {name: terms[name] for name in self.method.weights})
 
     def counts(self, batches: Iterable[Inputs]) -> dict[Positions, Tensor]:
-        """How many tokens, labels and sequences some batches have together: int64 scalars by name.
+        """Count the tokens, labels and sequences of all batches together: int64 scalars by name.
 
         counts = loss.counts(batches)  # of a step with accumulation; over ranks, all-reduce each
         for batch in batches:
@@ -152,10 +155,10 @@ class DistillationLoss:
         return {name: torch.stack([counts[name] for counts in each]).sum() for name in POSITIONS}
 
     def as_batch(self, inputs: Inputs) -> Batch:
-        """A batch of transformers' collators as the package's own."""
+        """Convert a batch from a data collator of transformers to a `Batch`."""
         input_ids: Tensor = inputs["input_ids"]
         mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-        if mask is None:  # several sequences in a row, each of which begins at position 0, or rows without padding
+        if mask is None:  # several sequences in a row, each starting at position 0; or rows without padding
             mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
         labels, targets = inputs.get("labels"), inputs.get("next_sentence_label")
         if self.objective.tokens is False:
@@ -178,7 +181,7 @@ class DistillationLoss:
         )
 
     def remove(self) -> None:
-        """Take the taps, and the matrices that a method added, off both models; the loss is of no use afterwards."""
+        """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
         for tapped in self._tapped:
             tapped.remove()
         if hasattr(self.student, PROJECTORS):
@@ -197,7 +200,7 @@ class DistillationLoss:
             main: Positions = "labels" if self.objective.tokens else "sequences"
             scale = given / counts[main].clamp(min=1)
             counts = {name: count * scale for name, count in counts.items()}
-        # A batch with few labels of many has divisors below 1; only what counts nothing is divided by 1.
+        # A batch with a small share of the labels has divisors below 1; only a divisor of 0 is replaced by 1.
         return {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
 
 
@@ -216,7 +219,7 @@ def _tapped(
 
 
 def _objective_of(student: PreTrainedModel) -> Objective:
-    """What there is to learn, by the student's head."""
+    """Return the learning objective that belongs to the student's head."""
     name = type(student).__name__
     if name.endswith("ForSequenceClassification"):
         return Objective(tokens=False, sequences="scores" if student.config.num_labels == 1 else "classes")

@@ -1,4 +1,4 @@
-"""A run resolved and checked from configurations alone: no weights and no data."""
+"""The plan of a run: its settings, resolved and checked from configurations without reading weights or data."""
 
 from __future__ import annotations
 
@@ -35,53 +35,53 @@ from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, Task
 
 _LABEL_TERMS = ("label", "sequence_label")
-"""Terms that compare the student with the data, not with its teacher."""
+"""Terms that compare the student with the labels, not with the teacher."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do."""
+    """The resolved settings of a run."""
 
     config: RunConfig
-    """With the numbers of steps once the training set is read."""
+    """The configuration; it has the numbers of steps once the training set is read."""
     asked: RunConfig
-    """As it was given; by it the run's folder knows the run again."""
+    """The configuration as given by the user; the run folder identifies the run by it."""
     task: Task
     ds_config: dict[str, Any]
     split: BatchSplit
     world_size: int
     method: Method
     sizes: dict[str, Any]
-    """`teacher_params`, `student_params`, `ranks` and what else the factorisation says of itself."""
+    """`teacher_params`, `student_params`, `ranks` and other values of the factorisation."""
     teacher_config: PreTrainedConfig
     student_config: PreTrainedConfig
     objective: Objective
-    """What the batches of the run have to be learnt."""
+    """The learning objective of the run."""
     tokenizer_path: Path
-    """Where the student's tokenizer is: in its own folder, else in the teacher's."""
+    """The folder of the student's tokenizer: the student's own folder, else the teacher's."""
     before: Plan | None = None
-    """The run whose student is this run's teacher, where the same command does both."""
+    """The plan of the run whose student is this run's teacher, if the same command executes both."""
     copies_classifier: bool = False
-    """Whether the student's classifier starts as the teacher's."""
+    """Whether the student's classifier is initialised from the teacher's."""
     vocabulary: int | None = None
-    """Logits that teacher and student have in common; None where they are not compared."""
+    """The number of logits that teacher and student share; None if the logits are not compared."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know of the plan."""
+    """Notes on the plan for the user."""
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run folder."""
         assert self.config.output_dir is not None
         return Path(self.config.output_dir)
 
     @property
     def teacher_path(self) -> Path:
-        """Where the teacher is; without one, the student, whose tokenizer it stands for."""
+        """The folder of the teacher; without a teacher, the folder of the student, which is used for the tokenizer."""
         return locate(str(self.config.teacher.model or self.config.student.model))
 
     @property
     def models(self) -> Models:
-        """What the task needs to know of the models."""
+        """The information on the models that the task needs."""
         return Models(
             teacher=self.teacher_config,
             student=self.student_config,
@@ -93,17 +93,17 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the student."""
+        """The dtype of the student."""
         return TORCH_DTYPES["bf16" if self.ds_config["bf16"]["enabled"] else "fp32"]
 
     @property
     def trains(self) -> bool:
-        """Whether anything is trained."""
+        """Whether the run trains the student."""
         return METHODS[self.config.method].trains
 
     @property
     def searched(self) -> str | None:
-        """The method whose teacher's layer is yet to be searched for, if any."""
+        """The name of the method whose teacher layer must still be searched; None if there is none."""
         return _searched(self.config)
 
     @property
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def student_head(self) -> Head:
-        """What the student needs on top: the heads whose outputs are terms of the loss, and a decoder's own always."""
+        """The heads that the student needs: those whose outputs the loss uses; for a decoder always the lm_head."""
         if self.task.head is not None:
             return self.task.head
         if not self.trains and not self.causal:
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def teacher_head(self) -> Head:
-        """What the teacher needs on top: the heads whose outputs the student is compared with."""
+        """The heads that the teacher needs: those whose outputs the student is compared with."""
         if self.task.head is not None:
             return self.task.head
         positions = self.method.positions.items()
@@ -142,22 +142,22 @@ class Plan:
         return [name for name in self.config.scoring.models if name in self.task.scored and there.get(name, True)]
 
     def scores_asked(self) -> dict[str, Any]:
-        """What the run is to score and how, as plain JSON values."""
+        """Return the settings of the requested scores, as plain JSON values."""
         return scores_asked(self.config)
 
 
 def make_plan(
     config: RunConfig, before: Plan | None = None, *, pending: Mapping[str, PreTrainedConfig] | None = None
 ) -> Plan:
-    """Resolve and check a run before anything expensive.
+    """Resolve and check the settings of a run before any expensive work.
 
     Args:
         config: the run.
-        before: the plan of the run whose student is this run's teacher, which need not exist yet.
-        pending: the configurations of further models that need not exist yet, by the paths that name them.
+        before: the plan of the run whose student is this run's teacher; this student may not exist yet.
+        pending: the configurations of other models that may not exist yet, by path.
 
     Raises:
-        UserError: settings that cannot work.
+        UserError: the settings are invalid or contradict each other.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ds_config = read_ds_config(config.ds_config)
@@ -175,11 +175,11 @@ def make_plan(
     names = config.methods()
     objective = task.objective(teacher_config, uses_output=any(METHODS[name].uses_output for name in names))
     searched = _searched(config)
-    # Any layer stands for the one that the search will find.
+    # The last layer is a placeholder for the layer that the search will find.
     settled = config if searched is None else config.with_settings(searched, teacher_layer="last")
     method = build_method(names, settled.method_settings, teacher_config, student_config, objective)
     if not objective.tokens and "sequences" not in method.positions.values():
-        # Nothing else would teach the classifier.
+        # Without sft no term would train the classifier.
         method = build_method([*names, "sft"], settled.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
     taught, student = config.teacher.model if method.needs_teacher else None, config.student.model
@@ -211,10 +211,10 @@ def make_plan(
 
 
 def make_plans(config: RunConfig) -> list[Plan]:
-    """The runs that a configuration stands for, in order: one for each assistant (MiniLM §3.3), then its own.
+    """Return the plans of a configuration in order: one for each assistant (MiniLM §3.3), then the run itself.
 
     Raises:
-        UserError: settings that cannot work in one of them.
+        UserError: the settings of one of these runs are invalid or contradict each other.
     """
     plans: list[Plan] = []
     for number, shape in enumerate(config.student.assistants, start=1):
@@ -265,10 +265,10 @@ def _copies_classifier(config: RunConfig, task: Task, student: PreTrainedConfig,
 def _student(
     config: RunConfig, task: Task, teacher: PreTrainedConfig, pending: Mapping[str, PreTrainedConfig] | None
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The student's config, and what is said of the sizes."""
+    """Return the student's config and the sizes of the models."""
     settings = config.student
     if settings.model is None and settings.shape is None:
-        # A factorised student has its teacher's shape.
+        # A factorised student has the shape of its teacher.
         return teacher, summarise(teacher, settings.factorize, settings.method)
     if settings.model is not None:
         student, how = _model_config(task, "student.model", settings.model, pending), "given"
@@ -289,10 +289,10 @@ def _student(
 
 
 def _check_teacher_head(plan: Plan) -> None:
-    """Before any weights are read, as far as a config tells: one of a bare encoder does.
+    """Check before any weights are read that the teacher has a head; the config shows when it is a bare encoder.
 
     Raises:
-        UserError: terms on the output of a teacher that has no head.
+        UserError: a term needs the output of a teacher that has no head.
     """
     name = (plan.teacher_config.architectures or [""])[0]
     needs_none = plan.causal or plan.before is not None or not plan.method.needs_teacher or plan.task.head is not None
@@ -307,7 +307,7 @@ def _check_teacher_head(plan: Plan) -> None:
 
 
 def _saved_head(config: PreTrainedConfig) -> Head:
-    """The head that a folder's weights come with, by the class that its config names."""
+    """Return the head that a model folder contains, according to the class name in its config."""
     name = (config.architectures or [""])[0]
     if name.endswith("ForPreTraining"):
         return "pretraining"
@@ -315,7 +315,7 @@ def _saved_head(config: PreTrainedConfig) -> Head:
 
 
 def tokenizer_path(config: RunConfig) -> Path:
-    """Where the student's tokenizer is: with the student, else with the teacher."""
+    """Return the folder of the student's tokenizer: the student's own folder, else the teacher's."""
     if config.student.model is not None and brings_tokenizer(locate(config.student.model)):
         return locate(config.student.model)
     return locate(str(config.teacher.model or config.student.model))

@@ -1,4 +1,4 @@
-"""The loop: accumulate, step, log, save. It knows no model family, file format or paper."""
+"""The training loop: accumulate, step, log, save. It does not depend on a model family, file format or paper."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Student(Protocol):
     """The model that is trained."""
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
-        """Run it on a batch, and compute these losses on the way."""
+        """Run the student on a batch and compute the given terms during the forward pass."""
         ...
 
 
 class Teacher(Protocol):
-    """The model that is learnt from."""
+    """The model that the student learns from."""
 
     def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
-        """Run it on a batch; `lm_head` asks for its output at the labels."""
+        """Run the teacher on a batch; `lm_head` requests its output at the labels."""
         ...
 
 
 @dataclass
 class Trainer:
-    """Everything that a training run needs, finished; `run` trains."""
+    """All objects that a training run needs; `run` trains the student."""
 
     engine: Any
     student: Student
@@ -59,10 +59,10 @@ class Trainer:
     validation: Sequence[Batch] = ()
     """This rank's share of the validation set: the same number of batches on every rank, empty without a set."""
     validation_method: Method | None = None
-    """Whose weighted loss on the validation set is logged; None for the method's own."""
+    """The method whose weighted loss on the validation set is logged; None means `method`."""
 
     def run(self, start: int, log: RunLog) -> None:
-        """Train from step `start` to the end, saving on the way.
+        """Train from step `start` to the end and save checkpoints.
 
         Raises:
             UserError: the loss is no longer finite.
@@ -72,7 +72,7 @@ class Trainer:
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
         for step in range(start, self.settings.steps):
             set_learning_rate(self.engine, learning_rate(self.settings, step))
-            # All randomness of a step follows from its number, so a resumed run repeats it.
+            # The seed depends on the step, so a resumed run draws the same random numbers.
             torch.manual_seed(_mix(self.seed, step, self.world.rank))
             micro_batches = self.loader.micro_batches(step)
             terms, counts = self.train_step(micro_batches, clock)
@@ -92,9 +92,10 @@ class Trainer:
             log.advance()
 
     def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:
-        """One optimizer step.
+        """Do one optimizer step.
 
-        Returns this rank's terms, already divided by the global counts, and the global counts, as POSITIONS.
+        Returns this rank's terms, already divided by the global counts, and the global counts in the order of
+        POSITIONS.
         """
         micro_batches = [self._moved(batch, self.method) for batch in micro_batches]
         counts = global_counts(micro_batches)
@@ -102,7 +103,7 @@ class Trainer:
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = self.world.size * len(micro_batches)
         totals = torch.zeros(len(self.method.weights), device=self.world.device)
-        nothing = torch.zeros((), device=self.world.device)  # of labels that a batch does not have
+        nothing = torch.zeros((), device=self.world.device)  # the value of terms whose labels a batch does not have
         for batch in micro_batches:
             taught = None
             if self.teacher is not None:
@@ -116,7 +117,7 @@ class Trainer:
         return totals, counts
 
     def validation_loss(self) -> float:
-        """The weighted loss on the validation set, each term the mean over its positions; every rank must call it."""
+        """Return the weighted loss on the validation set, each term averaged over its positions; all ranks call it."""
         method = self.method if self.validation_method is None else self.validation_method
         self.engine.eval()
         sums = torch.zeros(2, len(method.weights), dtype=torch.float64, device=self.world.device)
@@ -135,14 +136,14 @@ class Trainer:
         return sum(weight * mean for weight, mean in zip(method.weights.values(), means, strict=True))
 
     def _moved(self, batch: Batch, method: Method) -> Batch:
-        # Where the labels are is found before they go to a GPU, which would make the host wait for the answer.
+        # The label positions are found on the CPU; on a GPU this would synchronise the host with the device.
         return batch.with_label_rows(shift=method.shift).to(self.world.device)
 
     def _is_due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.settings.steps
 
     def _row(self, step: int, since: _Since, teacher_seconds: float) -> dict[str, float]:
-        """What the log says of the steps since its last row: figures of the run, then each term."""
+        """Return the log row for the steps since the last row: the figures of the run, then each term."""
         seconds, tokens, positions, means = since.take()
         terms = dict(zip(self.method.weights, means, strict=True))
         loss = sum(self.method.weights[name] * value for name, value in terms.items())
@@ -165,7 +166,7 @@ class Trainer:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: allocated on this rank's GPU, or resident in this process on a CPU."""
+    """Return the peak memory in bytes: allocated on this rank's GPU, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -173,13 +174,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 def global_counts(micro_batches: list[Batch]) -> Tensor:
-    """How many of each of POSITIONS the whole global batch has; every rank must call it."""
+    """Return the count of each of POSITIONS in the global batch; every rank must call this function."""
     counts = [batch.counts() for batch in micro_batches]
     return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
 
 
 class _Since:
-    """Terms, tokens and time since the last line of the log; sums stay on the device until then."""
+    """Accumulates terms, tokens and time since the last log row; the sums stay on the device until the next row."""
 
     def __init__(self, device: torch.device, names: list[str]) -> None:
         self._device, self._names = device, names
@@ -192,18 +193,18 @@ class _Since:
         self._began = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leave out the time of what was not training."""
+        """Restart the clock, so that the time of a validation is not counted."""
         self._began = time.perf_counter()
 
     def add(self, terms: Tensor, counts: Tensor, positions: int) -> None:
-        """One step: this rank's terms, the global counts, and how many tokens this rank's batches have with padding."""
+        """Add one step: this rank's terms, the global counts, and the tokens of this rank's batches with padding."""
         self._terms += terms
         self._tokens += counts[0]
         self._positions += positions
         self._steps += 1
 
     def take(self) -> tuple[float, int, int, list[float]]:
-        """Seconds, global tokens without and with padding, each term's mean over the steps; every rank must call it."""
+        """Return seconds, global tokens without and with padding, and each term's mean; every rank must call it."""
         means = (all_reduce_sum(self._terms) / self._steps).tolist()
         tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
         seconds = time.perf_counter() - self._began
@@ -212,5 +213,5 @@ class _Since:
 
 
 def _mix(seed: int, step: int, rank: int) -> int:
-    """One seed from three numbers, without collisions in practice."""
+    """Combine three numbers into one seed; collisions do not occur in practice."""
     return (seed * 1_000_003 + step) * 65_537 + rank

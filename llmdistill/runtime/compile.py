@@ -1,8 +1,9 @@
 """torch.compile for the layers of tapped models.
 
-Each layer becomes one graph (per mode and kind of mask), whose results are the layer's own and the tensors that the
-recorder asked for in it. What is done with these stays outside, so that no tap breaks a graph: losses run between two
-layers instead of inside one. Head, embedding and the losses stay as they are; they are kernels of their own already.
+Each layer becomes one graph (per mode and kind of mask), which returns the layer's output and the hidden tensors that
+the recorder requests from this layer. The recorder uses these tensors outside the graph, so that no hook breaks the
+graph: losses run between two layers instead of inside a layer. The head, the embedding and the losses are not compiled;
+they are single kernels already.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from llmdistill.models.taps import Recorder
 
 
 def check_compile(device: torch.device, *, student_stage: int, teacher_sharding: str) -> None:
-    """Whether models can be compiled in this run on this machine.
+    """Check that models can be compiled in this run on this machine.
 
     Args:
         device: where the models run.
         student_stage: the student's ZeRO stage.
-        teacher_sharding: the teacher's, as `teacher.sharding` has it.
+        teacher_sharding: the value of the setting `teacher.sharding`.
 
     Raises:
-        UserError: parameters are sharded, or a compiler is missing.
+        UserError: the parameters are sharded, or a compiler is missing.
     """
     if student_stage == 3 or teacher_sharding == "zero3":
         which = "ds_config: zero_optimization.stage 3" if student_stage == 3 else "teacher.sharding zero3"
@@ -51,25 +52,26 @@ def check_compile(device: torch.device, *, student_stage: int, teacher_sharding:
 
 
 def compile_layers(recorder: Recorder, *, backend: str = "inductor") -> None:
-    """Compile the layers of a recorder's model, in place; call it last, when the recorder is built.
+    """Compile the layers of a recorder's model in place; call this function last, after the recorder is created.
 
-    A layer is compiled when it runs first, which takes seconds, and again where its input differs in kind (with or
-    without mask, gradient or not, one sequence or several), not in size. Its compiled form runs wherever a tensor may
-    be kept or a gradient formed; generation and scoring, whose cache grows by a token a call, run it as it was. Results
-    are those of the layers as they were, but for rounding and, under dropout, for other random numbers.
+    A layer is compiled at its first run, which takes seconds, and again if the kind of its input changes (with or
+    without mask, with or without gradient, one sequence or several), but not if only the size changes. The compiled
+    layer runs whenever a tensor may be recorded or a gradient computed. Generation and scoring run the original layer,
+    because their cache grows by one token per call. The results equal those of the original layers up to rounding and,
+    with dropout, other random numbers.
 
     Args:
-        recorder: of the model.
-        backend: of torch.compile.
+        recorder: the recorder of the model.
+        backend: the backend of torch.compile.
 
     Raises:
-        AssertionError: a layer was compiled before.
+        AssertionError: a layer is already compiled.
     """
     for layer in layers_of(recorder.model):
         assert "forward" not in vars(layer), "the layers are compiled already"
         layer.forward = _compiled(
             layer, recorder, backend
-        )  # of the instance: hooks around the call stay where they are
+        )  # set on the instance, so that the hooks around the call are kept
 
 
 def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..., Any]:
@@ -79,7 +81,7 @@ def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..
     def traced(*args: Any, **kwargs: Any) -> Any:
         return recorder.collecting(plain, *args, **kwargs)
 
-    # torch keeps a few graphs for each code object; with one for all layers these would soon be too few.
+    # torch limits the number of graphs per code object, so each layer gets its own code object.
     own = FunctionType(traced.__code__.replace(), globals(), "layer", None, traced.__closure__)
     compiled = torch.compile(own, backend=backend)
 
@@ -102,9 +104,9 @@ def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..
 
 
 def _without_checkpoint(layer: nn.Module) -> tuple[Callable[..., Any], bool]:
-    """A layer's own forward pass, and whether transformers has wrapped it in its checkpointing.
+    """Return a layer's forward function, and whether transformers has wrapped it in activation checkpointing.
 
-    It has since 5.2 or so; before, the checkpoint was around the call of the module, where it may stay.
+    transformers does this since about 5.2. Earlier releases wrap the call of the module, which needs no change.
     """
     function = type(layer).forward
     if function.__code__.co_name == "forward_with_checkpointing":
@@ -113,8 +115,8 @@ def _without_checkpoint(layer: nn.Module) -> tuple[Callable[..., Any], bool]:
 
 
 def _mark_sizes(hidden_BTW: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Tell torch which sizes of a layer's input change; with all of them open (`dynamic=True`) it takes four times as
-    long to compile."""
+    """Mark the sizes of a layer's input that change; with `dynamic=True` for all sizes, compilation takes four times as
+    long."""
     sizes = hidden_BTW.shape[:2]
     for dim in (0, 1):
         torch._dynamo.maybe_mark_dynamic(hidden_BTW, dim)

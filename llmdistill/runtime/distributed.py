@@ -1,4 +1,4 @@
-"""The processes of a run: who am I, and the few collective operations that the rest needs."""
+"""The processes of a run: their ranks, and the collective operations that the package uses."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """The rank of this process, the number of ranks and the device."""
 
     rank: int
     size: int
     device: torch.device
     command: str = ""
-    """What was typed or called to start the run, for its report."""
+    """The command or Python call that started the run, for its report."""
 
     @classmethod
     def alone(cls) -> World:
-        """A process without peers, on the CPU."""
+        """Return the world of a single process on the CPU."""
         return cls(rank=0, size=1, device=torch.device("cpu"))
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this process is rank 0, which prints and writes."""
         return self.rank == 0
 
 
 def init_distributed(command: str = "") -> World:
-    """Join the process group that the launcher describes in the environment; alone, without one, as rank 0 of 1.
+    """Join the process group that the launcher describes in the environment; without a launcher, be rank 0 of 1.
 
     Args:
-        command: what was typed or called, for the reports of what is run.
+        command: the command or Python call that started the run, for the reports.
 
     Raises:
-        UserError: DeepSpeed would have to compile its extension and there is no C++ compiler.
+        UserError: DeepSpeed must compile its extension, and there is no C++ compiler.
     """
     on_cpu = not torch.cuda.is_available()
     if on_cpu and not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++")):
@@ -56,21 +56,21 @@ def init_distributed(command: str = "") -> World:
             "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
             "install one (Debian and Ubuntu: apt-get install g++)"
         )
-    # Imported here: reading a configuration or a --help must not wait for DeepSpeed.
+    # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if "WORLD_SIZE" not in os.environ:
-        # Alone, no other process has to know the port: any free one lets several runs share a machine.
+        # A single process can use any free port, so that several runs can share a machine.
         os.environ["MASTER_PORT"] = str(_free_port())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500")
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
-        # The ranks of a node share its cores; torch gives all of them to each.
+        # The ranks of a node share its cores, but torch would use all cores in each rank.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    # Ranks wait for one another while rank 0 factorises or writes, which takes a large model longer than half an hour.
+    # The ranks wait while rank 0 factorises or saves, which can take more than half an hour for a large model.
     deepspeed.init_distributed(timeout=timedelta(hours=6))
     barrier()
     _forget_shared_memory()
@@ -81,10 +81,10 @@ def init_distributed(command: str = "") -> World:
 
 
 def _forget_shared_memory() -> None:
-    """Take the name off the memory that DeepSpeed's all-reduce on CPUs shares between the ranks of a node.
+    """Unlink the shared memory that DeepSpeed's all-reduce on CPUs uses between the ranks of a node.
 
-    DeepSpeed never does: each process would leave 66 MB in /dev/shm, which is memory lost until the machine starts
-    again. Once every rank has mapped it the name serves nobody, so from here on even a kill leaves nothing behind.
+    DeepSpeed never unlinks it: each process would leave 66 MB in /dev/shm until the machine restarts. The name is not
+    needed once every rank has mapped the memory, and without the name the memory is freed even if a process is killed.
     """
     owner, where = os.getuid(), f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     name = f"deepspeed_allreduce_buffer_{owner}_{where}_{dist.get_rank()}"
@@ -98,14 +98,14 @@ def _free_port() -> int:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place."""
+    """Sum a tensor over all ranks, in place, and return it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def broadcast_object(value: Any) -> Any:
-    """What rank 0 holds, on every rank."""
+    """Return the value of rank 0 on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
@@ -114,9 +114,10 @@ def broadcast_object(value: Any) -> Any:
 
 
 def on_main(job: Callable[[], Value], world: World) -> Value:
-    """What rank 0's job gives, on every rank; the others wait for it, and a UserError in it is raised on all.
+    """Run a job on rank 0 and return its value on every rank; a UserError in the job is raised on every rank.
 
-    Every rank must call it. The value travels, so it should be small.
+    Every rank must call this function, and the other ranks wait for rank 0. The value is broadcast, so it should be
+    small.
     """
     value, mistake = None, None
     if world.is_main:

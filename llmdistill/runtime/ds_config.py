@@ -1,7 +1,7 @@
-"""The DeepSpeed configuration: the file's, with the run's values where it says "auto".
+"""The DeepSpeed configuration: the file's values, with the run's values where the file has "auto".
 
-Each knob has one owner. Where the file sets a number of its own and the run another, nobody can know which is
-meant, so the run stops and says so.
+Each setting has one owner. If the file and the run set different values for the same setting, a UserError is raised,
+because it is unclear which value is right.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 from llmdistill.errors import UserError
 
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
-"""What a run takes that names none."""
+"""The DeepSpeed configuration of a run that does not name one."""
 SHIPPED = Path(str(resources.files("llmdistill") / "ds_configs"))
-"""Folder of the configurations that ship with the package; in a checkout a link to ds_configs/ at its top."""
+"""Folder of the configurations shipped with the package; in a checkout it is a link to ds_configs/ in its root."""
 
 
 def ds_config_path(name_or_path: str) -> Path:
-    """A DeepSpeed configuration's file: the one at a path, else a shipped one by its name.
+    """Return the file of a DeepSpeed configuration, given by its path or by the name of a shipped configuration.
 
-    A shipped one is named zero2, zero2.json or, as in a checkout, ds_configs/zero2.json; a file that is there wins.
+    The name of a shipped configuration is zero2, zero2.json or, as in a checkout, ds_configs/zero2.json. An existing
+    file with this path has priority.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     path = Path(name_or_path)
     if path.is_file():
@@ -39,10 +40,10 @@ def ds_config_path(name_or_path: str) -> Path:
 
 
 def read_ds_config(path: str) -> dict[str, Any]:
-    """A DeepSpeed configuration as it stands in its file, or in the shipped one of that name.
+    """Read a DeepSpeed configuration from its file, or from the shipped file of that name, without resolving "auto".
 
     Raises:
-        UserError: no such file, not JSON, no JSON object, or a part that this program owns.
+        UserError: the file does not exist, is not a JSON object, or sets a part that this program owns.
     """
     file = ds_config_path(path)
     try:
@@ -64,16 +65,16 @@ def read_ds_config(path: str) -> dict[str, Any]:
 def resolve_ds_config(
     config: dict[str, Any], owned: dict[str, Any], path: str, optional: tuple[str, ...] = ("tensorboard",)
 ) -> dict[str, Any]:
-    """A copy in which each "auto" holds the run's value.
+    """Return a copy in which each "auto" is replaced by the run's value.
 
     Args:
-        config: as read from the file.
-        owned: the run's value by dotted key, such as ``{"optimizer.params.lr": 1e-4}``. A key of a block that the file
-            does not have is added with its block, except where `optional` names the block.
-        path: the file, for messages.
+        config: the configuration in the file.
+        owned: the run's values by dotted key, such as ``{"optimizer.params.lr": 1e-4}``. If the file lacks the block of
+            a key, the block is added, unless `optional` names it.
+        path: the file, for error messages.
 
     Raises:
-        UserError: the file sets a value that differs from the run's, or an "auto" that nobody fills.
+        UserError: the file sets a value that differs from the run's, or has an "auto" for which the run has no value.
     """
     resolved = copy.deepcopy(config)
     for key, value in owned.items():

@@ -1,4 +1,4 @@
-"""The student under DeepSpeed: how the batch is split, which configuration results, and how its weights come back."""
+"""The student under DeepSpeed: the split of the batch, the configuration, the engine, and how its weights are saved."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from llmdistill.runtime.ds_config import resolve_ds_config
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How one optimizer step's batch is divided: global = micro × ranks × accumulation."""
+    """How the batch of one optimizer step is split: global = micro × ranks × accumulation."""
 
     micro_batch_size: int
     accumulation_steps: int
 
 
 def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size: int) -> BatchSplit:
-    """Derive the accumulation from the global batch, so that more or fewer ranks train the same run.
+    """Derive the accumulation steps from the global batch size, so that the number of ranks does not change the run.
 
     Raises:
-        UserError: it does not divide; the message proposes the nearest global batch that does.
+        UserError: the global batch size is not divisible; the message proposes the nearest size that is.
     """
     unit = (micro_batch_size or 1) * world_size
     if global_batch_size % unit != 0:
@@ -49,7 +49,7 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
 
 
 def resolve_dtype(wanted: str, ds_config: dict[str, Any]) -> str:
-    """The run's number format: its own word, else the DeepSpeed configuration's, else what this machine is good at."""
+    """Return the dtype of the run: its setting, else the DeepSpeed configuration's, else the best for this machine."""
     if wanted != "auto":
         return wanted
     in_file = ds_config.get("bf16", {}).get("enabled", "auto")
@@ -64,10 +64,10 @@ TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 def student_ds_config(
     ds_config: dict[str, Any], path: str, settings: TrainConfig, split: BatchSplit, *, output_dir: str
 ) -> dict[str, Any]:
-    """The complete DeepSpeed configuration of the student.
+    """Return the complete DeepSpeed configuration of the student.
 
     Raises:
-        UserError: the file and the run disagree.
+        UserError: the file and the run set different values.
     """
     dtype = resolve_dtype(settings.dtype, ds_config)
     owned: dict[str, Any] = {
@@ -83,7 +83,7 @@ def student_ds_config(
         "tensorboard.output_path": output_dir,
         "tensorboard.job_name": "tensorboard",
     }
-    # The run has a log of its own; DeepSpeed's lines come only where the file asks for them.
+    # The run has its own log; DeepSpeed prints its lines only if the file sets steps_per_print.
     resolved = resolve_ds_config({"steps_per_print": 10**9, **ds_config}, owned, path)
     optimizer = resolved["optimizer"]
     if "type" not in optimizer:
@@ -93,7 +93,7 @@ def student_ds_config(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with weight decay, vectors (biases, norms) without."""
+    """Return the parameter groups: matrices with weight decay, vectors (biases, norms) without."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
@@ -102,14 +102,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 PROJECTORS = "distillation_projectors"
-"""Name under which a student carries its projectors while it trains; no state that is gathered has them."""
+"""The attribute name of the projectors in a student during training; saved weights do not contain them."""
 
 
 def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, int]], seed: int) -> nn.ModuleDict:
-    """Give a student the learnt matrices that map its widths to its teacher's, as part of itself.
+    """Add projectors to a student: trainable matrices that map its widths to the teacher's.
 
-    So they are trained, sharded and kept in checkpoints as its own parameters are; whatever is gathered of it leaves
-    them out.
+    They become a submodule of the student, so that they are trained, sharded and saved in checkpoints like its own
+    parameters. The gathered state dict of the student does not contain them.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -121,14 +121,14 @@ def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, in
 
 
 def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> Any:
-    """The student as a DeepSpeed engine; only parameters that are not frozen are trained."""
+    """Return the student as a DeepSpeed engine; frozen parameters are not trained."""
     import deepspeed
 
     if settings.activation_checkpointing:
-        # Reentrant checkpointing detaches what the taps keep, and its gradients are silently wrong.
+        # Reentrant checkpointing detaches the recorded tensors, and their gradients are then wrong without an error.
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if any(not parameter.requires_grad for parameter in model.parameters()):
-            # Under a frozen embedding the first layer's input would need no gradient, and its adapters get none.
+            # With a frozen embedding, the input of the first layer needs no gradient, so its adapters would get none.
             model.enable_input_require_grads()
     model.train()
     groups = parameter_groups(model, settings.weight_decay)
@@ -143,9 +143,9 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
 
 
 def full_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
-    """The student's whole state on the CPU of rank 0, None elsewhere; every rank must call it.
+    """Return the student's full state dict on the CPU of rank 0 and None on other ranks; every rank must call it.
 
-    Under ZeRO-3 a parameter is gathered at a time, so no rank needs room for two whole models.
+    Under ZeRO-3 one parameter is gathered at a time, so no rank needs memory for two whole models.
     """
     state = _gather(engine, world, engine.module.named_parameters(remove_duplicate=False))
     if state is not None:
@@ -157,7 +157,7 @@ def full_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
 
 
 def trained_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:
-    """The parameters that are trained, on the CPU of rank 0, None elsewhere; every rank must call it."""
+    """Return the trainable parameters on the CPU of rank 0 and None on other ranks; every rank must call it."""
     return _gather(engine, world, [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad])
 
 
@@ -184,23 +184,23 @@ def save_student(
     output: Path,
     lora: LoraConfig | None = None,
 ) -> None:
-    """Write the student as a Hugging Face model, its adapters merged, its projectors left out.
+    """Save the student as a Hugging Face model, with merged adapters and without projectors.
 
     Args:
         engine: the trained student.
-        world: this process; every rank must call it.
-        template: loads the student as it was before training; its structure is what is written.
-        source: the folder or hub name that it was loaded from, whose tokenizer is copied.
-        output: where to.
-        lora: the adapters it was trained with; without a rank it has none.
+        world: this process; every rank must call this function.
+        template: loads the untrained student, whose structure is saved.
+        source: the folder or Hub name that the student was loaded from; its tokenizer is copied.
+        output: the folder to save in.
+        lora: the settings of the adapters; without a rank the student has no adapters.
     """
     has_adapters = lora is not None and lora.rank is not None
     state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
     if state is not None:
-        with torch.random.fork_rng(devices=[]):  # a head that the source lacks is drawn, and then overwritten
+        with torch.random.fork_rng(devices=[]):  # a missing head is initialised at random and then overwritten
             model = template(next(iter(state.values())).dtype)
         if lora is not None and has_adapters:
-            add_lora(model, lora, seed=0)  # whatever the seed: the trained ones take their place
+            add_lora(model, lora, seed=0)  # the seed is irrelevant: the trained adapters replace these
             load_adapters(model, state)
             merge_lora(model)
         else:

@@ -1,4 +1,4 @@
-"""How every command begins and ends: with 0, or with 2 and one sentence where the user can mend it."""
+"""The exit code of every command: 0, or 2 with a one-sentence message for an error that the user can correct."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llmdistill.errors import UserError
 
 
 def exit_code(job: Callable[[], None]) -> int:
-    """Run a job; a UserError becomes one sentence on stderr and exit code 2, anything else stays an exception.
+    """Run a job; a UserError is printed to stderr and gives exit code 2, other exceptions are not caught.
 
-    The job must not have loaded torch yet: how its threads wait is read when it is loaded.
+    torch must not be loaded before this call, because it reads the setting for waiting threads when it is loaded.
     """
-    # Threads that spin for long while they wait make a run on busy cores several times slower, threads that sleep at
-    # once make the small operations of a loss twice as slow on idle ones.
+    # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
+    # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         job()
@@ -24,7 +24,8 @@ def exit_code(job: Callable[[], None]) -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            # All ranks stop for the same reason, and the launcher ends the others with the first: rank 0 must speak.
+            # All ranks stop with the same error, and the launcher ends all ranks when the first one exits. The other
+            # ranks wait, so that rank 0 can print the message.
             time.sleep(3)
         return 2
     return 0

@@ -1,4 +1,4 @@
-"""A run in somebody else's process: what it changes there for all is put back when it ends."""
+"""A run in the process of a caller: global state that the run changes is restored at its end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 @contextmanager
 def guest() -> Iterator[None]:
-    """Put back the environment, torch's random numbers and what the libraries print as they were.
+    """Restore the environment, torch's random state and the log levels of the libraries after the block.
 
-    The process group stays: DeepSpeed could not make another one in the same process.
+    The process group is kept, because DeepSpeed cannot create a second one in the same process.
     """
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""How big a model is, by its parts, and how long a forward pass takes."""
+"""The number of parameters of a model by part, and the time of a forward pass."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from llmdistill.models.families import family_of, layers_of
 
 
 class ParameterSplit(TypedDict):
-    """Parameters by part, each tied one once."""
+    """The number of parameters by part; a tied parameter counts once."""
 
     embedding: int
-    """The token embedding, whole or as the factors that stand for it; a head tied to it is in here."""
+    """The token embedding, whole or as its factors, including a head that is tied to it."""
     transformer: int
     """The layers."""
     other: int
-    """What is left: positions, segments, norms outside the layers, pooler, heads, as far as they are not tied."""
+    """All other parameters that are not tied: positions, segments, norms outside the layers, pooler, heads."""
     total: int
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one forward pass, in seconds."""
+    """The time of one forward pass, in seconds."""
 
     median: float
     iqr: float
-    """Distance between the quartiles."""
+    """The interquartile range."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a model answers."""
+    """The speed of a model's forward pass."""
 
     latency: Timing
-    """Of one sequence alone."""
+    """The time for a single sequence."""
     batch: Timing
-    """Of a whole batch."""
+    """The time for a whole batch."""
     throughput: float
-    """Sequences a second in whole batches."""
+    """Sequences per second in whole batches."""
     latency_speedup: float
-    """The first model's latency over this one's, by their medians."""
+    """The median latency of the first model divided by the median latency of this model."""
     speedup: float
-    """This model's throughput over the first one's: what papers call speed-up."""
+    """The throughput of this model divided by that of the first model; papers call this speed-up."""
 
 
 def parameter_split(model: PreTrainedModel) -> ParameterSplit:
-    """Parameters of the token embedding, of the layers, and of the rest; also on the meta device or under ZeRO-3.
+    """Count the parameters of the token embedding, the layers and the rest; also on the meta device and with ZeRO-3.
 
     The first two are the columns Emd and Trm of MiniLM Table 4.
 
@@ -82,27 +82,27 @@ def measure_speed(
     warmup: int = 3,
     seed: int = 0,
 ) -> dict[str, Speed]:
-    """Time forward passes over random tokens, one sequence alone and whole batches.
+    """Time forward passes over random tokens, for a single sequence and for whole batches.
 
-    The models take turns, so that noise of a shared machine hits all of them alike. All see the same tokens, where
-    they are and in their own number format; each comes back in the mode it was in.
+    The models are timed in turns, so that noise on a shared machine affects all of them equally. All models get the
+    same tokens and run on their own device and in their own dtype; the training mode of each model is restored.
 
     Args:
-        models: by name; the first one is what the others are compared with.
+        models: the models by name; the others are compared with the first one.
         batch_size: sequences in a whole batch.
         length: tokens in each sequence, without padding.
-        repeats: how many passes of each kind are timed.
-        warmup: how many go before, not timed.
-        seed: of the tokens.
+        repeats: the number of timed passes of each kind.
+        warmup: the number of passes before them that are not timed.
+        seed: the seed of the tokens.
 
     Raises:
-        UserError: a number below 1 (of warmup: below 0), or a length beyond what a model has positions for.
+        UserError: a number is below 1 (warmup: below 0), or the length exceeds the number of positions of a model.
     """
     assert models
     _check_numbers(batch_size=batch_size, length=length, repeats=repeats, warmup=warmup)
     for name, model in models.items():
         _check_length(name, model, length)
-    # Token ids that every model has.
+    # Use only token ids that every model has.
     high = min(model.config.vocab_size for model in models.values())
     rng = np.random.default_rng(seed)
     batches = [torch.from_numpy(rng.integers(high, size=(rows, length))) for rows in (1, batch_size)]
@@ -118,7 +118,7 @@ def measure_speed(
 
 
 def _speeds(seconds: Mapping[str, list[list[float]]], batch_size: int) -> dict[str, Speed]:
-    """From the seconds of each pass with one sequence, and with a whole batch."""
+    """Compute the speeds from the seconds of each pass with one sequence and with a whole batch."""
     timings = {name: (_timing(alone), _timing(whole)) for name, (alone, whole) in seconds.items()}
     base = next(iter(timings.values()))
     return {
@@ -141,7 +141,7 @@ def _check_numbers(*, warmup: int, **positive: int) -> None:
 
 def _check_length(name: str, model: PreTrainedModel, length: int) -> None:
     positions = getattr(model.config, "max_position_embeddings", None)
-    # RoBERTa counts its positions from behind the padding token's.
+    # RoBERTa numbers its positions from the padding token id + 1.
     for module in model.base_model.modules():
         table = getattr(module, "position_embeddings", None)
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
@@ -153,7 +153,7 @@ def _check_length(name: str, model: PreTrainedModel, length: int) -> None:
 def _time_in_turn(
     models: Mapping[str, PreTrainedModel], batches: list[Tensor], repeats: int, warmup: int
 ) -> dict[str, list[list[float]]]:
-    """Seconds of each pass, by model and batch."""
+    """Return the seconds of each pass, by model and batch."""
     placed = {name: [batch.to(model.device) for batch in batches] for name, model in models.items()}
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in models}
     for turn in range(warmup + repeats):
@@ -169,7 +169,7 @@ def _time_in_turn(
 def _time_forward(model: PreTrainedModel, input_ids: Tensor) -> float:
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     if family_of(model.config).causal:
-        inputs["use_cache"] = False  # one pass needs none, and keeping it takes time
+        inputs["use_cache"] = False  # a single pass needs no cache, and writing a cache takes time
     _wait(model.device)
     start = time.perf_counter()
     model(**inputs)
@@ -178,7 +178,7 @@ def _time_forward(model: PreTrainedModel, input_ids: Tensor) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """Until a GPU has done what it was given."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""What is printed on the terminal: by rank 0 alone, and without the libraries' notices."""
+"""Terminal output: only rank 0 prints, and messages of the libraries are hidden."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' notices and bars off the terminal; its errors still show."""
+    """Hide the messages and progress bars of transformers; its errors are still printed."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -19,12 +19,12 @@ def quiet_transformers() -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep the notices of all the libraries of a run off the terminal."""
+    """Hide the messages of all libraries of a run."""
     from deepspeed.utils.logging import logger as deepspeed_logger
 
     quiet_transformers()
     deepspeed_logger.setLevel(logging.ERROR)
-    # Deprecations inside torch and DeepSpeed concern their authors, not the user of a run.
+    # The user of a run cannot fix deprecation warnings inside torch and DeepSpeed.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
@@ -36,7 +36,7 @@ def print_main(text: str, world: World) -> None:
 
 
 def warn_main(text: str, world: World) -> None:
-    """Print a warning on rank 0 so that nobody overlooks it."""
+    """Print a highlighted warning on rank 0."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""The one place where settings become objects: teacher, student, batches, trainer. Nobody below it reads the plan."""
+"""The package that creates teacher, student, batches and trainer from a plan; lower modules do not read the plan."""
 
 from __future__ import annotations
 

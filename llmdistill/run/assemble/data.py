@@ -1,4 +1,4 @@
-"""The batches of a run, from its plan and the task's examples."""
+"""The batches of a run, created from its plan and the examples of the task."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmdistill.tasks.base import Share, TaskData
 
 
 def count_steps(plan: Plan, data: TaskData) -> Plan:
-    """The plan with train.epochs and train.warmup_ratio as numbers of steps, now that the training set is known.
+    """Return the plan with train.epochs and train.warmup_ratio converted to steps by the size of the training set.
 
-    The same examples give the same number, so a run that is resumed finds its own again.
+    The same examples give the same number of steps, so a resumed run has the same plan.
     """
     config, train = plan.config, plan.config.train
     if not plan.trains:
@@ -30,7 +30,7 @@ def count_steps(plan: Plan, data: TaskData) -> Plan:
 
 
 def share_of(plan: Plan, world: World) -> Share:
-    """Which batches of a run are this rank's."""
+    """Return this rank's share of the batches."""
     return Share(
         seed=plan.config.seed,
         global_batch_size=plan.config.train.global_batch_size,
@@ -41,7 +41,7 @@ def share_of(plan: Plan, world: World) -> Share:
 
 
 def prepare_loader(plan: Plan, loader: Any, engine: Any, data: TaskData, world: World) -> Loader:
-    """The training batches as the loop takes them: made ahead in a thread, or answered by the student."""
+    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy)."""
     config = plan.config
     if config.data.on_policy == 0:
         with_label_rows = partial(Batch.with_label_rows, shift=plan.method.shift)

@@ -1,4 +1,4 @@
-"""The models of a run, from its plan: teacher, student, the student's engine, and the taps on both."""
+"""The models of a run, created from its plan: teacher, student, the student's engine, and the hooks on both models."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 
 def prepare_student(plan: Plan, world: World) -> Path:
-    """The folder of the untrained student: the one given, or the teacher factorised once, by one rank, for all.
+    """Return the folder of the untrained student: `student.model`, or a student that rank 0 creates from the teacher.
 
-    A resumed run finds it there.
+    The student is created once; a resumed run uses the same folder.
     """
     if plan.config.student.model is not None:
         return locate(plan.config.student.model)
@@ -43,7 +43,7 @@ def prepare_student(plan: Plan, world: World) -> Path:
 def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
     settings = plan.config.student
     if settings.shape is None:
-        # An encoder's folder may hold other heads than the run needs; a decoder comes as its folder says.
+        # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
         head = None if plan.causal else plan.student_head
         compress(plan.teacher_path, folder, settings.factorize, settings.method, device=device, head=head)
         return
@@ -61,12 +61,12 @@ def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
 
 
 def make_teacher(plan: Plan, world: World) -> LiveTeacher:
-    """The teacher, in evaluation mode."""
+    """Load the teacher in evaluation mode."""
     wanted = plan.config.teacher.dtype
     dtype = plan.dtype if wanted == "auto" else TORCH_DTYPES[wanted]
     path, sharding = plan.teacher_path, plan.config.teacher.sharding
     if sharding == "zero3" and is_adapter(path):
-        # No rank could merge an adapter into a base of which it holds a share.
+        # Under ZeRO-3 a rank has only a shard of the base model, so an adapter must be merged before.
         merged = plan.folder / "teacher"
         if not (merged / "config.json").is_file():
             on_main(lambda: merge_adapter(path, merged), world)
@@ -75,12 +75,12 @@ def make_teacher(plan: Plan, world: World) -> LiveTeacher:
 
 
 def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:
-    """A model to score, in the number format it was trained in."""
+    """Load a model to score, in the dtype in which it was trained."""
     return load_model(str(folder), dtype=plan.dtype, device=world.device, head=plan.task.head or "lm_head")
 
 
 def load_student(plan: Plan, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The student with the head that the run needs; one that its folder lacks is drawn from torch's generator."""
+    """Load the student with the head that the run needs; a missing head is initialised by torch's random generator."""
     num_outputs = plan.task.num_outputs
     model = load_model(str(folder), dtype=dtype, head=plan.student_head, new_head=True, num_classes=num_outputs)
     plan.task.configure(model)
@@ -88,10 +88,10 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype) -> PreTrainedMode
 
 
 def check_machine(plan: Plan, world: World) -> None:
-    """Whether the run can do here what its settings ask for.
+    """Check that this machine supports the settings of the run.
 
     Raises:
-        UserError: it cannot.
+        UserError: a setting is not supported.
     """
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
@@ -99,10 +99,10 @@ def check_machine(plan: Plan, world: World) -> None:
 
 
 def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
-    """The student under DeepSpeed, and the matrices that map its widths."""
+    """Return the DeepSpeed engine of the student, and the projectors, which map its widths to the teacher's."""
     config = plan.config
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # of a head that the student's folder lacks, the same on every rank
+        torch.manual_seed(config.seed)  # initialises a missing head equally on every rank
         student = load_student(plan, student_folder, plan.dtype)
     if plan.copies_classifier:
         set_classifier(student, read_classifier(str(plan.teacher_path)))

@@ -1,4 +1,4 @@
-"""A run's trainer, put together."""
+"""The trainer of a run, created from its plan."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def make_trainer(
     loader: Loader,
     world: World,
 ) -> Trainer:
-    """Student engine, taps, loader and method, put together; `teacher` is called only where the method needs one."""
+    """Create the trainer from the engine, hooks, loader and method; `teacher` is called only if the method needs it."""
     config, method = plan.config, plan.method
     engine, projectors = make_engine(plan, student_folder)
-    # The recorders come last: DeepSpeed's own hooks must sit inside them.
+    # The recorders are created last, because their hooks must wrap the hooks of DeepSpeed.
     tapped_teacher = None
     if method.needs_teacher:
         live = teacher()
