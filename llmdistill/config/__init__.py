@@ -52,8 +52,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """The data."""
     method_settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of each method that has settings, by its name. Users write them under that name, beside the
-    sections above."""
+    """The settings of each method that has any, by its name. Users write them under that name, as a section."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training."""
     scoring: GenerationConfig = field(default_factory=GenerationConfig)

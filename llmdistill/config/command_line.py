@@ -1,5 +1,4 @@
-"""Builds a configuration from a recipe and a command line. Parsing is strict: an unknown key is an error that names
-the nearest key."""
+"""Builds a configuration from recipe and command line; an unknown key is an error that names the nearest key."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
 
 
 def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) -> None:
-    """Add all settings of a configuration that has methods: its fields, and a section for the settings of each
-    method."""
+    """Add all settings of a configuration with methods: its fields, and a section for each method's settings."""
     parser.add_class_arguments(kind, None, skip={"method_settings"})
     (action,) = (action for action in parser._actions if action.dest == "method")
     listed = "; ".join(f"{name}: {method.help}" for name, method in methods.items())

@@ -83,8 +83,7 @@ class DataConfig:
     train: str = "embedded:train"
     """Training set; if an instruction has several answers, the first one is the label."""
     valid: str | None = None
-    """Validation set, for choosing settings: its loss is logged, and for instructions also its ROUGE-L. It is never
-    trained on."""
+    """Validation set, for choosing settings: its loss is logged, for instructions also ROUGE-L; never trained on."""
     tests: dict[str, str] = field(default_factory=dict)
     """Test sets of instructions as {name: path}; every model of the final table is scored on each."""
     streaming: bool = False
@@ -102,8 +101,7 @@ class DataConfig:
     padding, and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that
     number until the memory is used. Only for decoders on instructions, and not with on_policy."""
     on_policy: float = 0.0
-    """Share of the steps for which the student generates the answers itself during training (GKD's lambda), from 0
-    to 1."""
+    """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1."""
     max_prompt_length: int = 256
     """Largest number of tokens of a prompt, template included."""
     max_length: int = 512

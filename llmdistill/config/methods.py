@@ -1,5 +1,4 @@
-"""The interface through which the configuration uses the table of training methods, which its callers pass in:
-llmdistill.methods.METHODS."""
+"""What the configuration needs from the table of training methods, which callers pass: llmdistill.methods.METHODS."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from llmdistill.config.strict import flattened, is_known, keys_of, nearest
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
-"""Folder of the shipped recipes. Files there whose name begins with _ are not recipes themselves; recipes extend
-them."""
+"""Folder of the shipped recipes. Files whose name begins with _ are no recipes; recipes extend them."""
 
 
 def recipe_names() -> list[str]:
@@ -40,8 +39,7 @@ def recipe_path(name_or_path: str) -> Path:
 
 
 def extended(parser: ArgumentParser, path: Path) -> list[Path]:
-    """A recipe and all recipes that it extends, the recipe itself last: the settings of each file override those before
-    it.
+    """A recipe after all recipes that it extends: the settings of each file override those before it.
 
     A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
 

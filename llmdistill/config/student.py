@@ -83,8 +83,7 @@ class TeacherConfig:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
     sharding: Literal["replicated", "zero3"] = "replicated"
-    """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the ZeRO stage of
-    the student is."""
+    """replicated: every rank holds the whole teacher; zero3: each holds its share, whatever the student's stage is."""
 
 
 @dataclass(frozen=True, kw_only=True)

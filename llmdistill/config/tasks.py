@@ -17,8 +17,7 @@ class GridConfig:
     """How a model is fine-tuned on a task, and which settings are tried."""
 
     data_dir: str | None = None
-    """Folder with GLUE's own download, with one folder for each task (RTE/train.tsv ...); default: the data set on
-    the hub."""
+    """Folder with GLUE's own download, one folder for each task (RTE/train.tsv ...); default: the set on the hub."""
     protocol: ProtocolName = "makd"
     """The settings to try. makd: MaKD's four learning rates x 5 seeds (the paper does not give its epochs: 3 here);
     minilmv2: MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; kroneckerbert: KroneckerBERT's
@@ -30,8 +29,7 @@ class GridConfig:
     epochs: list[int] | None = None
     """Numbers of epochs to try, separated by commas."""
     seeds: list[int] | None = None
-    """Seeds of each setting, separated by commas: a seed sets the initial weights of the classifier, the data order
-    and dropout."""
+    """Seeds of each setting, separated by commas, for the classifier's initial weights, data order and dropout."""
     batch_size: int | None = None
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int | None = None
@@ -111,8 +109,7 @@ class TasksConfig(GridConfig):
     """Settings of a method that differ from the run's own, such as {kroneckerbert: {label: 1.0}}: a teacher without
     lm_head, for example, has no logits to learn from before it is fine-tuned."""
     tsne: bool = False
-    """Draw the outputs of a layer for the dev set of each task, for the teacher and each row (KroneckerBERT Figure
-    4)."""
+    """Draw the outputs of a layer for each task's dev set, for the teacher and each row (KroneckerBERT Figure 4)."""
 
     prefix: ClassVar[str] = "tasks."
 

@@ -16,8 +16,7 @@ LOG_LINES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Optimisation. The user sets the global batch size; the split over ranks and accumulation steps is derived from
-    it."""
+    """Optimisation. The user sets the global batch size; its split over ranks and accumulation is derived."""
 
     steps: int = DEFAULT_STEPS
     """Number of optimizer steps of the whole run."""

@@ -1,5 +1,4 @@
-"""Collates encoded examples into one right-padded batch: one example for each row, or several examples packed into
-one row."""
+"""Collates encoded examples into one right-padded batch, with one example per row or several packed into one row."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from llmdistill.data.instruct import Encoded
 
 
 def collate(items: Sequence[Encoded], pad_token_id: int, *, pad_to_multiple_of: int | None = None) -> Batch:
-    """Collate each prompt with its response into one row, (B, T), padded on the right to the longest row (or to the
-    next multiple).
+    """Collate each prompt with its response, (B, T), padded on the right to the longest row (or to the next multiple).
 
     Only the tokens of the response are labels, its end token included. The mask follows from the lengths, so an end
     token that is also the padding token is attended to and learnt.
@@ -34,8 +32,7 @@ def collate(items: Sequence[Encoded], pad_token_id: int, *, pad_to_multiple_of: 
 
 
 def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: int) -> Batch:
-    """Collate the examples into rows of at most max_length tokens, as `pack` arranges them: (B, T) with B <=
-    len(items).
+    """Collate the examples into rows of at most max_length, arranged by `pack`: (B, T) with B <= len(items).
 
     The mask numbers the examples of a row from 1, and positions begin at 0 in each example. Positions also begin at 0
     in the padding at the end of a row, whose mask is 0. The first token of an example is never a label, because the

@@ -51,8 +51,7 @@ def tokenise(
     fraction: float = 1.0,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenise a text, without special tokens. The result is stored and used again for the same text, tokenizer and
-    field.
+    """Tokenise a text, without special tokens; reuse the stored result for the same text, tokenizer and field.
 
     In a plain text file a line is a segment, and an empty line ends a document. In rows each row is a document, and its
     lines are the segments. A tokenizer with a mask token belongs to an encoder, and gets each line without the blanks

@@ -19,8 +19,7 @@ _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "ass
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its answers, in one of three forms: an instruction, a prompt that is used as it is, or
-    messages."""
+    """One prompt with its answers, in one of three forms: an instruction, a prompt without template, or messages."""
 
     instruction: str
     """The instruction; empty in the other two forms."""

@@ -24,8 +24,7 @@ _FORMS = ("instruction", "messages", "conversations", "prompt")
 
 
 def kind_of(data: Data, *, field: str = "text") -> Kind:
-    """The kind of the data, which the first row decides, or the ending of a file: a .txt is text, any other file
-    instructions.
+    """The kind of the data, by its first row, or by the ending of a file: a .txt is text, any other file instructions.
 
     Args:
         data: as the caller gave it.

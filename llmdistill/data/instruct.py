@@ -1,5 +1,4 @@
-"""Tokenises examples: renders their prompts, applies the limits on length, and appends the end token, which is
-always learnt."""
+"""Tokenises examples: renders prompts, applies the limits on length, and always appends the end token."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def encode_prompts(
     long_prompts: LongPrompts,
     sources: list[str] | None = None,
 ) -> EncodedPrompts:
-    """Tokenise each prompt, with at most max_prompt_length tokens. Truncation removes the start, so ``### Response:``
-    stays.
+    """Tokenise each prompt, with at most max_prompt_length tokens. Truncation keeps the end (``### Response:``).
 
     Raises UserError if a prompt is longer and long_prompts is "error", or if no prompt is left.
     """

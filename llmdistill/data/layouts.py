@@ -48,8 +48,7 @@ class Layout(Protocol):
 def lay_out(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, objective: Objective, max_length: int, next_sentence: bool
 ) -> Layout:
-    """Build the layout of sequences of up to max_length tokens, including the special tokens that the tokenizer's
-    models use.
+    """Build the layout of sequences of up to max_length tokens, including the tokenizer's special tokens.
 
     For "next" the documents follow one another with the end token between them, after a start token if the tokenizer
     adds one. For "masked" the separator is between the documents, and each sequence has the start token before it and
@@ -211,8 +210,7 @@ class _Pairs:
         return document, begin + (end - begin) * place // count, begin + (end - begin) * (place + 1) // count
 
     def _parting(self, start: int, stop: int, rng: np.random.Generator) -> int:
-        """The end of the first segment, strictly inside the span: at the end of a line, else of a sentence, else in
-        the middle."""
+        """The end of the first segment, inside the span: at a line's end, else a sentence's, else in the middle."""
         segments = self._corpus.segments
         inside = segments[np.searchsorted(segments, start, "right") : np.searchsorted(segments, stop, "left")]
         if len(inside) == 0:

@@ -49,8 +49,7 @@ class EncodedPair:
 def encode_pairs(
     examples: Sequence[PairExample], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[EncodedPair]:
-    """Tokenise each example, with the tokenizer's special tokens around and between the sentences; the longer sentence
-    is cut first.
+    """Tokenise each example, with special tokens around and between the sentences; the longer sentence is cut first.
 
     A tokenizer without such special tokens (GPT-2's) puts the two sentences side by side with nothing between them.
 
@@ -76,8 +75,7 @@ def encode_pairs(
 
 
 def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
-    """Collate examples into a right-padded batch (B, T), with a target for each sequence and no labels; see
-    Batch.targets.
+    """Collate examples into a right-padded batch (B, T) with targets for sequences, no labels; see Batch.targets.
 
     Targets are fp32 if any target is a score (NaN if unknown), else int64 (IGNORE_INDEX if unknown).
     """
@@ -107,8 +105,7 @@ def _targets(targets: Sequence[int | float | None]) -> Tensor:
 
 
 def steps_per_epoch(num_items: int, global_batch_size: int) -> int:
-    """Number of steps in which each example is learnt once; the last batch is filled with the first examples of the
-    next epoch."""
+    """Number of steps that learn each example once; the last batch is filled with examples of the next epoch."""
     return -(-num_items // global_batch_size)
 
 

@@ -48,8 +48,7 @@ class Prefetched:
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step; if they were not prepared, as at the start of a run, they are made
-        now."""
+        """This rank's micro batches of a step; if they are not prepared, as when a run begins, they are made now."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == step:
             batches = ahead[1].result()

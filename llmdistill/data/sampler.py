@@ -117,8 +117,7 @@ class TrainLoader(Generic[Item]):
         self.spread = spread
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, or fewer rows if
-        packed."""
+        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, fewer rows if packed."""
         return [self.collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
 
     def micro_batch_items(self, step: int) -> list[list[Item]]:

@@ -79,8 +79,7 @@ def read_segments(reference: str | Path, files: list[Path] | None, *, field: str
 
 
 def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
-    """Keep the segments of one document out of each 1/fraction successive documents, the same documents for the same
-    seed.
+    """Keep the segments of one document out of each 1/fraction successive documents; the seed decides which.
 
     So of n documents, for any n, between ⌊n·fraction⌋ and ⌈n·fraction⌉ are kept, from all parts of the text, and their
     number need not be known before the last document is read.

@@ -107,8 +107,7 @@ class StreamLoader:
         check_stream(reference)
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, or fewer rows if
-        packed."""
+        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, fewer rows if packed."""
         return [self.collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
 
     def micro_batch_items(self, step: int) -> list[list[Encoded]]:
@@ -128,8 +127,7 @@ class StreamLoader:
         )
 
     def report(self) -> str:
-        """Report in one sentence the source of the examples, and what was dropped or cut up to the last requested
-        step."""
+        """Report the source of the examples, and how many were dropped or cut up to the last requested step."""
         return (
             f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {self.dropped} "
             f"dropped for a long prompt, {self.truncated_prompts} prompts and {self.truncated_responses} responses "
@@ -142,8 +140,7 @@ class StreamLoader:
         self.dropped = self.truncated_prompts = self.truncated_responses = 0
 
     def _read_window(self, number: int) -> list[Encoded]:
-        """The examples of the steps that are sorted together, over all ranks; they are kept until other steps are
-        requested."""
+        """The examples of the steps that are sorted together, over all ranks; kept until other steps are requested."""
         assert number >= 0
         if number < self._number:
             self._restart()

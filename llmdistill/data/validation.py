@@ -15,8 +15,7 @@ from llmdistill.data.instruct import Encoded
 def validation_batches(
     items: Sequence[Encoded], *, pad_token_id: int, batch_size: int, rank: int, world_size: int
 ) -> list[Batch]:
-    """One rank's share; all ranks get the same number of batches (a sharded model needs all ranks in every forward
-    pass).
+    """One rank's share; all ranks get equally many batches (a sharded model needs all ranks in every forward pass).
 
     A rank with one batch less repeats its first batch, without labels, so that no example counts twice.
     """

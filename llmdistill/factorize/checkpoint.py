@@ -1,5 +1,4 @@
-"""Reads model folders with the class that saved them, and copies the files that belong to a model beside its
-weights."""
+"""Reads model folders with the class that saved them, and copies the files that belong to a model."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def local_folder(path: Path | str) -> Path:
 
 
 def load(folder: Path | str, config: PreTrainedConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Load the model of a folder with the class that saved it, from safetensors only; an adapter is merged into its
-    base.
+    """Load the model of a folder with its own class, from safetensors only; an adapter is merged into its base.
 
     Raises UserError if weights are missing or do not fit.
     """

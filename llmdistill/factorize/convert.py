@@ -38,8 +38,7 @@ def factorize(
     device: torch.device | None = None,
     progress: bool = False,
 ) -> None:
-    """Replace each named linear, and optionally the token embedding, by its best approximation of the given size, in
-    place.
+    """Replace the named linears, and optionally the token embedding, by their best approximations, in place.
 
     svd gives the best approximation of a rank (MaKD eq. 11), kronecker the best of a Kronecker shape (KroneckerBERT eq.
     2-5). `sizes` is the result of `plan`, `embedding` the rank or the columns; `sigma` is used by svd only. Each matrix
@@ -106,8 +105,7 @@ def compress_model(
 
 
 def _copy_without(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
-    """A copy that shares the weights of the named linears with the model, because these linears are going to be
-    replaced."""
+    """A copy that shares the weights of the named linears with the model, because these will be replaced."""
     linears = [model.base_model.get_submodule(base_name(model, name)) for name in names]
     return copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
 
@@ -121,8 +119,7 @@ def compress(
     device: torch.device | None = None,
     head: Head | None = None,
 ) -> dict[str, Any]:
-    """Factorise the model of a folder into a new folder that from_pretrained loads, and return the result of
-    `summarise`.
+    """Factorise the model of a folder into a new folder that from_pretrained loads; returns what `summarise` does.
 
     The model keeps its dtype, its tokenizer, its generation settings, and its class with its heads, unless `head` asks
     for another head (a head that the folder lacks gets random weights). Raises UserError for invalid settings,

@@ -1,5 +1,4 @@
-"""Counts parameters and FLOPs of models, and finds the linears that can be factorised. Shapes are enough, so models
-on the meta device work."""
+"""Counts parameters and FLOPs, and finds the linears that can be factorised; works on the meta device."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ _Value = TypeVar("_Value")
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters of a model; tied parameters count once. Also works on the meta device or partitioned by
-    ZeRO-3."""
+    """Number of parameters, where tied ones count once; also on the meta device or partitioned by ZeRO-3."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
@@ -83,8 +81,7 @@ def layer_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def parse_target(text: str | int, teacher_params: int) -> int:
-    """The number of parameters for "690000000", "0.69B", "77.25M" or "62%" (of the teacher). Raises UserError for
-    any other form."""
+    """Parse "690000000", "0.69B", "77.25M" or "62%" (of the teacher). Raises UserError for other forms."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([KMB%]?)\s*", str(text), re.IGNORECASE)
     if match is None:
         raise UserError(f"target_params {text!r} is no number of parameters; write 690000000, 0.69B, 77.25M or 62%")
@@ -100,8 +97,7 @@ def parse_target(text: str | int, teacher_params: int) -> int:
 def by_pattern(
     patterns: Mapping[str, _Value], names: Collection[str], *, key: str
 ) -> Iterator[tuple[str, str, _Value]]:
-    """Each name that a pattern matches, with the first such pattern and its value. Raises UserError if a pattern
-    matches no name."""
+    """Each name with the first pattern that matches it and its value. Raises UserError for a pattern without match."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or list(names)[:3]

@@ -52,8 +52,7 @@ def merge(model: PreTrainedModel) -> None:
 
 
 def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]:
-    """Export a student's folder as the folder of a stock model, which loads without llmdistill; tokenizer files are
-    copied too.
+    """Export a student's folder as a stock model, which loads without llmdistill; tokenizer files are copied too.
 
     The new folder is loaded again and its logits are compared with the student's before the folder gets its name.
     Raises UserError if the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES).
@@ -104,8 +103,7 @@ def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 @torch.no_grad()
 def _outputs(model: PreTrainedModel) -> Tensor:
-    """The first output of a model (logits, or the last hidden state of a base model) for two sequences of random
-    tokens."""
+    """The first output of a model (logits, or last hidden state of a base model) for two random sequences."""
     length = min(16, getattr(model.config, "max_position_embeddings", 16) // 2)
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(model.config.get_text_config().vocab_size, (2, length), generator=generator)

@@ -1,5 +1,4 @@
-"""Lets transformers load a student: config.json holds the factorisation, and a hook of transformers replaces the
-modules.
+"""Lets transformers load a student: config.json holds the factorisation, and a hook replaces the modules.
 
 transformers calls its hook for changed modules "quantizer", but nothing is quantised here. The named linears are
 factorised before the weights are read, while the model is on the meta device; after that, loading is the stock one
@@ -68,8 +67,7 @@ class FactorizedConfig(QuantizationConfigMixin):
         setattr(self, kind.embedding_key, embedding.get(kind.embedding_key))
 
     def install(self, model: PreTrainedModel) -> None:
-        """Replace the named modules of a dense model by factorised modules with random weights; the model may be on
-        the meta device."""
+        """Replace named modules of a dense model by factorised ones with random weights, also on the meta device."""
         from llmdistill.factorize.install import install
         from llmdistill.factorize.kinds import KINDS
 

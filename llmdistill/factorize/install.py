@@ -40,8 +40,7 @@ def matrix(module: nn.Module) -> Tensor:
 
 
 def base_name(model: PreTrainedModel, name: str) -> str:
-    """The name of a module inside the base model. config.json keeps this form, which works for a model with any
-    head."""
+    """The name of a module inside the base model, as in config.json; it works for a model with any head."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
@@ -77,8 +76,7 @@ def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | 
 
 
 def like(make: Any, dense: nn.Module, size: Size) -> Any:
-    """A factorised module with random weights and with the shape, dtype and device of a linear or Conv1D; it shares
-    the bias itself."""
+    """A factorised module with random weights, with the shape, dtype, device and the same bias as the dense one."""
     m, n = features(dense)
     weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
     factorised: FactorisedLinear | FactorisedHead

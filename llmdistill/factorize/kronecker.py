@@ -16,8 +16,7 @@ from llmdistill.factorize.svd import leading_svd, place_sigma
 
 
 class KroneckerShape(NamedTuple):
-    """Size of the first factors A (m1, n1), and the number of products that are added; the size of B follows from
-    the matrix."""
+    """Size of the first factors A (m1, n1), and the number of products; the size of B follows from the matrix."""
 
     m1: int
     n1: int
@@ -49,8 +48,7 @@ def parse_kronecker(text: str, sums: int = 1, *, key: str = "shape") -> Kronecke
 
 
 def check_shape(shape: KroneckerShape, m: int, n: int, *, where: str) -> None:
-    """Raises UserError if a shape does not fit a matrix (m, n); the message gives the divisors of the side, or the
-    largest sums."""
+    """Raises UserError if a shape does not fit a matrix (m, n); it gives the divisors of the side, or the most sums."""
     for number, side, what in ((shape.m1, m, "rows"), (shape.n1, n, "columns")):
         if number < 1 or side % number:
             raise UserError(
@@ -86,8 +84,7 @@ def rearrange(weight: Tensor, shape: KroneckerShape) -> Tensor:
 
 
 def nearest_kronecker(weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
-    """A (sums, m1, n1) and B (sums, m2, n2) whose products add up to the nearest approximation of W (m, n)
-    (KroneckerBERT eq. 2-5).
+    """A (sums, m1, n1) and B (sums, m2, n2) with the nearest sum of products to W (m, n) (KroneckerBERT eq. 2-5).
 
     The approximation is optimal in Frobenius norm; the products are in descending order of size, with √σ in both
     factors. `weight` may have any float type, layout and device; the result is fp32 (fp64 for fp64) on the same device.
@@ -100,8 +97,7 @@ def nearest_kronecker(weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Te
 
 
 def product_flops(m: int, n: int, shape: KroneckerShape) -> tuple[int, int]:
-    """FLOPs of y = (A ⊗ B) x for one x (n,), with B multiplied first and with A first: the two arguments of eq. 7's
-    min."""
+    """FLOPs of y = (A ⊗ B) x for one x (n,), with B first and with A first: the two sides of eq. 7's min."""
     m1, n1, _ = shape
     m2, n2 = second_factor(m, n, shape)
     return (

@@ -13,8 +13,7 @@ from llmdistill.factorize.kronecker import KroneckerShape, check_shape, divisors
 
 
 class KroneckerLinear(nn.Module):
-    """y = Σ (A_i ⊗ B_i) x + b, which replaces y = W x + b (KroneckerBERT eq. 6), computed in the cheaper order of eq.
-    7.
+    """y = Σ (A_i ⊗ B_i) x + b, which replaces y = W x + b (KroneckerBERT eq. 6), in the cheaper order of eq. 7.
 
     A (sums, m1, n1), B (sums, m2, n2) and the bias (m,) are parameters of this module itself, so that ZeRO-3 gathers
     them together when the module is called.
@@ -33,8 +32,7 @@ class KroneckerLinear(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Initialises random weights, whose product has the scale of nn.Linear's. Raises UserError if the shape does
-        not divide the matrix."""
+        """Set random weights in the scale of nn.Linear's. Raises UserError if the shape does not divide."""
         super().__init__()
         check_shape(shape, out_features, in_features, where="KroneckerLinear")
         self.in_features, self.out_features, self.shape = in_features, out_features, shape
@@ -64,8 +62,7 @@ class KroneckerLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense product as nn.Linear would hold it, (m, n); computed at each access, for code that needs a
-        weight."""
+        """The dense product as nn.Linear would hold it, (m, n); computed at each access, for code that needs it."""
         product = self.dense()
         # GPT-2's initialisation in transformers uses `c_proj.weight` by name; this flag makes it skip the weight.
         product._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -134,8 +131,7 @@ class Fold(nn.Module):
 
 
 class KroneckerEmbedding(nn.Module):
-    """Row A_i ⊗ B replaces row i of the table (KroneckerBERT eq. 8): A (V, d / columns) is a table, B has shape
-    (columns,)."""
+    """Row A_i ⊗ B replaces row i of the table (KroneckerBERT eq. 8), with A (V, d / columns) and B (columns,)."""
 
     def __init__(
         self,

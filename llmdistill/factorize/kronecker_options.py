@@ -71,8 +71,7 @@ class Options:
 
 
 def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) -> list[Group]:
-    """The groups of a model's linears, given by name with shapes (m, n): grouped by size, attention and feed-forward
-    separately."""
+    """The groups of a model's linears, given as (m, n) by name: by size, attention and feed-forward separate."""
     family = family_of(model.config)
     feed_forward = tuple(f".{name}" for name in (family.ffn_up, family.ffn_gate, family.ffn_down) if name is not None)
     found: dict[tuple[str, int, int], dict[str, bool]] = {}
@@ -85,8 +84,7 @@ def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) 
 
 
 def group_costs(group: Group, sums: int) -> Options:
-    """The choices of a group: dense, and every shape that makes the group's matrices smaller; computed without
-    weights."""
+    """The choices of a group: dense, and every shape that makes the matrices smaller; computed without weights."""
     m, n, count = group.m, group.n, len(group.members)
     shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
     shapes = [s for s in shapes if sums <= most_sums(m, n, s) and kronecker_params(m, n, s) < m * n]
@@ -113,8 +111,7 @@ def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: t
 
 
 def embedding_costs(vocabulary: int, width: int, columns: int | None) -> Options:
-    """The choices of the embedding: every divisor of the width as columns, or the given columns; 1 keeps the table
-    as it is."""
+    """The choices of the embedding: all divisors of the width, or the given columns; 1 keeps the table as it is."""
     choices = divisors(width) if columns is None else [columns]
     params = np.array([vocabulary * (width // c) + (c if c > 1 else 0) for c in choices], dtype=float)
     return Options(choices=choices, params=params, flops=np.zeros(len(choices)), errors=params)

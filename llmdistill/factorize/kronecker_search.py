@@ -1,5 +1,4 @@
-"""Searches the shapes of Kronecker factors for a number of parameters: the combination with the smallest error on the
-weights.
+"""Searches Kronecker shapes for a number of parameters: the combination with the smallest error on the weights.
 
 As in KroneckerBERT §3.6 all matrices of one size have one shape, transposed matrices have the transposed shape, and
 attention and feed-forward are separate. The options of each such group are every pair of divisors, and dense; the
@@ -143,8 +142,7 @@ def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.d
 def combine(
     options: Sequence[Options], most_params: int, most_flops: int, count: int = CANDIDATES
 ) -> tuple[list[tuple[int, ...]], list[NDArray[np.float64]]]:
-    """The best combinations of one choice from each option list: their indices, and their sums (parameters, FLOPs,
-    squared error).
+    """The best combinations of one choice per list: their indices and sums (parameters, FLOPs, squared error).
 
     All combinations are evaluated, for one choice of the first list at a time. If errors are equal, fewer parameters
     win.

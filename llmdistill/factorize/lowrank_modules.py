@@ -52,8 +52,7 @@ class LowRankLinear(nn.Module):
 
 
 class Widen(nn.Module):
-    """y = x W without a bias, where W (k, m) is stored without transposing, in the shape that the first linear of a
-    tied head has too."""
+    """y = x W without a bias, with W (k, m) stored untransposed, as the first linear of a tied head has it."""
 
     def __init__(
         self, rank: int, width: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None

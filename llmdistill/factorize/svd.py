@@ -17,18 +17,15 @@ SMALLEST_RATIO = 1e-6
 """The Gram matrix squares the singular values, so fp64 loses those under about 1e-8 of the largest. If a kept
 singular value is below this share of the largest, the full SVD is used."""
 CHUNK = 2048
-"""Smallest number of columns that are converted to fp64 at a time, so that no fp64 copy of a whole embedding matrix
-exists."""
+"""Smallest number of columns converted to fp64 at a time, so that no embedding has a whole copy in fp64."""
 CHUNK_ELEMENTS = 2**20
-"""Number of elements that are converted to fp64 at a time if that is more: for a matrix with few rows and millions
-of columns."""
+"""Number of elements converted to fp64 at a time if that is more: for few rows and millions of columns."""
 LANCZOS_SIDE, LANCZOS_SHARE = 256, 32
 """A larger Gram matrix of which fewer than one eigenvector in LANCZOS_SHARE is needed uses Lanczos' method on a CPU."""
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best rank-k approximation of a matrix as U (n, k), Σ (k), Vᵀ (k, m), singular values in descending order
-    (MaKD eq. 11).
+    """The best rank-k approximation as U (n, k), Σ (k), Vᵀ (k, m), singular values descending (MaKD eq. 11).
 
     `matrix` is (n, m), with any float type, layout and device; the result is fp32 (fp64 for an fp64 matrix) on the same
     device. U and V have orthonormal columns even if singular values are zero, so that zero directions can still be
@@ -100,8 +97,7 @@ def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
-    """Eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), in descending order of the
-    eigenvalues."""
+    """Eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), eigenvalues descending."""
     n = len(gram)
     if gram.device.type == "cpu" and n > LANCZOS_SIDE and rank * LANCZOS_SHARE <= n:
         start = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,4 @@
-"""Types that the files of the methods need only for annotations. At run time they are placeholders, and nothing is
-imported.
+"""Types that methods need only for annotations. At run time they are placeholders, and nothing is imported.
 
 jsonargparse runs the `if TYPE_CHECKING` blocks of a file that defines settings. Such a file imports the types from
 here, so that `--help` waits for neither torch nor transformers.

@@ -11,8 +11,7 @@ from llmdistill.methods.method import Method
 
 
 def combine(methods: Mapping[str, Method]) -> Method:
-    """Combine the terms of several methods, by name. A name that two methods share gets the method's name as a
-    prefix (`kd.label`)."""
+    """Combine the terms of several methods; a name that two methods share gets the method as a prefix (`kd.label`)."""
     shared = Counter(term for method in methods.values() for term in method.weights)
 
     def naming(method: str) -> Callable[[str], str]:

@@ -49,8 +49,7 @@ SOFT = OutputTerm("soft", "sequence_soft")
 def build_distilbert(
     settings: DistilbertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """Build the triple loss: t²·KL(T‖S) between the outputs, cross-entropy on the labels, 1 - cos between the last
-    hidden states.
+    """Build the triple loss: t²·KL(T‖S), cross-entropy on the labels, 1 - cos between the last hidden states.
 
     Raises:
         UserError: one model is a decoder and the other an encoder, or the cosine loss is used and the widths differ.

@@ -1,5 +1,4 @@
-"""The entries of the table of methods: all that the command line, plans, comparisons and reports need to know of a
-method."""
+"""Entries of the table of methods, with all that the command line, plans, comparisons and reports need."""
 
 from __future__ import annotations
 
@@ -66,11 +65,9 @@ class MethodEntry:
     teacher_writes: bool = False
     """Whether the labels are answers that the teacher generated before training."""
     searches_layer: bool = False
-    """Whether the settings have `teacher_layer`, which may be auto, and `search`, the settings of the search for
-    that layer."""
+    """Whether the settings have `teacher_layer`, which may be auto, and `search`, the settings of its search."""
     copies_classifier: bool = False
-    """Whether the student's classifier on a task is initialised from the teacher's, unless the user sets it
-    otherwise."""
+    """Whether the student's classifier on a task starts as the teacher's, unless the user sets it otherwise."""
 
     def defaults(self) -> Any:
         """Returns the method's default settings, or None if the method has no settings."""

@@ -1,5 +1,4 @@
-"""Distillation of the output (Hinton et al. 2015; GKD; DistiLLM): a divergence to the teacher plus the loss on the
-labels."""
+"""Distillation of the output (Hinton et al. 2015; GKD; DistiLLM): a divergence, and the loss on the labels."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def divergence_of(settings: KdConfig) -> losses.Divergence:
 
 
 def make_kd(settings: KdConfig, *, causal: bool = True, objective: Objective = TOKENS) -> Method:
-    """ratio · divergence + (1 - ratio) · cross-entropy on the labels, for tokens, for the targets of sequences, or for
-    both.
+    """ratio · divergence + (1 - ratio) · cross-entropy on the labels, for tokens, sequences, or both.
 
     A decoder predicts the next token (causal), an encoder the masked tokens. The term of the divergence is named after
     it. Scores have no distribution, so both terms become a squared error; the one to the teacher's scores is

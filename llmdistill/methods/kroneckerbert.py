@@ -1,5 +1,4 @@
-"""KroneckerBERT: loss on embedding, attention scores and feed-forward outputs of every layer, on the logits, and on
-the labels."""
+"""KroneckerBERT: loss on embedding, attention scores and feed-forward outputs of all layers, logits, labels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decides which layers of student and teacher are compared, and checks what the two models must have in common for
-that."""
+"""Chooses the layers of student and teacher to compare, and checks that the two models can be compared."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method:
 
 
 def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
-    """Check that all sizes of the models agree, because layers and heads are compared one by one. Factorisation does
-    not matter.
+    """Check that all sizes agree, as layers and heads are compared one by one; the factorisation may differ.
 
     Raises:
         UserError: a size differs.

@@ -25,8 +25,7 @@ def score_term(pair: LayerPair, *, causal: bool) -> LayerTerm:
 
 
 def state_term(name: str, aspect: Aspect, pair: LayerPair, *, mapped: bool = False) -> LayerTerm:
-    """MSE between the features of each token at one place of both models, (B, T, W): TinyBERT eq. 8 and 9,
-    KroneckerBERT eq. 14.
+    """MSE of each token's features at one place of both models, (B, T, W): TinyBERT eq. 8, 9, KroneckerBERT eq. 14.
 
     Args:
         name: the name of the term.

@@ -73,8 +73,7 @@ def make_makd(
     windows: Sequence[int | None] | None = None,
     objective: Objective = TOKENS,
 ) -> Method:
-    """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in other layers, and the
-    logits.
+    """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in others, and logits.
 
     A term is the sum over its layers of the mean over tokens, so it grows with the number of layers. A term with weight
     0 or without layers is left out: it is not in the weights, is not computed, and requests no taps. If sequences have

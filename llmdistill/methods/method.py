@@ -36,8 +36,7 @@ class Method:
 
     @cached_property
     def positions(self) -> Mapping[str, Positions]:
-        """The kind of positions that each term sums over, so that its global count is known before the first
-        backward pass."""
+        """The kind of positions that each term sums over. Its global count is known before the first backward pass."""
         of_tokens, of_sequences = ({term.name for term in terms} for terms in (self.token_terms, self.sequence_terms))
         return {
             name: "labels" if name in of_tokens else "sequences" if name in of_sequences else "tokens"

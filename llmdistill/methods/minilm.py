@@ -42,8 +42,7 @@ class MinilmConfig:
     """last: only the last layer; uniform: every layer of the student learns from one layer of the teacher, evenly
     spread (layer-to-layer, MiniLM Table 7)."""
     teacher_layer: int | None = None
-    """The teacher's layer, counted from 1, if layers is last; by default the last layer (MiniLMv2 Table 4 takes
-    another)."""
+    """The teacher's layer, counted from 1, if layers is last; default: the last layer (MiniLMv2 Table 4: another)."""
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -71,8 +70,7 @@ TERMS: dict[str, tuple[Aspect, ...]] = {
 def build_minilm(
     settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), for models of any depth and
-    width.
+    """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), any depth and width.
 
     The student's last layer learns from one layer of the teacher, or each layer of the student learns from one
     (`uniform`; a term is then the sum over layers). The MSE of the values is an ablation in the paper (Table 6); if the
@@ -125,8 +123,7 @@ def _attention(pair: LayerPair, *, causal: bool) -> Loss:
 
 
 def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> Loss:
-    """The mean over attention heads: with grouped-query attention a value head counts once for each attention head that
-    uses it.
+    """The mean over attention heads; in grouped-query attention a value head counts for each head that uses it.
 
     So the heads can be compared one by one even if the student shares its values among more attention heads than its
     teacher.

@@ -51,8 +51,7 @@ class Minilmv2Config:
     relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]] = field(
         default_factory=lambda: ["qq", "kk", "vv"]
     )
-    """The relations to use, of nine. Each is named after its two sides: query, key, value. All have weight 1 (alpha
-    in eq. 5)."""
+    """The relations to use, each named after its two sides: query, key, value. All have weight 1 (alpha in eq. 5)."""
     relation_heads: int = 48
     """The number of heads that queries, keys and values are split into again; it must divide the width of both
     models. The paper takes 48 for base-size and 64 for large teachers."""

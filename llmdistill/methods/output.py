@@ -33,8 +33,7 @@ NO_OUTPUT = OutputTerms({}, (), ())
 
 
 def label_terms(weight: float, objective: Objective) -> OutputTerms:
-    """Cross-entropy on the labels of tokens (`label`), and for sequences cross-entropy on classes or squared error
-    on scores."""
+    """Cross-entropy on labels (`label`), and for sequences cross-entropy on classes or squared error on scores."""
     return _terms(LABEL, weight, objective, losses.TokenTerm(LABEL.token_name, None), False, _label_loss)
 
 

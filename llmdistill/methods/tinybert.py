@@ -1,5 +1,4 @@
-"""TinyBERT (Jiao et al. 2020): loss on embedding, attention scores, hidden states of evenly spread layers, and the
-logits."""
+"""TinyBERT (Jiao et al. 2020): loss on embedding, attention scores, evenly spread hidden states, and logits."""
 
 from __future__ import annotations
 
