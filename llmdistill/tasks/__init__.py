@@ -1,4 +1,4 @@
-"""What is learnt and how it is scored, a file a task, with the metrics beside them.
+"""The tasks, which define what is learnt and how it is scored, with one file per task, and their metrics.
 
 A new task is a class of `base.Task` in a file of its own, and an entry in TASKS.
 """
@@ -23,20 +23,20 @@ TASKS: dict[str, type[Task] | str] = {
     "text": "llmdistill.tasks.text:Text",
     **dict.fromkeys(("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"), _GLUE),
 }
-"""The tasks: by data.kind, or, where that is task, by data.task.name (in lower case, letters and digits). A class, or
-where it is, so that a command loads no task that it does not need."""
+"""The tasks by data.kind or, for data.kind task, by data.task.name (only letters and digits, in lower case). A value is
+a class or its import path, so that a command imports only the tasks that it needs."""
 
 
 def make_task(config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> Task:
-    """The task of a run.
+    """Create the task of a run.
 
     Args:
         config: the run.
-        trains: whether the run learns, and does not only score.
-        teacher_writes: whether the training set is to be the teacher's own answers.
+        trains: whether the run trains a student; False if it only scores.
+        teacher_writes: whether the training set must consist of answers of the teacher.
 
     Raises:
-        UserError: there is no such task, or its settings are wrong.
+        UserError: the task does not exist, or its settings are invalid.
     """
     name = config.data.kind if config.data.kind != "task" else task_key(str(config.data.task.name))
     found = TASKS[name]
@@ -47,10 +47,10 @@ def make_task(config: RunConfig, *, trains: bool = True, teacher_writes: bool = 
 
 
 def task_key(name: str, *, key: str = "data.task.name") -> str:
-    """The key in TASKS of a task by what a user may type for it (rte, SST-2).
+    """Return the key in TASKS for a task name that the user typed (rte, SST-2).
 
     Raises:
-        UserError: there is no such task.
+        UserError: the task does not exist.
     """
     known = [each for each in TASKS if each not in ("instructions", "text")]
     plain = _plain(name)
@@ -62,7 +62,7 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
 
 
 def task_folder(folder: str, name: str) -> str:
-    """The folder of a task's files in data.task.dir, whatever its spelling; data.task.dir itself where it has none."""
+    """Return the folder of a task in data.task.dir, in any spelling; return data.task.dir itself if there is none."""
     inside = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
     return str(next((each for each in inside if each.is_dir() and _plain(each.name) == _plain(name)), folder))
 

@@ -1,4 +1,4 @@
-"""ROUGE-L of a model's answers to instruction sets."""
+"""ROUGE-L of a model's answers to the instructions of a set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SetScore:
-    """How a model did on one set."""
+    """The score of a model on one set."""
 
     rouge_l: float
     """0-100, mean over the passes."""
@@ -38,18 +38,18 @@ class SetScore:
     std: float
     """Sample standard deviation over the passes; 0 for a single one."""
     tokens_per_second: float
-    """Of generation, over all passes and ranks."""
+    """The speed of generation, over all passes and ranks."""
     tokens: int
-    """Generated over all passes and ranks."""
+    """The number of generated tokens, over all passes and ranks."""
     examples: int
-    """Scored in each pass."""
+    """The number of examples scored in each pass."""
     dropped: int
-    """Examples left out because of their prompt's length."""
+    """The number of examples left out because their prompt is too long."""
     truncated: int
-    """Prompts that lost their start."""
+    """The number of prompts whose start was cut off."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The score as plain JSON values; ROUGE-L under the name it has in the field, rougeL."""
+        """Return the score as plain JSON values; the key of ROUGE-L is rougeL, as usual in the field."""
         values = dict(vars(self))
         return {"rougeL": values.pop("rouge_l"), **values}
 
@@ -69,9 +69,10 @@ def score_set(
     synced: bool = False,
     log: Log | None = None,
 ) -> SetScore:
-    """Generate once per seed (once if greedy), keep the predictions as JSONL (rank 0), and score them.
+    """Generate answers once per seed (once if greedy), save the predictions as JSONL (rank 0), and score them.
 
-    Raises UserError for prompts beyond max_prompt_length unless long_prompts drops or truncates them.
+    Raises:
+        UserError: a prompt exceeds max_prompt_length, and long_prompts neither drops nor truncates it.
     """
     prompts = _encode(examples, tokenizer, settings, max_prompt_length, long_prompts)
     kept = [examples[index] for index in prompts.kept]
@@ -100,7 +101,7 @@ def score_set(
 
 
 def decoding_of(settings: GenerationConfig) -> Decoding:
-    """How the answers that are scored are decoded."""
+    """Return the decoding of the scored answers."""
     return Decoding(
         sample=settings.decoding == "sample",
         no_repeat_ngram_size=settings.no_repeat_ngram_size,
@@ -161,7 +162,11 @@ def check_sets(
     max_length: int,
     long_prompts: LongPrompts = "error",
 ) -> None:
-    """Raises the UserError that score_sets would raise for limits or prompts; needs no model."""
+    """Check limits and prompts without a model.
+
+    Raises:
+        UserError: for the same limits and prompts as `score_sets`.
+    """
     check_lengths(max_prompt_length, max_length)
     for examples in sets.values():
         _encode(examples, tokenizer, settings, max_prompt_length, long_prompts)
@@ -182,7 +187,7 @@ def score_sets(
     synced: bool = False,
     log: Log | None = None,
 ) -> dict[str, SetScore]:
-    """score_set of each named set; the predictions of NAME go to predictions_dir/NAME.jsonl."""
+    """Call `score_set` for each named set; the predictions of NAME are saved to predictions_dir/NAME.jsonl."""
     lengths: dict[str, Any] = {"max_prompt_length": max_prompt_length, "max_length": max_length}
     check_sets(sets, tokenizer, settings, long_prompts=long_prompts, **lengths)
     scores = {}
@@ -224,9 +229,11 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Load a model and score it on sets given as {name: JSONL file or embedded:NAME}.
 
-    Returns plain JSON values, also written to output_dir/metrics.json beside the predictions (rank 0). Every
-    rank holds the whole model and answers its share of the prompts. Raises UserError before the model is loaded
-    where a file is missing or malformed.
+    Returns plain JSON values. Rank 0 also writes them to output_dir/metrics.json, next to the predictions. Every rank
+    loads the whole model and answers its share of the prompts.
+
+    Raises:
+        UserError: a file is missing or malformed; this is raised before the model is loaded.
     """
     sets = {name: read_examples(locate(path)) for name, path in data.items()}
     folder = locate(model_path)

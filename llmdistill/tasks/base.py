@@ -1,7 +1,7 @@
-"""What a task is: what is learnt, how its examples become batches, and how a model is scored on it.
+"""The interface of a task: its learning objective, its batches, and the scoring of a model.
 
-A task is a class in a file of its own and an entry in `tasks.TASKS`. Everything above it (plan, trainer, reports) asks
-it and names none.
+A task is a class in its own file and an entry in `tasks.TASKS`. The code that uses it (plan, trainer, reports) calls
+this interface and does not name any task.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from llmdistill.runtime.distributed import World
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The two models of a run, as far as their configurations tell."""
+    """The two models of a run, described by their configurations."""
 
     teacher: PreTrainedConfig
     student: PreTrainedConfig
     teacher_path: Path
-    """Where the teacher and its tokenizer are."""
+    """The folder of the teacher and its tokenizer."""
     tokenizer_path: Path
-    """Where the student's tokenizer is."""
+    """The folder of the student's tokenizer."""
     causal: bool
-    """Whether they are decoders."""
+    """Whether the models are decoders."""
     objective: Objective
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Which part of the batches is this rank's."""
+    """This rank's share of the batches."""
 
     seed: int
     global_batch_size: int
@@ -49,51 +49,51 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """The scores of a run's models as a reader sees them."""
+    """The scores of a run's models as a table for reports."""
 
     title: str
     columns: Sequence[str]
     rows: Mapping[str, Sequence[str]]
-    """The columns' values of each model, by its key in metrics.json (teacher, untrained, student)."""
+    """The values of the columns for each model, by its key in metrics.json (teacher, untrained, student)."""
     legend: str
-    """What the columns are, for report.md."""
+    """The explanation of the columns in report.md."""
 
 
 class TaskData(ABC):
     """The examples of a task, read and checked."""
 
     tokenizer: PreTrainedTokenizerBase
-    """The student's."""
+    """The tokenizer of the student."""
     report: str
-    """One sentence on the training set; "" while it is not known."""
+    """One sentence about the training set; "" while the set is not known."""
 
     @property
     @abstractmethod
     def sets(self) -> Mapping[str, Mapping[str, Any]]:
-        """The sets that models are scored on: by name, what else than the model the score depends on."""
+        """The sets that models are scored on; each name maps to the settings on which the score depends."""
 
     @abstractmethod
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """Steps of so many passes over the training set, rounded up."""
+        """Return the number of steps for `epochs` passes over the training set, rounded up."""
 
     @abstractmethod
     def loader(self, share: Share) -> Loader:
-        """The training batches of a rank."""
+        """Return the loader of a rank's training batches."""
 
     @abstractmethod
     def validation(self, share: Share) -> list[Batch]:
-        """A rank's share of the validation batches: as many as every other rank has, none without a validation set."""
+        """Return a rank's validation batches: the same number on every rank, none without a validation set."""
 
     def of(self, models: Models) -> TaskData:
-        """The same examples for another run of the command, such as that of an assistant."""
+        """Return the same examples for another run of the same command, for example the run of an assistant."""
         return self
 
     def prepared(self, world: World) -> TaskData:
-        """The same data ready for batches; every rank must call it, and one of them does what takes long."""
+        """Return the data ready for batches; every rank must call this method, and one rank does the slow work."""
         return self
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that the teacher is scored with."""
+        """Return the tokenizer with which the teacher is scored."""
         return self.tokenizer
 
     def score_set(
@@ -106,13 +106,13 @@ class TaskData(ABC):
         *,
         sharded: bool,
     ) -> dict[str, Any]:
-        """Score a model on one of `sets`; every rank must call it.
+        """Score a model on one of `sets`; every rank must call this method.
 
         Args:
-            name: of the set.
-            model: in evaluation mode.
-            tokenizer: of the model.
-            predictions: folder that keeps the model's predictions (rank 0 writes them).
+            name: the name of the set.
+            model: the model in evaluation mode.
+            tokenizer: the tokenizer of the model.
+            predictions: the folder for the model's predictions (rank 0 writes them).
             world: this process.
             sharded: whether the model's forward pass needs every rank (ZeRO-3).
 
@@ -122,58 +122,58 @@ class TaskData(ABC):
         raise AssertionError(f"{type(self).__name__} has no sets")
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """What metrics.json says of a model, from its score on each of `sets`."""
+        """Return the entry of a model in metrics.json, from its score on each of `sets`."""
         return {}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        """A model's summary for the terminal, such as `ROUGE-L of the teacher: seen 97.8`."""
+        """Return a model's summary for the terminal, such as `ROUGE-L of the teacher: seen 97.8`."""
         raise AssertionError(f"{type(self).__name__} has no sets")
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """What a user should know of the data, or of a teacher with this summary (None where it is not scored)."""
+        """Return warnings about the data, or the teacher with this summary (None if the teacher is not scored)."""
         return []
 
     def results(
         self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """The entries of metrics.json by model: the summaries, or what stands in their place.
+        """Return the entries of metrics.json by model; by default these are the summaries.
 
         Args:
-            summaries: of the models that were scored.
+            summaries: the summaries of the scored models.
             log: the rows of metrics.jsonl.
-            sizes: with `teacher_params` and `student_params`.
+            sizes: a mapping with `teacher_params` and `student_params`.
         """
         return dict(summaries)
 
     @abstractmethod
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """The results as a table."""
+        """Return the results as a table."""
 
     def after_training(self, loader: Loader) -> str | None:
-        """A sentence on the training set that is known only after training."""
+        """Return a sentence about the training set that is only known after training; None if there is none."""
         return None
 
 
 class Task(ABC):
-    """What is learnt. It is made of the configuration alone; `read` reads the examples."""
+    """The task of a run. It is created from the configuration only; `read` reads the examples."""
 
     head: ClassVar[Head | None] = None
-    """The head that models need for the task; None where the terms of the loss say it."""
+    """The head that the models need for the task; None if the terms of the loss determine the head."""
     validates_labels: ClassVar[bool] = False
-    """Whether the validation loss is the cross-entropy on the labels, whatever the method; else it is the method's."""
+    """Whether the validation loss is the cross-entropy on the labels for every method; else it is the method's loss."""
     scored: ClassVar[tuple[str, ...]] = ("teacher", "untrained", "student")
-    """The models that can be scored on it."""
+    """The models that can be scored on the task."""
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Take the settings; a task may check its own.
+        """Save the settings; a task may check its own settings.
 
         Args:
             config: the run.
-            trains: whether the run learns, and does not only score.
-            teacher_writes: whether the training set is to be the teacher's own answers.
+            trains: whether the run trains a student; False if it only scores.
+            teacher_writes: whether the training set must consist of answers of the teacher.
 
         Raises:
-            UserError: the task's settings are wrong.
+            UserError: the settings of the task are invalid.
         """
         self.config = config
         self.trains = trains
@@ -181,7 +181,7 @@ class Task(ABC):
 
     @property
     def num_outputs(self) -> int | None:
-        """Outputs of a classifier; None where there is none."""
+        """The number of outputs of the classifier; None if the task has no classifier."""
         return None
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
@@ -193,24 +193,24 @@ class Task(ABC):
             config: the model's configuration.
 
         Raises:
-            UserError: such a model cannot learn or teach the task.
+            UserError: a model of this kind cannot learn or teach the task.
         """
         return
 
     @abstractmethod
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """What the batches have to be learnt.
+        """Return the learning objective of the task.
 
         Args:
             teacher: the teacher's configuration.
-            uses_output: whether a term of the method looks at the models' outputs.
+            uses_output: whether a term of the method uses the outputs of the models.
 
         Raises:
-            UserError: the settings ask for what the architecture does not have.
+            UserError: the settings need a part that the architecture does not have.
         """
 
     def configure(self, model: PreTrainedModel) -> None:
-        """Write into a model's configuration what its outputs mean."""
+        """Set the meaning of a model's outputs in its configuration."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Whether a model's answers say anything about the questions they answer."""
+"""A test whether a model's answers fit their questions better than random questions."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from llmdistill.tasks.rouge import rouge_scores
 
 SHIFTS = 4
-"""With how many other questions each answer is compared."""
+"""The number of other questions with which each answer is compared."""
 
 
 @dataclass(frozen=True)
 class Chance:
-    """ROUGE-L (0-100) of answers against their own references, and against those of other questions."""
+    """ROUGE-L (0-100) of answers against their own references, and against the references of other questions."""
 
     own: float
     other: float
     error: float
-    """Standard error of the difference, from its spread over the examples."""
+    """The standard error of the difference between own and other, over the examples."""
 
     @property
     def is_beaten(self) -> bool:
-        """Whether the answers fit their own questions better, beyond two standard errors."""
+        """Whether the answers fit their own questions better, by more than two standard errors."""
         return self.own - self.other > 2 * self.error
 
 
 def measure_chance(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Chance:
-    """Score each answer against its own question's references and against those of some others.
+    """Score each answer against the references of its own question and of some other questions.
 
-    The others are those of the questions that follow at fixed distances, in a circle, so the result is deterministic.
-    Fluent text scores some points against any reference: that is chance, and a teacher must be above it.
+    The other questions follow at fixed cyclic distances, so the result is deterministic. Fluent text has a ROUGE-L
+    above 0 against any reference. This value is the chance level, and a teacher must be above it.
 
     Args:
-        predictions: one answer a question, two at least.
+        predictions: one answer per question, for at least two questions.
         references: the references of each question.
     """
     size = len(predictions)

@@ -1,4 +1,4 @@
-"""GLUE's metrics, and the averages over its tasks as papers print them."""
+"""The metrics of GLUE, and the averages over its tasks as papers report them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from llmdistill.tasks.glue_files import Metric, task_named
 
 
 def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The metrics that GLUE reports for a task, times 100.
+    """Compute the metrics that GLUE reports for a task, times 100.
 
-    F1 is that of class 1. Where one side is constant or not finite a correlation (Matthews's too) is undefined, and
-    where class 1 is neither predicted nor there so is F1; both then count as 0, without a warning.
+    F1 is the F1 score of class 1. A correlation, including Matthews's, is undefined if the predictions or the targets
+    are constant or not finite; F1 is undefined if class 1 is neither predicted nor a target. An undefined metric is 0,
+    without a warning.
 
     Args:
         task_name: a task of GLUE.
         predictions: (examples,), classes or, for STS-B, scores.
-        targets: (examples,), all of them known.
+        targets: (examples,), without unknown targets.
 
     Raises:
-        UserError: no such task.
-        ValueError: the two differ in length, are empty, or a target is not known.
+        UserError: the task does not exist.
+        ValueError: predictions and targets differ in length or are empty, or a target is unknown.
     """
     task = task_named(task_name)
     if predictions.shape != targets.shape or predictions.ndim != 1 or len(targets) == 0:
@@ -91,7 +92,7 @@ _METRICS: dict[Metric, Callable[[np.ndarray, np.ndarray], float]] = {
 Convention = Literal["makd", "minilm", "minilmv2", "minilmv2_test"]
 
 SQUAD2 = "SQuAD2"
-"""The column of SQuAD 2.0, the one that is not GLUE's."""
+"""The column of SQuAD 2.0, the only one that is not part of GLUE."""
 
 CONVENTIONS: dict[Convention, dict[str, Metric]] = {
     "makd": {
@@ -138,30 +139,31 @@ CONVENTIONS: dict[Convention, dict[str, Metric]] = {
         "STS-B": "spearman",
     },
 }
-"""Columns of MaKD Table 1, MiniLM Table 2, MiniLMv2 Table 1 (dev) and Tables 2 and 9 (test), each with the metric that
-stands in it. All of them are averaged with equal weight: MNLI-m and MNLI-mm are two columns, and SQuAD 2.0 counts
-as any other."""
+"""The columns of MaKD Table 1, MiniLM Table 2, MiniLMv2 Table 1 (dev) and Tables 2 and 9 (test), with the metric of
+each column. The average gives all columns equal weight: MNLI-m and MNLI-mm are two columns, and SQuAD 2.0 has the same
+weight as the others."""
 
 
 @dataclass(frozen=True)
 class Average:
-    """The average of a paper's table, as far as its columns are there."""
+    """The average over the available columns of a paper's table."""
 
     glue: float | None
-    """Over GLUE's columns that are there; None where there is none."""
+    """The average over the available columns of GLUE; None if no column is available."""
     overall: float | None
-    """The same with SQuAD 2.0, which is what a paper that has this column prints; None where it is not there."""
+    """The average including SQuAD 2.0, which papers with this column report; None if SQuAD 2.0 is not available."""
     missing: tuple[str, ...]
-    """Columns that are not there: while there are any, the average is not the paper's."""
+    """The missing columns; if there are any, the average cannot be compared with the paper's."""
 
 
 def average_of(scores: Mapping[str, Mapping[str, float]], convention: Convention) -> Average:
-    """The average over a paper's columns.
+    """Compute the average over the columns of a paper.
 
     Args:
-        scores: metrics by name, as task_metrics gives them, for each column under its name in `data.glue.column_of`
-            (MNLI-m, MNLI-mm, CoLA ...), and for SQuAD 2.0 under SQUAD2. What the paper does not have is left out.
-        convention: whose columns.
+        scores: the metrics of each column by name, as task_metrics returns them. The names of the columns are those of
+            `tasks.glue_files.column_of` (MNLI-m, MNLI-mm, CoLA ...) and SQUAD2. Columns that the paper does not have
+            are ignored.
+        convention: the paper whose columns are used.
     """
     columns = CONVENTIONS[convention]
     there = {name: scores[name][metric] for name, metric in columns.items() if metric in scores.get(name, {})}

@@ -1,4 +1,4 @@
-"""GLUE: a model with a classifier is fine-tuned on one of its tasks and scored on the dev split by GLUE's metrics."""
+"""GLUE tasks: a model with a classifier is fine-tuned on one task and scored on its dev split by GLUE's metrics."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from llmdistill.tasks.predict import chance_score, main_score, predict, score, w
 
 
 class Glue(Task):
-    """One of GLUE's tasks."""
+    """One task of GLUE."""
 
     head = "sequence"
     scored = ("teacher", "student")
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Find the task.
+        """Find the task and its folder.
 
         Raises:
-            UserError: there is no folder for it.
+            UserError: there is no folder for the task.
         """
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         self.name = glue_name(task_key(str(config.data.task.name)))
         check_data_dir(config.data.task.dir, [self.name], key="data.task.dir")
 
     def read_files(self) -> TaskFiles:
-        """The examples of all splits.
+        """Read the examples of all splits.
 
         Raises:
             UserError: a file is missing or malformed.
@@ -55,16 +55,16 @@ class Glue(Task):
 
     @property
     def task(self) -> GlueTask:
-        """What GLUE says of it."""
+        """The properties of the task in GLUE."""
         return TASKS[self.name]
 
     @property
     def num_outputs(self) -> int:
-        """The task's classes, or one score."""
+        """The number of classes, or 1 for a score."""
         return num_outputs(self.task)
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """See Task. A teacher must have been fine-tuned on a task with as many classes."""
+        """See Task. The teacher must be fine-tuned on a task with the same number of classes."""
         if key == "teacher.model":
             check_classes(config, self.name, named=f"{key} {reference}")
 
@@ -102,15 +102,15 @@ class Glue(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class GlueData(TaskData):
-    """The examples of one of GLUE's tasks."""
+    """The examples of one task of GLUE."""
 
     files: TaskFiles
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     encoded: Mapping[str, Sequence[EncodedPair]]
-    """train and the dev splits as the student's tokens."""
+    """The train and dev splits, encoded by the student's tokenizer."""
     batch_size: int
-    """Sequences per rank and forward pass of scoring."""
+    """The number of sequences per rank in a forward pass of scoring."""
     teacher_name: str
     report: str
 
@@ -121,7 +121,7 @@ class GlueData(TaskData):
         return {split: asked for split in self.files.dev}
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See TaskData; each epoch is rounded up by itself, as papers count them."""
+        """See TaskData. The steps of each epoch are rounded up, as in the papers."""
         return epochs * steps_per_epoch(len(self.files.train), global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[EncodedPair]:
@@ -129,7 +129,7 @@ class GlueData(TaskData):
         return TrainLoader(self.encoded["train"], collate=collate_pairs, pad_token_id=self._pad_token_id, **vars(share))
 
     def validation(self, share: Share) -> list[Batch]:
-        """See TaskData: none, as dev is scored by the task's metrics."""
+        """See TaskData: no batches, because the dev splits are scored by the metrics of the task."""
         return []
 
     @property
@@ -182,7 +182,7 @@ class GlueData(TaskData):
         return f"Dev scores of the {model}: {shown}"
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See TaskData: a teacher at chance."""
+        """See TaskData: a warning if the teacher is not better than chance."""
         if teacher is None or teacher["score"] > teacher["chance"]:
             return []
         return [
@@ -207,12 +207,12 @@ class GlueData(TaskData):
 
 
 def num_outputs(task: GlueTask) -> int:
-    """Outputs of a task's classifier: its classes, or one score."""
+    """Return the number of outputs of a task's classifier: the number of classes, or 1 for a score."""
     return len(task.classes) or 1
 
 
 def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:
-    """Whether a fine-tuned model has the task's number of classes. UserError, with `named` in it, where it has not."""
+    """Check that a fine-tuned model has as many classes as the task; raise UserError with `named` in it otherwise."""
     found, wanted = config.num_labels, num_outputs(TASKS[task])
     if found != wanted:
         raise UserError(
@@ -224,11 +224,11 @@ def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:
 def check_examples(
     files: TaskFiles, tokenizer: PreTrainedTokenizerBase, max_length: int, models: Sequence[PreTrainedConfig]
 ) -> None:
-    """Whether a task's examples fit the models that will see them.
+    """Check that the examples of a task fit the models.
 
     Raises:
-        UserError: max_length leaves no room beside the tokenizer's special tokens, or an example is longer than a
-            model has positions for.
+        UserError: max_length leaves no room after the special tokens of the tokenizer, or an example is longer than the
+            number of positions of a model.
     """
     encode_pairs(files.train[:1], tokenizer, max_length)
     positions = min(max_positions(config, max_length) for config in models)
@@ -246,7 +246,7 @@ def check_examples(
         )
 
 
-@lru_cache(maxsize=2)  # trials of a study in one process have the same examples
+@lru_cache(maxsize=2)  # the trials of a study in one process use the same examples
 def _encoded(files: TaskFiles, tokenizer: str, max_length: int) -> Mapping[str, Sequence[EncodedPair]]:
     loaded = load_tokenizer(tokenizer)
     splits: list[tuple[str, Sequence[PairExample]]] = [("train", files.train), *files.dev.items()]

@@ -1,4 +1,4 @@
-"""The files of GLUE's tasks: which tasks are meant, and their examples."""
+"""The tasks of GLUE by the names that users type, and the examples in their files."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from llmdistill.tasks.glue_files import TASKS, GlueTask, Split, read_split
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskFiles:
-    """A task with its examples. Two of them are equal where their training and dev examples are."""
+    """A task with its examples. Two instances are equal if their training and dev examples are equal."""
 
     name: str
-    """In TASKS."""
+    """The name of the task in TASKS."""
     train: list[PairExample]
     dev: dict[Split, list[PairExample]]
-    """dev, and dev_mismatched where the task has it."""
+    """The split dev, and dev_mismatched if the task has it."""
     test: dict[Split, list[PairExample]]
-    """Likewise; empty without test files."""
+    """The split test, and test_mismatched if the task has it; empty without test files."""
     digest: str
-    """Tells other examples apart."""
+    """A digest of the training and dev examples."""
 
     def __eq__(self, other: object) -> bool:
-        """Whether the training and dev examples are the same."""
+        """Return whether the task and its training and dev examples are the same."""
         return isinstance(other, TaskFiles) and (self.name, self.digest) == (other.name, other.digest)
 
     def __hash__(self) -> int:
-        """Of the training and dev examples."""
+        """Return the hash of the training and dev examples."""
         return hash((self.name, self.digest))
 
     @property
     def task(self) -> GlueTask:
-        """What GLUE says of it."""
+        """The properties of the task in GLUE."""
         return TASKS[self.name]
 
 
 def find_tasks(names: Sequence[str] | None, *, key: str) -> list[str]:
-    """Names of GLUE's tasks, from what a user may type for them (rte, sst2, STS-B); all of them for None.
+    """Return GLUE's names of the tasks that the user typed (rte, sst2, STS-B); return all tasks for None.
 
     Args:
-        names: what the user typed.
-        key: the setting, for messages.
+        names: the names that the user typed.
+        key: the setting, for error messages.
 
     Raises:
-        UserError: there is no such task, or one is named twice.
+        UserError: a task does not exist, or is named twice.
     """
     if names is None:
         return list(TASKS)
@@ -61,10 +61,10 @@ def find_tasks(names: Sequence[str] | None, *, key: str) -> list[str]:
 
 
 def glue_name(task: str, *, key: str = "data.task.name") -> str:
-    """GLUE's own name of a task in `tasks.TASKS`, such as SST-2 of sst2.
+    """Return GLUE's name for a task in `tasks.TASKS`, such as SST-2 for sst2.
 
     Raises:
-        UserError: the task is not one of GLUE.
+        UserError: the task is not a task of GLUE.
     """
     named = {glue.hub: name for name, glue in TASKS.items()}
     if task not in named:
@@ -73,7 +73,7 @@ def glue_name(task: str, *, key: str = "data.task.name") -> str:
 
 
 def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> None:
-    """Whether the folder has a folder for each task. Raises UserError where it does not."""
+    """Check that the folder has a subfolder for each task; raise UserError otherwise."""
     if data_dir is None:
         return
     if not Path(data_dir).is_dir():
@@ -88,10 +88,10 @@ def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> N
 
 
 def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
-    """The examples of a task; of the training set only the first `limit`.
+    """Read the examples of a task, with only the first `limit` examples of the training set.
 
     Raises:
-        UserError: files that are missing or malformed.
+        UserError: a file is missing or malformed.
     """
     mismatched = TASKS[name].has_mismatched
     dev_splits: list[Split] = ["dev", "dev_mismatched"] if mismatched else ["dev"]

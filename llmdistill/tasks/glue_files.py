@@ -1,4 +1,4 @@
-"""GLUE (Wang et al. 2019): its tasks, and their examples from its own files or from the hub."""
+"""GLUE (Wang et al. 2019): the properties of its tasks, and their examples from GLUE's files or from the Hub."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from llmdistill.errors import UserError
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 Split = Literal["train", "dev", "dev_mismatched", "test", "test_mismatched"]
-"""The mismatched ones are MNLI's alone, whose dev and test are the matched ones."""
+"""Only MNLI has mismatched splits; its dev and test are the matched splits."""
 
 HUB_NAME = "nyu-mll/glue"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlueTask:
-    """One task as its files have it; its name is that of its folder in GLUE's download."""
+    """The properties of one task and its files; the name of a task is the name of its folder in GLUE's download."""
 
     hub: str
-    """Its configuration in the data set on the hub."""
+    """The configuration name of the task in the data set on the Hub."""
     sentences: tuple[str, ...]
-    """Columns of the one sentence, or of the two."""
+    """The column of the sentence, or the columns of the two sentences."""
     hub_sentences: tuple[str, ...] | None = None
-    """Their names on the hub, where they differ."""
+    """The names of these columns on the Hub, if they differ."""
     label: str = "label"
-    """Column of the label; on the hub it is always `label`."""
+    """The column of the label; on the Hub it is always `label`."""
     headerless: tuple[str, ...] = ()
-    """Columns of the training and dev files, where these do not name them in a first line."""
+    """The columns of the training and dev files, if these files have no header line."""
     index: str = "index"
-    """Column of the example's number in the test files."""
+    """The column of the example number in the test files."""
     classes: tuple[str, ...] = ("0", "1")
-    """Labels in the files, in the order of the hub's numbers; none where the label is a score."""
+    """The labels in the files, in the order of the class numbers on the Hub; empty if the label is a score."""
     metrics: tuple[Metric, ...] = ("accuracy",)
-    """Those that GLUE reports; the first one chooses settings on dev."""
+    """The metrics that GLUE reports; settings are chosen by the first metric on dev."""
     has_mismatched: bool = False
-    """Whether dev and test come from the training set's genres and, apart, from others."""
+    """Whether there are separate dev and test splits for the genres of the training set and for other genres."""
     has_torn_lines: bool = False
-    """Whether the published training file has lines broken in two, which are then left out, as is usual."""
+    """Whether the published training file has lines that are broken in two; such lines are left out, as usual."""
 
 
 TASKS: dict[str, GlueTask] = {
@@ -83,24 +83,24 @@ TASKS: dict[str, GlueTask] = {
     "RTE": GlueTask(hub="rte", sentences=("sentence1", "sentence2"), classes=("entailment", "not_entailment")),
     "WNLI": GlueTask(hub="wnli", sentences=("sentence1", "sentence2")),
 }
-"""GLUE's tasks by name."""
+"""The tasks of GLUE by name."""
 
 BEST_SCORE = 5.0
-"""STS-B's scores go from 0 to this."""
+"""The maximum score of STS-B; the minimum is 0."""
 
 
 def task_named(name: str) -> GlueTask:
-    """A task by its name. UserError where there is none of that name."""
+    """Return the task with this name; raise UserError if it does not exist."""
     if name not in TASKS:
         raise UserError(f"GLUE has no task {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name]
 
 
 def column_of(name: str, split: Split) -> str:
-    """What papers' tables and the GLUE server call a split of a task: MNLI-m, MNLI-mm, or the task's name.
+    """Return the column name of a split in papers and on the GLUE server: MNLI-m, MNLI-mm, or the task's name.
 
     Raises:
-        UserError: no such task, or no such split of it.
+        UserError: the task does not exist, or has no such split.
     """
     is_other = split.endswith("_mismatched")
     if not task_named(name).has_mismatched:
@@ -111,19 +111,21 @@ def column_of(name: str, split: Split) -> str:
 
 
 def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[PairExample]:
-    """The examples of a split, in order.
+    """Read the examples of a split, in order.
 
     Args:
         task: a name in TASKS.
-        split: dev and test are the matched ones for MNLI.
-        data_dir: the folder of GLUE's download, with a folder a task and in it train.tsv and so on (of MRPC also the
-            original msr_paraphrase_train.txt and _test.txt, with dev_ids.tsv); without it the hub is asked.
+        split: the split; dev and test of MNLI are the matched splits.
+        data_dir: the folder of GLUE's download, with one subfolder per task, which contains train.tsv and so on (for
+            MRPC also the original msr_paraphrase_train.txt and _test.txt, with dev_ids.tsv); without it the examples
+            are loaded from the Hub.
 
     Raises:
-        UserError: no such task, split or file, no examples, a missing column, or a malformed line, which is named.
+        UserError: the task, split or file does not exist, there are no examples, a column is missing, or a line is
+            malformed; the message names the line.
     """
     named = task_named(task)
-    column_of(task, split)  # refuses splits that the task does not have
+    column_of(task, split)  # raises UserError for a split that the task does not have
     rows = _hub_rows(named, split) if data_dir is None else _file_rows(named, split, Path(data_dir) / task)
     examples = [_example(named, split, row, number, place) for number, (row, place) in enumerate(rows)]
     if not examples:
@@ -136,7 +138,7 @@ def _example(task: GlueTask, split: Split, row: dict[str, str], number: int, pla
     first, second = row[task.sentences[0]], row[task.sentences[1]] if len(task.sentences) > 1 else None
     if not split.startswith("test"):
         return PairExample(first, second, _target(task, row[task.label], place), number)
-    text = row.get(task.index, str(number))  # MRPC's original file does not number its lines
+    text = row.get(task.index, str(number))  # the lines of MRPC's original file have no numbers
     if not text.isdecimal():
         raise UserError(f"{place}: {task.index} {text!r}, expected a whole number; take GLUE's own test file")
     return PairExample(first, second, None, int(text))
@@ -157,7 +159,7 @@ def _target(task: GlueTask, text: str, place: str) -> int | float:
 
 
 _Rows = Iterator[tuple[dict[str, str], str]]
-"""Each row by column, with where it stands."""
+"""Each row by column, with its place in the file."""
 
 
 def _file_rows(task: GlueTask, split: Split, folder: Path) -> _Rows:
@@ -170,7 +172,7 @@ def _file_rows(task: GlueTask, split: Split, folder: Path) -> _Rows:
 
 
 def _original_mrpc(task: GlueTask, split: Split, path: Path) -> _Rows:
-    """GLUE's dev split of MRPC is a part of the original training set, given by a list of pairs."""
+    """Read MRPC from its original files; GLUE's dev split is a part of the training set, given by a list of pairs."""
     listed = path.with_name("dev_ids.tsv")
     dev = {tuple(line.split("\t")[:2]) for _, line in _lines(listed)}
     for row, place in _tsv_rows(task, split, path):
@@ -205,7 +207,7 @@ def _tsv_rows(task: GlueTask, split: Split, path: Path) -> _Rows:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, with their numbers. Nothing is quoted there, and only a newline ends a line."""
+    """Yield the lines that are not empty, with their numbers. There is no quoting, and only a newline ends a line."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
@@ -221,7 +223,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _hub_rows(task: GlueTask, split: Split) -> _Rows:
-    """The hub's rows under the names and labels of the files."""
+    """Read rows from the Hub and convert them to the column names and labels of the files."""
     import datasets
 
     name = split.replace("dev", "validation")
@@ -229,7 +231,7 @@ def _hub_rows(task: GlueTask, split: Split) -> _Rows:
         name += "_matched"
     try:
         rows: Any = list(datasets.load_dataset(HUB_NAME, task.hub, split=name))
-    except Exception as error:  # the datasets library raises what its readers and the network raise
+    except Exception as error:  # the datasets library passes on any exception of its readers and of the network
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise UserError(
             f"{HUB_NAME}, {task.hub}, {name}: not loaded from the hub ({reason}); "

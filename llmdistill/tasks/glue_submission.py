@@ -1,4 +1,4 @@
-"""Predictions in the form that the GLUE server takes."""
+"""Predictions in the file format of the GLUE server."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def write_predictions(
 ) -> Path:
     """Write one file of a submission, such as MNLI-mm.tsv, and return its path.
 
-    Its lines are the example's number and the prediction: the label's text, or a score with three decimals, within
-    STS-B's range. The folder is made where it is missing; zipped, its files are what the server takes.
+    Each line contains the number of the example and the prediction: the text of the label, or a score with three
+    decimals within the range of STS-B. The folder is created if necessary. The server takes a zip file of its files.
 
     Args:
-        folder: of the submission.
+        folder: the folder of the submission.
         task_name: a task of GLUE.
-        split: test or, for MNLI alone, test_mismatched.
+        split: test or, only for MNLI, test_mismatched.
         predictions: (examples,), classes or, for STS-B, scores.
-        indices: PairExample.index of each.
+        indices: PairExample.index of each example.
 
     Raises:
-        UserError: no such task or test split, or a score that is not finite.
-        ValueError: not one prediction for each index, an index twice, or no such class.
+        UserError: the task or test split does not exist, or a score is not finite.
+        ValueError: the numbers of predictions and indices differ, an index occurs twice, or a class does not exist.
     """
     task, name = task_named(task_name), column_of(task_name, split)
     if not split.startswith("test"):

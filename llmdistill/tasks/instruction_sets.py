@@ -1,4 +1,4 @@
-"""The instruction sets that papers report, by their names."""
+"""The instruction sets that papers report, by name."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ SETS = {
     "unseen": "embedded:unseen",
     "skills": "embedded:skills",
 }
-"""Name -> where it is: MiniLLM's test sets on the hub, and those that ship with the package."""
+"""Name -> reference of the set: MiniLLM's test sets on the Hub, and the sets shipped with the package."""
 
 
 def suite_sets(names: str, folder: Path | None) -> dict[str, str]:
-    """{name: reference} of sets given as `dolly,self_inst,vicuna`.
+    """Return {name: reference} for sets given as `dolly,self_inst,vicuna`.
 
-    With a folder, sets that do not ship with the package are its files: NAME.jsonl, else the one that begins with NAME.
+    If a folder is given, sets that are not shipped with the package are read from it: from NAME.jsonl, else from the
+    file whose name begins with NAME.
 
     Raises:
-        UserError: a name that is no set, or a set that the folder does not have.
+        UserError: a name is not the name of a set, or the folder does not contain the set.
     """
     references: dict[str, str] = {}
     for name in (part.strip() for part in names.split(",")):

@@ -1,4 +1,4 @@
-"""Instructions: a decoder learns answers, and is scored by ROUGE-L of the answers that it generates."""
+"""Instructions: a decoder learns answers to instructions, and is scored by the ROUGE-L of its generated answers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
 from llmdistill.tasks.chance import measure_chance
 
 VALID = "valid"
-"""Name of the validation set among the scores and predictions of a run."""
+"""The name of the validation set in the scores and predictions of a run."""
 
 
 class Instructions(Task):
-    """Answers to instructions."""
+    """The task of answering instructions."""
 
     validates_labels = True
 
@@ -44,7 +44,7 @@ class Instructions(Task):
         """Check the names of the test sets.
 
         Raises:
-            UserError: one is called as the validation set is.
+            UserError: a test set has the name of the validation set.
         """
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         if VALID in config.data.tests:
@@ -53,7 +53,7 @@ class Instructions(Task):
             )
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """See Task. Only decoders answer."""
+        """See Task. The models must be decoders."""
         if not family_of(config).causal:
             raise UserError(
                 f"{key} {reference} is an encoder ({config.model_type}), and instruction data "
@@ -68,7 +68,7 @@ class Instructions(Task):
         """See Task.
 
         Raises:
-            UserError: a missing, malformed or empty file, or prompts over the limit.
+            UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
         """
         data, scoring = self.config.data, self.config.scoring
         teacher_tokenizer = load_tokenizer(models.teacher_path)
@@ -105,7 +105,7 @@ class Instructions(Task):
 
 
 def limits_of(data: DataConfig) -> dict[str, Any]:
-    """The limits on lengths, as the functions that encode take them."""
+    """Return the limits on lengths as keyword arguments of the encoding functions."""
     return {
         "max_prompt_length": data.max_prompt_length,
         "max_length": data.max_length,
@@ -128,11 +128,11 @@ class InstructionData(TaskData):
     tokenizer: PreTrainedTokenizerBase
     teachers_tokenizer: PreTrainedTokenizerBase
     train: InstructData | None
-    """None where the training set is streamed, or nothing is trained."""
+    """The training set; None if it is streamed or the run does not train."""
     valid: Sequence[Example]
-    """Scored in one pass (the first seed's), as it only serves to choose settings; may be empty."""
+    """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
     valid_items: Sequence[Encoded]
-    """The validation set as the student's tokens."""
+    """The validation set, encoded by the student's tokenizer."""
     tests: Mapping[str, Sequence[Example]]
     report: str
     data_warnings: Sequence[str]
@@ -158,7 +158,7 @@ class InstructionData(TaskData):
         return self.teachers_tokenizer
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See TaskData; the configuration refuses epochs of instructions."""
+        """See TaskData. The configuration does not allow epochs for instructions."""
         raise AssertionError("epochs of instructions")
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
@@ -198,7 +198,7 @@ class InstructionData(TaskData):
         *,
         sharded: bool,
     ) -> dict[str, Any]:
-        """See TaskData: ROUGE-L of generated answers, and of the validation set whether they fit their questions."""
+        """See TaskData: ROUGE-L of the generated answers; for the validation set also the comparison with chance."""
         file = predictions / f"{name}.jsonl"
         score = score_set(
             model,
@@ -218,7 +218,7 @@ class InstructionData(TaskData):
 
         Returns:
             ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "generation_tokens_per_second"}``, and
-            ``"valid": {"rougeL", "chance", "above_chance"}`` where there is a validation set.
+            ``"valid": {"rougeL", "chance", "above_chance"}`` if there is a validation set.
         """
         seconds = sum(score["tokens"] / score["tokens_per_second"] for score in scores.values())
         tokens = sum(score["tokens"] for score in scores.values())
@@ -238,7 +238,7 @@ class InstructionData(TaskData):
         return f"ROUGE-L of the {model}: {shown + chosen or 'no test sets'}"
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See TaskData: answers of another teacher, and a teacher at chance."""
+        """See TaskData: warnings for answers of another teacher, and for a teacher that is not better than chance."""
         valid = None if teacher is None else teacher.get(VALID)
         if valid is None or valid["above_chance"]:
             return list(self.data_warnings)
@@ -263,12 +263,12 @@ class InstructionData(TaskData):
         )
 
     def after_training(self, loader: Loader) -> str | None:
-        """See TaskData: what a streamed set left out."""
+        """See TaskData: the examples of a streamed set that were left out."""
         return loader.report() if isinstance(loader, StreamLoader) else None
 
 
 def _chance(predictions: Path) -> dict[str, Any]:
-    """Whether the answers just written fit their own questions; one question alone cannot tell."""
+    """Compare the answers in the file of predictions with chance; this needs at least two questions."""
     with predictions.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     if len(rows) < 2:

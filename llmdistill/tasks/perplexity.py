@@ -1,4 +1,4 @@
-"""How well a model predicts a text: its cross-entropy and perplexity."""
+"""The cross-entropy and perplexity of a model on a text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from llmdistill.models.families import family_of
 
 @torch.no_grad()
 def score_text(model: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, float]:
-    """The mean cross-entropy in nats over the labels of some batches, e to its power, and how many labels they are.
+    """Return the mean cross-entropy in nats over all labels, its exponential (perplexity), and the number of labels.
 
-    A decoder predicts each next token, an encoder the masked ones. The logits of a whole batch exist at once.
+    A decoder predicts each next token, an encoder the masked tokens. The logits of a whole batch are computed at once.
     """
     shift = family_of(model.config).causal
     total = torch.zeros((), dtype=torch.float64)
@@ -47,10 +47,10 @@ def score_text(model: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, fl
 def score_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, *, max_length: int, batch_size: int
 ) -> dict[str, float]:
-    """`score_text` of a whole text, cut into sequences of up to max_length tokens.
+    """Call `score_text` for a whole text, which is split into sequences of up to max_length tokens.
 
     Raises:
-        UserError: a text that cannot be read or is too short.
+        UserError: the text cannot be read or is too short.
     """
     defaults = TextConfig()
     with tempfile.TemporaryDirectory() as folder:

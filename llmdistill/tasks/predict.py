@@ -1,4 +1,4 @@
-"""A classifier's answers to a split, and what they are worth."""
+"""The predictions of a classifier on a split, and their metrics."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def predict(
     batch_size: int,
     world: World,
 ) -> np.ndarray:
-    """The class of each item, or its score: (items,), in order and on every rank, whatever their number.
+    """Predict the class or score of each item: (items,), in order and on every rank, for any number of items.
 
-    Every rank must call it; the model must be in evaluation mode.
+    Every rank must call this function, and the model must be in evaluation mode.
     """
     batches = pair_batches(
         items, pad_token_id=pad_token_id, batch_size=batch_size, rank=world.rank, world_size=world.size
@@ -40,7 +40,8 @@ def predict(
             logits = forward(batch.to(world.device)).sequence_logits
             assert logits is not None, "the model has no classifier"
             values = logits.argmax(-1) if TASKS[task].classes else logits[:, 0].float()
-            mine += zip(indices, values.tolist(), strict=False)  # a batch that only keeps step has no indices
+            # A batch that only keeps the ranks in step has no indices.
+            mine += zip(indices, values.tolist(), strict=False)
     shares: list[Any] = [mine]
     if world.size > 1:
         shares = [None] * world.size
@@ -52,29 +53,29 @@ def predict(
 
 
 def targets_of(examples: Sequence[PairExample]) -> np.ndarray:
-    """What is right for each example: (examples,)."""
+    """Return the target of each example: (examples,)."""
     return np.array([example.target for example in examples])
 
 
 def score(task: str, examples: Sequence[PairExample], predictions: np.ndarray) -> dict[str, float]:
-    """The metrics of a split, times 100."""
+    """Compute the metrics of a split, times 100."""
     return task_metrics(task, predictions, targets_of(examples))
 
 
 def main_score(task: str, scores: Mapping[str, Mapping[str, float]]) -> float:
-    """The metric that chooses settings, MNLI's on the matched split."""
+    """Return the metric by which settings are chosen; for MNLI it is that of the matched split."""
     return scores[column_of(task, "dev")][TASKS[task].metrics[0]]
 
 
 def chance_score(task: str, examples: Sequence[PairExample]) -> float:
-    """The main metric of the best constant answer."""
+    """Return the main metric of the best constant prediction."""
     named, targets = TASKS[task], targets_of(examples)
     constants = range(len(named.classes)) if named.classes else [0.0]
     return max(task_metrics(task, np.full_like(targets, value), targets)[named.metrics[0]] for value in constants)
 
 
 def write_answers(path: Path, examples: Sequence[PairExample], predictions: np.ndarray) -> None:
-    """One line an example: its number, the prediction and what is right; classes as numbers."""
+    """Write one line per example: its number, the prediction and the target; classes are written as numbers."""
     rows = [
         f"{example.index}\t{value}\t{example.target}\n"
         for example, value in zip(examples, predictions.tolist(), strict=True)

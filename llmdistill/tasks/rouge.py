@@ -1,4 +1,4 @@
-"""ROUGE-L as MiniLLM measures it."""
+"""ROUGE-L as in MiniLLM."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections.abc import Sequence
 
 
 def rouge_l(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> float:
-    """Mean ROUGE-L F1 in percent (0-100), words stemmed (Porter), best reference of each prediction (Lin 2004).
+    """Return the mean ROUGE-L F1 in percent (0-100), with Porter stemming and the best reference (Lin 2004).
 
-    references[i] is one reference or several. Raises ValueError where the lengths differ or are zero, or where
-    a prediction has no reference.
+    references[i] is one reference or several.
+
+    Raises:
+        ValueError: the lengths differ or are zero, or a prediction has no reference.
     """
     scores = rouge_scores(predictions, references)
     return sum(scores) / len(scores)
 
 
 def rouge_scores(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> list[float]:
-    """The ROUGE-L of each prediction; see rouge_l."""
+    """Return the ROUGE-L of each prediction; see rouge_l."""
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions but {len(references)} references")
     if not predictions:
         raise ValueError("no predictions to score")
-    # Imported here: it brings scikit-learn and pandas, by way of nltk.
+    # Imported here, because it imports scikit-learn and pandas through nltk.
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"], use_stemmer=True)

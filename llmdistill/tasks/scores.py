@@ -1,4 +1,4 @@
-"""The scores of a run's models, kept in its folder so that a resumed run does not score again."""
+"""The scores of a run's models, saved in the run folder so that a resumed run does not score the models again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmdistill.tasks.base import TaskData
 
 @dataclass(frozen=True)
 class ScoreBook:
-    """Scores models on a task's sets, each once."""
+    """Scores each model once on the sets of a task."""
 
     folder: Path
     data: TaskData
@@ -33,17 +33,17 @@ class ScoreBook:
         params: int,
         sharded: bool = False,
     ) -> dict[str, Any]:
-        """The scores of a model on every set; every rank must call it.
+        """Return the scores of a model on every set; every rank must call this method.
 
         Args:
-            name: its name in the run, such as "teacher".
-            load: gives the model; called only where scores are missing.
-            tokenizer: of the model.
-            params: its parameters.
+            name: the name of the model in the run, such as "teacher".
+            load: loads the model; it is called only if scores are missing.
+            tokenizer: the tokenizer of the model.
+            params: the number of parameters of the model.
             sharded: whether the model's forward pass needs every rank (ZeRO-3).
 
         Returns:
-            ``{"params": …}`` and what the task's `summary` says.
+            ``{"params": …}`` and the `summary` of the task.
         """
         file = self.folder / "scores" / f"{name}.json"
         kept = broadcast_object(_read(file) if self.world.is_main else None)

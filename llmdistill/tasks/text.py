@@ -1,4 +1,4 @@
-"""Text: a decoder learns each next token, an encoder masked ones; the result is the loss on a validation text."""
+"""Text: a decoder learns each next token, an encoder masked tokens; the result is the loss on a validation text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
 
 
 class Text(Task):
-    """A corpus of plain text."""
+    """The task of learning a corpus of plain text."""
 
     scored = ()
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """See Task: tokens, and pairs of segments where they are asked for or a BERT's next-sentence head is learnt."""
+        """See Task: tokens, and segment pairs if the settings request them or BERT's next-sentence head is trained."""
         wanted = self.config.data.text.next_sentence
         if wanted is None:
             wanted = uses_output and (teacher.architectures or [""])[0] == family_of(teacher).next_sentence
@@ -40,7 +40,7 @@ class Text(Task):
         return Objective(tokens=True, sequences="classes" if wanted else None)
 
     def read(self, models: Models) -> TextData:
-        """See Task; the texts themselves are read when they are tokenised."""
+        """See Task. The texts are only read when they are tokenised."""
         config = self.config
         return TextData(
             settings=config.data,
@@ -66,12 +66,12 @@ class TextData(TaskData):
     tokenizer: PreTrainedTokenizerBase
     report: str
     train: Corpus | None = None
-    """None until it is tokenised."""
+    """The training text; None until it is tokenised."""
     valid: Corpus | None = None
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: none, as the validation loss in the log is the result."""
+        """See TaskData: no sets, because the result is the validation loss in the log."""
         return {}
 
     def of(self, models: Models) -> TextData:
@@ -79,10 +79,10 @@ class TextData(TaskData):
         return replace(self, causal=models.causal, next_sentence=models.objective.sequences is not None)
 
     def prepared(self, world: World) -> TextData:
-        """See TaskData: tokenised by one rank where the cache lacks it, then read by all.
+        """See TaskData. One rank tokenises the text if it is not in the cache, then all ranks read it.
 
         Raises:
-            UserError: a text that cannot be read or is too short.
+            UserError: the text cannot be read or is too short.
         """
         settings = self.settings
 
@@ -105,11 +105,11 @@ class TextData(TaskData):
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
         data = replace(self, train=train, valid=valid, report=share + train.report())
         if self.trains:
-            data.num_sequences()  # where steps are given too: a text may be too short
+            data.num_sequences()  # raises UserError if the text is too short, also if train.steps is set
         return data
 
     def num_sequences(self) -> int:
-        """Sequences of an epoch."""
+        """Return the number of sequences in an epoch."""
         return len(self.loader(Share(seed=self.seed, global_batch_size=1, micro_batch_size=1, rank=0, world_size=1)))
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
@@ -120,7 +120,7 @@ class TextData(TaskData):
         """See TaskData.
 
         Raises:
-            UserError: the text is too short for a sequence.
+            UserError: the text is too short for one sequence.
         """
         assert self.train is not None, "the text is not tokenised yet"
         try:
@@ -146,7 +146,7 @@ class TextData(TaskData):
         )
 
     def _reading(self) -> dict[str, Any]:
-        """How text becomes batches."""
+        """Return the settings that determine how text is split into batches."""
         return {
             "objective": "next" if self.causal else "masked",
             "max_length": self.settings.max_length,
@@ -158,7 +158,7 @@ class TextData(TaskData):
     def results(
         self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """See TaskData: the validation loss before and after training, None without a validation text."""
+        """See TaskData: the validation loss before and after training; None without a validation text."""
         losses = [row["valid_loss"] for row in log if "valid_loss" in row]
         params = sizes["student_params"]
         found: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
