@@ -151,7 +151,8 @@ def distill(
         ds_config: a DeepSpeed configuration, as a file or a dict; by default ZeRO-2 in the dtype of the run.
         output_dir: the run folder; the same call with the same folder resumes an interrupted run. By default the run
             uses a new temporary folder, which is not deleted, and saves no checkpoints.
-        settings: any setting by dotted key, as on the command line: `{"train.micro_batch_size": 8}`.
+        settings: any setting by dotted key, as on the command line:
+            `{"train.micro_batch_size": 8, "teacher.dtype": "bf16"}`.
         keywords: settings of the run, of training, of data or of the method by name: steps, learning_rate,
             global_batch_size, max_length, seed, temperature (kd) ...
 

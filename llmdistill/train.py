@@ -1,7 +1,7 @@
 """The main job: ``deepspeed llmdistill/train.py --ds_config ds_configs/zero2.json``.
 
-The job creates a smaller student from a teacher, trains the student on the teacher's outputs, and reports the scores
-before and after training in a table.
+The job creates a smaller student from a teacher, distils the teacher into the student, and reports the scores of both,
+before and after training, in a table.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from llmdistill.runtime.distributed import World
 
 
 class Stopwatch:
-    """Adds up the time of repeated work; on a GPU it measures without synchronising the device."""
+    """Adds up the time of repeated work; on a GPU it uses events, so that the host does not wait in the block."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

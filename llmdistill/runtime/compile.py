@@ -69,9 +69,8 @@ def compile_layers(recorder: Recorder, *, backend: str = "inductor") -> None:
     """
     for layer in layers_of(recorder.model):
         assert "forward" not in vars(layer), "the layers are compiled already"
-        layer.forward = _compiled(
-            layer, recorder, backend
-        )  # set on the instance, so that the hooks around the call are kept
+        # The method is set on the instance, so that the hooks around the call are kept.
+        layer.forward = _compiled(layer, recorder, backend)
 
 
 def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..., Any]:

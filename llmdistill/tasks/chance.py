@@ -1,4 +1,4 @@
-"""A test whether a model's answers fit their questions better than random questions."""
+"""A test whether a model's answers fit their own questions better than other questions."""
 
 from __future__ import annotations
 

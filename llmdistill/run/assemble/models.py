@@ -66,7 +66,7 @@ def make_teacher(plan: Plan, world: World) -> LiveTeacher:
     dtype = plan.dtype if wanted == "auto" else TORCH_DTYPES[wanted]
     path, sharding = plan.teacher_path, plan.config.teacher.sharding
     if sharding == "zero3" and is_adapter(path):
-        # Under ZeRO-3 a rank has only a shard of the base model, so an adapter must be merged before.
+        # Under ZeRO-3 a rank has only a shard of the base model, so rank 0 merges an adapter first.
         merged = plan.folder / "teacher"
         if not (merged / "config.json").is_file():
             on_main(lambda: merge_adapter(path, merged), world)
