@@ -1,6 +1,6 @@
-"""Compress language models by factorisation and distillation.
+"""Compress language models by factorization and distillation.
 
-After `import llmdistill`, `AutoModelForCausalLM.from_pretrained(student)` loads a factorised student like any other
+After `import llmdistill`, `AutoModelForCausalLM.from_pretrained(student)` loads a factorized student like any other
 model. The import itself loads neither torch nor transformers: the students are registered once transformers is loaded.
 """
 

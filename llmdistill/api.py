@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import changed
-from llmdistill.data.in_memory import Data, Kind, examples_of, kind_of
+from llmdistill.data.in_memory import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.distillation import distil as distil_plans
@@ -51,7 +51,7 @@ def compress(
     device: torch.device | str | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Factorise a model: replace each linear in its layers by a product of two smaller ones (MaKD §3.1, KroneckerBERT).
+    """Factorize a model: replace each linear in its layers by a product of two smaller ones (MaKD §3.1, KroneckerBERT).
 
         student = llmdistill.compress(model, rank=48)
         student.save_pretrained("student")  # AutoModelForCausalLM.from_pretrained("student") loads it
@@ -74,7 +74,7 @@ def compress(
 
     Raises:
         UserError: a setting does not exist, or does not fit the model or the other settings; the model is already
-            factorised; the output folder is not empty.
+            factorized; the output folder is not empty.
     """
     _check_models(model=model)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings}, key="")
@@ -187,7 +187,7 @@ def evaluate(
     model: Model,
     data: Data | Mapping[str, Data],
     *,
-    kind: Kind | None = None,
+    kind: DataKind | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     output: str | Path | None = None,
     **settings: Any,

@@ -161,7 +161,7 @@ class HeadInputs(NamedTuple):
     """The inputs of the last linear of an LM head, whose output rows · weightᵀ + bias is the logits."""
 
     rows: Tensor
-    """(N, K), rows at the positions that predict a label; K is the model's width, or the rank of a factorised head."""
+    """(N, K), rows at the positions that predict a label; K is the model's width, or the rank of a factorized head."""
     weight: Tensor
     """(V, K)."""
     bias: Tensor | None

@@ -73,7 +73,7 @@ def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]
 
 
 def compress(arguments: Sequence[str]) -> None:
-    """Factorise a model folder into a new folder, or with --dry_run report the resulting sizes."""
+    """Factorize a model folder into a new folder, or with --dry_run report the resulting sizes."""
     parsed = parse(_compress_parser(), arguments)
     # Imported here so that --help and errors in the arguments do not wait for torch.
     import torch
@@ -120,13 +120,13 @@ def _compress_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="llmdistill compress",
         exit_on_error=False,
-        description="Factorise a model: every linear of its layers becomes a product of two, low-rank or Kronecker. "
+        description="Factorize a model: every linear of its layers becomes a product of two, low-rank or Kronecker. "
         "With --dry_run nothing but config.json is needed, save for --method kronecker with --target_params, which "
         "looks at the weights.",
     )
     parser.add_argument("--model", type=str, required=True, help="Model folder.")
     parser.add_argument("--output", type=str, help="Folder of the student; needed without --dry_run.")
-    parser.add_argument("--method", choices=get_args(FactorizeMethod), default="svd", help="Kind of factorisation.")
+    parser.add_argument("--method", choices=get_args(FactorizeMethod), default="svd", help="Kind of factorization.")
     text = "With --method kronecker and --target_params: also tell the best combinations of shapes, each that of the "
     text += "first factor where there are as many outputs as inputs or more; elsewhere it is transposed."
     parser.add_argument("--candidates", action="store_true", help=text)
@@ -225,7 +225,7 @@ def _readable(value: Any) -> str:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "train": ("distil a teacher into a smaller student (the main job)", train),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),
-    "compress": ("factorise a model folder", compress),
+    "compress": ("factorize a model folder", compress),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("merge a student into a stock model", export),
     "evaluate": ("score a model: ROUGE-L of its answers, or GLUE after fine-tuning", evaluate),

@@ -1,4 +1,4 @@
-"""Setting up: truncated SVD and nearest Kronecker products against torch.linalg.svd, a whole model factorised and
+"""Setting up: truncated SVD and nearest Kronecker products against torch.linalg.svd, a whole model factorized and
 loaded, a text tokenised and cached.
 
     python scripts/bench_factorize.py           # 2048×8192 at rank 600 and its neighbours, minutes
@@ -8,7 +8,7 @@ loaded, a text tokenised and cached.
 Matrices are fp32. A Kronecker product is found by an SVD of the rearranged matrix, which is thin or nearly square by
 the shape of the factors; a whole BERT-base is its 72 linears and its embedding, by KroneckerBERT_21's shapes and by
 square ones. The model has random bf16 weights and Llama-3.2-1B's shapes (two of its layers without --full), and is
-factorised from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense. Loading
+factorized from a folder into a folder, as `llmdistill compress` does; what the rank would enlarge stays dense. Loading
 is from_pretrained, of the student and of the dense model, whose files the system has just seen.
 
 The last line is JSON with the figures of the first matrix, of the Kronecker products (kronecker), of the model (set_up)
@@ -128,7 +128,7 @@ def bert_row(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def model_row(row: dict[str, Any], device: torch.device) -> Work:
-    """Seconds to factorise a folder's model into another folder, and to load each of both."""
+    """Seconds to factorize a folder's model into another folder, and to load each of both."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from llmdistill.config import FactorizeConfig
@@ -235,7 +235,7 @@ def bench_kronecker(settings: Settings, table: Table) -> dict[str, Any]:
 
 
 def bench_set_up(settings: Settings, table: Table, *, full: bool) -> dict[str, Any]:
-    """A model factorised and loaded."""
+    """A model factorized and loaded."""
     config = LLAMA if full else SMALL if settings.quick else TWO_LAYERS
     rank = RANK["quick" if config is SMALL else "full"]
     row = {"work": "model", "config": config, "rank": rank}

@@ -70,7 +70,7 @@ def kd_step(settings: Settings, table: Table, peers_python: str | None) -> dict[
 
 
 def makd_step(settings: Settings, table: Table) -> dict[str, Any]:
-    """A factorised student of all the teacher's layers."""
+    """A factorized student of all the teacher's layers."""
     small = settings.quick
     sizes: dict[str, Any] = (
         {**SMALL_GPT2, "student_layers": 4, "rank": 64} if small else {**GPT2, "student_layers": 12, "rank": 256}

@@ -1,4 +1,4 @@
-"""How fast factorised students run, against their dense teachers, and against what their multiply-adds promise.
+"""How fast factorized students run, against their dense teachers, and against what their multiply-adds promise.
 
     python scripts/bench_students.py           # GPT-2 by SVD and BERT-base by Kronecker products, minutes
     python scripts/bench_students.py --quick   # small models, seconds

@@ -66,7 +66,7 @@ def bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
 
 
 def low_rank(model: PreTrainedModel, rank: int) -> None:
-    """Factorised modules of random weights: a step costs the same whatever they hold."""
+    """Factorized modules of random weights: a step costs the same whatever they hold."""
     from llmdistill.config import FactorizeConfig
     from llmdistill.factorize import plan
     from llmdistill.factorize.install import install

@@ -15,7 +15,7 @@ class GlueConfig(GridConfig):
     """The model to fine-tune, the tasks of GLUE, and the settings of the training."""
 
     model: str
-    """Folder or hub name of the model: an encoder (dense, factorised or of a smaller shape) or a decoder."""
+    """Folder or hub name of the model: an encoder (dense, factorized or of a smaller shape) or a decoder."""
     teacher: str | None = None
     """Fine-tuned teachers to learn from: the folder of an earlier run of this command, a path with {task} in it, or,
     for one task, the folder of a model. Default: no teacher, only the labels."""

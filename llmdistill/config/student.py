@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FactorizeMethod = Literal["svd", "kronecker"]
-"""Kinds of factorisation."""
+"""Kinds of factorization."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class FactorizeConfig:
     """
 
     rank: int | None = None
-    """svd: one rank for all factorised linears."""
+    """svd: one rank for all factorized linears."""
     ranks: dict[str, int] | None = None
     """svd: rank for each module pattern, as {glob over module names: rank}; the first pattern that matches is used."""
     target_params: str | int | None = None
@@ -26,7 +26,7 @@ class FactorizeConfig:
     the teacher's (62%). svd takes the largest single rank that stays below it; kronecker, only in `llmdistill
     compress`, takes the shapes with the smallest error on the weights, estimated from the weights of three layers."""
     embedding_rank: int | None = None
-    """svd: also factorise the token embedding (and a head that is tied to it) to this rank."""
+    """svd: also factorize the token embedding (and a head that is tied to it) to this rank."""
     sigma: Literal["left", "balanced"] = "left"
     """svd: the position of the singular values: left puts them into A = UΣ (the paper's choice), balanced puts √Σ on
     both sides (kronecker always does this)."""
@@ -58,7 +58,7 @@ class LoraConfig:
     """Dropout before the adapters."""
     targets: list[str] | None = None
     """Ends of the names of the linears that get adapters, such as q_proj; default: every linear of the layers,
-    including the two factors of a factorised linear."""
+    including the two factors of a factorized linear."""
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -93,9 +93,9 @@ class StudentConfig:
     model: str | None = None
     """Folder or hub name of an existing student (made by `llmdistill compress`, another run, or anyone);
     student.shape and student.factorize are then ignored. If neither model nor shape is given, the teacher is
-    factorised."""
+    factorized."""
     method: FactorizeMethod = "svd"
-    """Factorisation that makes the student from the teacher, if the student is factorised: low-rank (svd) or
+    """Factorization that makes the student from the teacher, if the student is factorized: low-rank (svd) or
     Kronecker products."""
     shape: str | None = None
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12; a fourth number sets
@@ -112,7 +112,7 @@ class StudentConfig:
     the one before it, and the student from the last. All are trained with the same settings, each in its own folder
     inside the run's folder."""
     factorize: FactorizeConfig = field(default_factory=FactorizeConfig)
-    """The factorisation."""
+    """The factorization."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """The adapters."""
 

@@ -18,12 +18,12 @@ Data = str | Path | Iterable[Mapping[str, Any]] | Iterable[str]
 """A path, a name (`embedded:train`, or one on the hub), rows of the forms of `parse_row` (a list, a
 datasets.Dataset, any iterable that can be iterated more than once), or texts."""
 
-Kind = Literal["instructions", "text"]
+DataKind = Literal["instructions", "text"]
 
 _FORMS = ("instruction", "messages", "conversations", "prompt")
 
 
-def kind_of(data: Data, *, field: str = "text") -> Kind:
+def kind_of(data: Data, *, field: str = "text") -> DataKind:
     """The kind of the data, by its first row, or by the ending of a file: a .txt is text, any other file instructions.
 
     Args:

@@ -1,4 +1,4 @@
-"""Plans a factorisation and counts the parameters of the student; a model on the meta device is enough."""
+"""Plans a factorization and counts the parameters of the student; a model on the meta device is enough."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops, layer_linears
-from llmdistill.factorize.install import install, is_factorised
+from llmdistill.factorize.install import install, is_factorized
 from llmdistill.factorize.kinds import Size, kind_of
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.kronecker_plan import linear_flops, plan_shapes
@@ -29,8 +29,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factorisation:
-    """A planned factorisation of a model."""
+class Factorization:
+    """A planned factorization of a model."""
 
     sizes: dict[str, Any]
     """Rank or shape by the name of the linear; all other linears stay dense."""
@@ -39,14 +39,14 @@ class Factorisation:
 
 
 def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> dict[str, Any]:
-    """The size of each linear that is to be factorised, by module name: a rank or a KroneckerShape.
+    """The size of each linear that is to be factorized, by module name: a rank or a KroneckerShape.
 
     All other linears stay dense. Raises UserError if the settings are those of another method, contradict each other or
-    do not fit the model, or if the model is already factorised.
+    do not fit the model, or if the model is already factorized.
     """
     check_settings(settings, method)
-    if is_factorised(model):
-        raise UserError(f"this {type(model).__name__} is factorised already; start from the dense teacher")
+    if is_factorized(model):
+        raise UserError(f"this {type(model).__name__} is factorized already; start from the dense teacher")
     sizes: dict[str, Size] = PLANS[method](model, settings)
     return sizes
 
@@ -72,7 +72,7 @@ def embedding_size(settings: FactorizeConfig, method: str) -> int | None:
 
 
 def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str = "svd") -> dict[str, Any]:
-    """Summarise a planned factorisation, from the config.json of a folder (or a config) alone, without weights.
+    """Summarise a planned factorization, from the config.json of a folder (or a config) alone, without weights.
 
     Keys: method, model_type, teacher_params, student_params, ratio, forward_flops (of the student, for one token),
     dense (linears of the layers that stay dense); for svd rank (None if ranks differ), ranks by module, embedding_rank;
@@ -85,8 +85,8 @@ def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, m
 
 def describe(
     model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str
-) -> tuple[dict[str, Any], Factorisation]:
-    """The result of `summarise`, and the factorisation itself."""
+) -> tuple[dict[str, Any], Factorization]:
+    """The result of `summarise`, and the factorization itself."""
     config = load_config(model) if isinstance(model, Path | str) else model
     reference = build_reference(config)
     teacher_params = count_parameters(reference)
@@ -106,7 +106,7 @@ def describe(
         "dense": [name for name in linears if name not in sizes],
         kind_of(method).embedding_key: embedding,
     }
-    return summary, Factorisation(sizes=sizes, embedding=embedding)
+    return summary, Factorization(sizes=sizes, embedding=embedding)
 
 
 def _of_ranks(_model: PreTrainedModel, ranks: dict[str, int]) -> dict[str, Any]:

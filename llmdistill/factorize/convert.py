@@ -1,4 +1,4 @@
-"""Factorises loaded weights: a model in place, or the model of a folder into a new folder (MaKD §3.1)."""
+"""Factorizes loaded weights: a model in place, or the model of a folder into a new folder (MaKD §3.1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmdistill.factorize.budget import describe
 from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import base_name, install, matrix, tied_heads, token_embedding
-from llmdistill.factorize.kinds import Kind, Sigma, Size, kind_of
+from llmdistill.factorize.kinds import FactorizationKind, Sigma, Size, kind_of
 from llmdistill.factorize.kronecker_search import needs_search, search, search_folder
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
@@ -45,10 +45,10 @@ def factorize(
     is decomposed on `device` (by default where the matrix is), one at a time, so a GPU can be used even if it cannot
     hold the model. dtype and device of the model stay the same, the arithmetic is fp32 or finer; a tied head stays
     tied. save_pretrained then writes a student that from_pretrained loads. Raises UserError if the model is already
-    factorised or quantised, or if a matrix has values that are not finite.
+    factorized or quantised, or if a matrix has values that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(f"this {type(model).__name__} is factorised or quantised already; start from the dense teacher")
+        raise UserError(f"this {type(model).__name__} is factorized or quantised already; start from the dense teacher")
     base = model.base_model
     kind = kind_of(method)
     names = {base_name(model, name): size for name, size in sizes.items()}
@@ -76,7 +76,7 @@ def compress_model(
     device: torch.device | None = None,
     in_place: bool = False,
 ) -> PreTrainedModel:
-    """A factorised copy of a loaded model, or the factorised model itself if `in_place` is set.
+    """A factorized copy of a loaded model, or the factorized model itself if `in_place` is set.
 
     Args:
         model: a dense model with any head; the copy has the same dtype, device and mode.
@@ -86,17 +86,17 @@ def compress_model(
         in_place: whether to change the model instead of a copy.
 
     Raises:
-        UserError: settings contradict each other or do not fit the model, or the model is already factorised.
+        UserError: settings contradict each other or do not fit the model, or the model is already factorized.
     """
     if needs_search(settings, method):
         settings = search(model, settings, device=device)[0].settings
-    _, factorisation = describe(copy.deepcopy(model.config), settings, method)
-    student = model if in_place else _copy_without(model, factorisation.sizes)
+    _, factorization = describe(copy.deepcopy(model.config), settings, method)
+    student = model if in_place else _copy_without(model, factorization.sizes)
     factorize(
         student,
-        factorisation.sizes,
+        factorization.sizes,
         method=method,
-        embedding=factorisation.embedding,
+        embedding=factorization.embedding,
         sigma=settings.sigma,
         device=device,
         progress=True,
@@ -119,7 +119,7 @@ def compress(
     device: torch.device | None = None,
     head: Head | None = None,
 ) -> dict[str, Any]:
-    """Factorise the model of a folder into a new folder that from_pretrained loads; returns what `summarise` does.
+    """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarise` does.
 
     The model keeps its dtype, its tokenizer, its generation settings, and its class with its heads, unless `head` asks
     for another head (a head that the folder lacks gets random weights). Raises UserError for invalid settings,
@@ -129,7 +129,7 @@ def compress(
     config = load_config(model_dir)
     if needs_search(settings, method):
         settings = search_folder(model_dir, settings, device=device)[0].settings
-    summary, factorisation = describe(config, settings, method)
+    summary, factorization = describe(config, settings, method)
     with new_folder(output_dir) as folder:
         source = local_folder(model_dir)
         if head is None:
@@ -138,9 +138,9 @@ def compress(
             model = load_model(source, dtype=cast("torch.dtype", "auto"), head=head, new_head=True)
         factorize(
             model,
-            factorisation.sizes,
+            factorization.sizes,
             method=method,
-            embedding=factorisation.embedding,
+            embedding=factorization.embedding,
             sigma=settings.sigma,
             device=device,
             progress=True,
@@ -151,7 +151,7 @@ def compress(
 
 
 def _unshare_config(model: PreTrainedModel) -> None:
-    """Give the model its own config: a config shared with the teacher must not describe the teacher as factorised."""
+    """Give the model its own config: a config shared with the teacher must not describe the teacher as factorized."""
     shared = model.config
     own: Any = copy.deepcopy(shared)
     for module in model.modules():
@@ -180,7 +180,7 @@ def _factors(
 
 
 def _embedding_factors(
-    kind: Kind, model: PreTrainedModel, size: int, sigma: Sigma, device: torch.device | None
+    kind: FactorizationKind, model: PreTrainedModel, size: int, sigma: Sigma, device: torch.device | None
 ) -> dict[str, Tensor]:
     name, embedding = token_embedding(model)
     for head in tied_heads(model, name):

@@ -1,4 +1,4 @@
-"""Counts parameters and FLOPs, and finds the linears that can be factorised; works on the meta device."""
+"""Counts parameters and FLOPs, and finds the linears that can be factorized; works on the meta device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def forward_flops(model: nn.Module) -> int:
 
 
 def build_reference(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model whose parameters papers count, on the meta device, factorised if its config says so.
+    """The model whose parameters papers count, on the meta device, factorized if its config says so.
 
     This is the base model (with pooler) for encoders, and the causal LM for decoders. Raises UserError if the
     architecture is not supported.
@@ -61,7 +61,7 @@ def build_reference(config: PreTrainedConfig) -> PreTrainedModel:
 def layer_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The linears of the transformer layers by name: every nn.Linear and Conv1D in an nn.ModuleList of the base model.
 
-    Every architecture keeps its layers in a list. The modules that must not be factorised with them (embeddings,
+    Every architecture keeps its layers in a list. The modules that must not be factorized with them (embeddings,
     pooler, lm_head, classifier) are outside of this list or outside of the base model, so no table of architectures is
     needed. Raises UserError if there is no such linear.
     """
@@ -75,7 +75,7 @@ def layer_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
     }
     if not found:
         raise UserError(
-            f"{type(model).__name__} holds no nn.Linear or Conv1D in a list of layers, so there is nothing to factorise"
+            f"{type(model).__name__} holds no nn.Linear or Conv1D in a list of layers, so there is nothing to factorize"
         )
     return found
 

@@ -61,7 +61,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
     config = load_config(student_dir)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != NAME:
         raise UserError(
-            f"{student_dir} is no factorised student: its config.json has no quantization_config of llmdistill"
+            f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill"
         )
     with new_folder(out_dir) as folder:
         source = local_folder(student_dir)

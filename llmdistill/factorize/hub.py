@@ -1,7 +1,7 @@
-"""Lets transformers load a student: config.json holds the factorisation, and a hook replaces the modules.
+"""Lets transformers load a student: config.json holds the factorization, and a hook replaces the modules.
 
 transformers calls its hook for changed modules "quantizer", but nothing is quantised here. The named linears are
-factorised before the weights are read, while the model is on the meta device; after that, loading is the stock one
+factorized before the weights are read, while the model is on the meta device; after that, loading is the stock one
 (sharded files, dtype, device_map, tied weights). Without `import llmdistill` transformers warns of an unknown
 quantization type and loads the dense architecture with random weights.
 
@@ -34,7 +34,7 @@ NAME = "llmdistill"
 
 
 class FactorizedConfig(QuantizationConfigMixin):
-    """The factorisation of a student, stored in config.json as `quantization_config`."""
+    """The factorization of a student, stored in config.json as `quantization_config`."""
 
     quant_method: Any  # transformers types it as its own enum, which has no registered methods
 
@@ -67,7 +67,7 @@ class FactorizedConfig(QuantizationConfigMixin):
         setattr(self, kind.embedding_key, embedding.get(kind.embedding_key))
 
     def install(self, model: PreTrainedModel) -> None:
-        """Replace named modules of a dense model by factorised ones with random weights, also on the meta device."""
+        """Replace named modules of a dense model by factorized ones with random weights, also on the meta device."""
         from llmdistill.factorize.install import install
         from llmdistill.factorize.kinds import KINDS
 
@@ -84,7 +84,7 @@ def _unknown(what: str) -> UserError:
 
 
 def install_saved(model: PreTrainedModel) -> None:
-    """Give a new model the factorised modules that its config asks for, if any, as loading does, but without weights.
+    """Give a new model the factorized modules that its config asks for, if any, as loading does, but without weights.
 
     This is needed for counting, because a model that transformers builds from a config alone is always dense.
     """
@@ -101,7 +101,7 @@ class FactorizedLoader(HfQuantizer):
     quantization_config: FactorizedConfig
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UserError for factorisation during loading, because that needs the dense weights first."""
+        """Raises UserError for factorization during loading, because that needs the dense weights first."""
         if not self.pre_quantized:
             raise UserError(
                 "quantization_config of llmdistill describes a saved student and cannot be passed to from_pretrained; "

@@ -1,4 +1,4 @@
-"""Replaces dense modules of a transformers model by factorised ones, in place, and keeps the ties."""
+"""Replaces dense modules of a transformers model by factorized ones, in place, and keeps the ties."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.kinds import (
     FACTORISED_EMBEDDINGS,
     FACTORISED_LINEARS,
-    FactorisedHead,
-    FactorisedLinear,
-    Kind,
+    FactorizationKind,
+    FactorizedHead,
+    FactorizedLinear,
     Size,
     kind_of,
 )
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LINEAR_TYPES = (nn.Linear, Conv1D)
-"""The types of linears that can be factorised. The type must match exactly: a subclass (quantised, or used by a
+"""The types of linears that can be factorized. The type must match exactly: a subclass (quantised, or used by a
 fused kernel of its library) is left unchanged."""
 
 
@@ -44,13 +44,13 @@ def base_name(model: PreTrainedModel, name: str) -> str:
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
-def is_factorised(model: PreTrainedModel) -> bool:
-    """Whether any module of the model is factorised."""
+def is_factorized(model: PreTrainedModel) -> bool:
+    """Whether any module of the model is factorized."""
     return any(isinstance(module, FACTORISED_LINEARS + FACTORISED_EMBEDDINGS) for module in model.modules())
 
 
 def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | None, method: str = "svd") -> None:
-    """Replace the named linears, and the token embedding, by factorised modules with random weights, in place.
+    """Replace the named linears, and the token embedding, by factorized modules with random weights, in place.
 
     `sizes` has a rank or a shape by the name of each linear, in the model or in its base model; `embedding` is the rank
     or the columns of the token embedding, None keeps it dense. Works on the meta device. Raises UserError if the model
@@ -63,12 +63,12 @@ def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | 
             dense = base.get_submodule(own_name)
         except AttributeError:
             raise UserError(
-                f"{type(model).__name__} has no module {own_name!r}, which the factorisation names; "
+                f"{type(model).__name__} has no module {own_name!r}, which the factorization names; "
                 "check that the student's config.json belongs to this architecture"
             ) from None
         if type(dense) not in LINEAR_TYPES:
             raise UserError(
-                f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorised"
+                f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorized"
             )
         replace(base, own_name, like(kind.linear, dense, size))
     if embedding is not None:
@@ -76,14 +76,14 @@ def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | 
 
 
 def like(make: Any, dense: nn.Module, size: Size) -> Any:
-    """A factorised module with random weights, with the shape, dtype, device and the same bias as the dense one."""
+    """A factorized module with random weights, with the shape, dtype, device and the same bias as the dense one."""
     m, n = features(dense)
     weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
-    factorised: FactorisedLinear | FactorisedHead
-    factorised = make(n, m, size, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    factorized: FactorizedLinear | FactorizedHead
+    factorized = make(n, m, size, bias=bias is not None, device=weight.device, dtype=weight.dtype)
     if bias is not None:
-        replace(factorised, factorised.bias_name, bias)
-    return factorised
+        replace(factorized, factorized.bias_name, bias)
+    return factorized
 
 
 def replace(root: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
@@ -98,7 +98,7 @@ def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
     if type(embedding) is not nn.Embedding:
         raise UserError(
             f"the token embedding of {type(model).__name__} is a {type(embedding).__name__}, only a plain nn.Embedding "
-            "can be factorised; leave embedding_rank and embedding_columns out"
+            "can be factorized; leave embedding_rank and embedding_columns out"
         )
     return next(name for name, module in model.named_modules() if module is embedding), embedding
 
@@ -112,10 +112,10 @@ def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:
     ]
 
 
-def _install_embedding(model: PreTrainedModel, size: int, kind: Kind) -> None:
+def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKind) -> None:
     name, dense = token_embedding(model)
     heads = tied_heads(model, name)
-    factorised = kind.embedding(
+    factorized = kind.embedding(
         dense.num_embeddings,
         dense.embedding_dim,
         size,
@@ -123,11 +123,11 @@ def _install_embedding(model: PreTrainedModel, size: int, kind: Kind) -> None:
         device=dense.weight.device,
         dtype=dense.weight.dtype,
     )
-    replace(model, name, factorised)
+    replace(model, name, factorized)
     keys = dict(model._tied_weights_keys or {})
     for head in heads:
         tied = like(kind.head, model.get_submodule(head), size)
-        tied.A.weight, tied.B.weight = factorised.B.weight, factorised.A.weight
+        tied.A.weight, tied.B.weight = factorized.B.weight, factorized.A.weight
         replace(model, head, tied)
         del keys[f"{head}.weight"]
         keys = {target.replace(f"{head}.bias", f"{head}.{tied.bias_name}"): keys[target] for target in keys}

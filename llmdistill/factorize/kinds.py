@@ -1,4 +1,4 @@
-"""The kinds of factorisation, and all their differences in changing, saving, loading and merging models.
+"""The kinds of factorization, and all their differences in changing, saving, loading and merging models.
 
 A kind is a row of the table at the end. The code that installs, loads, fills and merges modules reads this table and
 has no special cases for a kind.
@@ -19,32 +19,32 @@ from llmdistill.factorize.lowrank_modules import LowRankEmbedding, LowRankLinear
 from llmdistill.factorize.svd import place_sigma, truncated_svd
 
 Size: TypeAlias = int | KroneckerShape
-"""The size of a factorised matrix: a rank, or the shape of its first Kronecker factors."""
+"""The size of a factorized matrix: a rank, or the shape of its first Kronecker factors."""
 Sigma = Literal["left", "balanced"]
-FactorisedLinear: TypeAlias = LowRankLinear | KroneckerLinear
-FactorisedHead: TypeAlias = LowRankLinear | KroneckerHead
-FactorisedEmbedding: TypeAlias = LowRankEmbedding | KroneckerEmbedding
+FactorizedLinear: TypeAlias = LowRankLinear | KroneckerLinear
+FactorizedHead: TypeAlias = LowRankLinear | KroneckerHead
+FactorizedEmbedding: TypeAlias = LowRankEmbedding | KroneckerEmbedding
 FACTORISED_LINEARS = (LowRankLinear, KroneckerLinear, KroneckerHead)
 FACTORISED_EMBEDDINGS = (LowRankEmbedding, KroneckerEmbedding)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of factorisation. Each of its modules has `dense(dtype)`, each of its linears `bias_name`."""
+class FactorizationKind:
+    """One kind of factorization. Each of its modules has `dense(dtype)`, each of its linears `bias_name`."""
 
     embedding_key: str
-    """The key of the factorised embedding's size, in settings and in config.json."""
+    """The key of the factorized embedding's size, in settings and in config.json."""
     dense_embedding: int | None
     """The size of the embedding that means a dense table, if there is one."""
     read_size: Callable[[Any], Any]
     """Reads the size of a matrix from its value in config.json; raises ValueError or TypeError for any other value."""
     write_size: Callable[[Any], Any]
     """Writes the size of a matrix as a plain JSON value."""
-    linear: Callable[..., FactorisedLinear]
+    linear: Callable[..., FactorizedLinear]
     """(inputs, outputs, size, *, bias, device, dtype) -> a linear with random weights."""
-    embedding: Callable[..., FactorisedEmbedding]
+    embedding: Callable[..., FactorizedEmbedding]
     """(vocabulary, width, size, *, padding_idx, device, dtype) -> a token embedding with random weights."""
-    head: Callable[..., FactorisedHead]
+    head: Callable[..., FactorizedHead]
     """(width, vocabulary, size, *, bias, device, dtype) -> a head that can be tied to the embedding: the head's
     A.weight is the embedding's B.weight, the head's B.weight the embedding's A.weight."""
     factors: Callable[[Tensor, Any, Sigma], dict[str, Tensor]]
@@ -87,8 +87,8 @@ def _kronecker_embedding_factors(table: Tensor, columns: int, _sigma: Sigma) -> 
     return {"A.weight": a[0], "B.weight": b[0, 0]}
 
 
-KINDS: dict[str, Kind] = {
-    "svd": Kind(
+KINDS: dict[str, FactorizationKind] = {
+    "svd": FactorizationKind(
         embedding_key="embedding_rank",
         dense_embedding=None,
         read_size=_rank,
@@ -99,7 +99,7 @@ KINDS: dict[str, Kind] = {
         factors=_svd_factors,
         embedding_factors=_svd_embedding_factors,
     ),
-    "kronecker": Kind(
+    "kronecker": FactorizationKind(
         embedding_key="embedding_columns",
         dense_embedding=1,
         read_size=_shape,
@@ -114,8 +114,8 @@ KINDS: dict[str, Kind] = {
 """The kinds by the `method` of settings and of a student's config.json."""
 
 
-def kind_of(method: str) -> Kind:
+def kind_of(method: str) -> FactorizationKind:
     """The kind of a method. Raises UserError for an unknown method."""
     if method not in KINDS:
-        raise UserError(f"there is no method {method!r} of factorisation; there are {', '.join(KINDS)}")
+        raise UserError(f"there is no method {method!r} of factorization; there are {', '.join(KINDS)}")
     return KINDS[method]

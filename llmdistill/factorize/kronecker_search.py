@@ -25,7 +25,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.budget import check_settings
 from llmdistill.factorize.checkpoint import load, local_folder
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, parse_target
-from llmdistill.factorize.install import features, is_factorised, token_embedding
+from llmdistill.factorize.install import features, is_factorized, token_embedding
 from llmdistill.factorize.kronecker import dense_flops
 from llmdistill.factorize.kronecker_options import (
     Group,
@@ -55,7 +55,7 @@ class Candidate:
     shapes: dict[str, str]
     """Shape of the first factor by group, for a matrix with at least as many outputs as inputs; or dense."""
     embedding_columns: int
-    """Columns of the factorised token embedding; 1 keeps the table as it is."""
+    """Columns of the factorized token embedding; 1 keeps the table as it is."""
     params: int
     """Number of parameters of the model that papers count."""
     flops_per_token: int
@@ -103,8 +103,8 @@ def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.d
     check_settings(settings, "kronecker")
     check_choice(settings)
     reference = build_reference(model.config)
-    if is_factorised(reference):
-        raise UserError(f"this {type(model).__name__} is factorised already; start from the dense teacher")
+    if is_factorized(reference):
+        raise UserError(f"this {type(model).__name__} is factorized already; start from the dense teacher")
     check_embedding(reference, settings.embedding_columns)
     linears = {name: features(module) for name, module in layer_linears(reference).items()}
     all_flops = sum(dense_flops(m, n) for m, n in linears.values())

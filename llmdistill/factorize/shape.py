@@ -12,7 +12,7 @@ from llmdistill.factorize.budget import plan
 from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.export import merge
-from llmdistill.factorize.install import is_factorised
+from llmdistill.factorize.install import is_factorized
 from llmdistill.factorize.kinds import kind_of
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
@@ -45,8 +45,8 @@ def make_student(
         shape: depth, width, heads, and optionally feed-forward width.
         init: random, the initial weights of the architecture's own training; layers or slice, as in `initialise`.
         layers: the teacher's layers for layers and slice, as parsed by `teacher_layers`.
-        embedding: rank or columns of the factorised token embedding; None keeps it dense.
-        method: the method of that factorisation.
+        embedding: rank or columns of the factorized token embedding; None keeps it dense.
+        method: the method of that factorization.
         seed: the seed of the random weights; torch's own generator is not changed.
         head: the head of the student.
 
@@ -67,7 +67,7 @@ def make_student(
             plan(student, FactorizeConfig(**settings), method)
         if init != "random":
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)
-            if is_factorised(teacher):
+            if is_factorized(teacher):
                 merge(teacher)
             initialise(student, teacher, init=init, layers=chosen)
         if embedding is not None:

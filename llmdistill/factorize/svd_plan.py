@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan_ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
-    """The rank of each linear that is to be factorised, by module name; all other linears stay dense.
+    """The rank of each linear that is to be factorized, by module name; all other linears stay dense.
 
     With a single rank, given or computed from a target, a linear that would not become smaller stays dense: k (n + m)
     >= n m. Ranks by pattern are used exactly as given. Raises UserError if settings contradict each other or do not fit
@@ -91,7 +91,7 @@ def _plan_target(shapes: Mapping[str, Shape], target: int, fixed: int, settings:
     largest = _largest_useful(shapes)
     rank = bisect_right(range(1, largest + 1), target, key=total)
     if rank == 0:
-        remedy = "factorise the token embedding too" if settings.embedding_rank is None else "lower"
+        remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"
         raise UserError(
             f"target_params {settings.target_params} ({target:,}) is out of reach: ranks 1 to {largest} give "
             f"{total(1):,} to {total(largest):,} parameters; raise the target, or {remedy} (embedding_rank)"

@@ -47,7 +47,7 @@ def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int) -> 
         return f"{model} is an adapter, which vLLM does not merge into its base; take --engine hf"
     if _quantization(load_config(model)) == "llmdistill":
         return (
-            f"{model} is factorised, which vLLM does not know; make it dense with `llmdistill export --dense`, "
+            f"{model} is factorized, which vLLM does not know; make it dense with `llmdistill export --dense`, "
             "or take --engine hf"
         )
     return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import LossSum
-from llmdistill.losses.fused.block_rows import Kind
+from llmdistill.losses.fused.block_rows import AttentionKind
 from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
 from llmdistill.losses.fused.triton import available
 
@@ -77,7 +77,7 @@ def attention_score_mse(
 
 
 def _layer_loss(
-    kind: Kind,
+    kind: AttentionKind,
     student: AttentionInputs,
     teacher: AttentionInputs,
     attention_mask: Tensor,
@@ -102,7 +102,7 @@ def _layer_loss(
 
 
 def _loss(
-    kind: Kind,
+    kind: AttentionKind,
     student: AttentionInputs,
     teacher: AttentionInputs,
     visibility: Visibility,
@@ -144,7 +144,7 @@ class _LayerLoss(torch.autograd.Function):
         key: Tensor | None,
         scaling: float,
         teacher: AttentionInputs,
-        kind: Kind,
+        kind: AttentionKind,
         visibility: Visibility,
     ) -> Tensor:
         student = AttentionInputs(query, query if key is None else key, scaling)

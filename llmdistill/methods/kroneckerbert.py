@@ -18,7 +18,7 @@ from llmdistill.objective import TOKENS, Objective
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerbertConfig:
-    """The loss of KroneckerBERT (eq. 14), between all layers of the teacher and of its factorised copy. A weight of
+    """The loss of KroneckerBERT (eq. 14), between all layers of the teacher and of its factorized copy. A weight of
     0 drops the term; in the paper all weights are 1."""
 
     embedding: float = 1.0
@@ -51,7 +51,7 @@ def build_kroneckerbert(
     student: PreTrainedConfig,
     objective: Objective = TOKENS,
 ) -> Method:
-    """The loss of KroneckerBERT (eq. 14), for a student with the shape of its teacher, with any factorisation.
+    """The loss of KroneckerBERT (eq. 14), for a student with the shape of its teacher, with any factorization.
 
     The terms are: the MSE of the embedding's output, of the attention scores before the softmax (O_l of eq. 9) and of
     the feed-forward outputs H_l; the soft cross-entropy on the logits (the paper does not give a formula for this

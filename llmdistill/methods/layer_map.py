@@ -103,7 +103,7 @@ def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method:
 
 
 def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
-    """Check that all sizes agree, as layers and heads are compared one by one; the factorisation may differ.
+    """Check that all sizes agree, as layers and heads are compared one by one; the factorization may differ.
 
     Raises:
         UserError: a size differs.
@@ -118,7 +118,7 @@ def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, me
         if of_student[name] != size:
             raise UserError(
                 f"{method} compares layer with layer and head with head, but {name} is {size} in the teacher and "
-                f"{of_student[name]} in the student: factorise the teacher instead of reshaping it"
+                f"{of_student[name]} in the student: factorize the teacher instead of reshaping it"
             )
 
 

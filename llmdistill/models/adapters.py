@@ -23,7 +23,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LINEAR_TYPES = (nn.Linear, Conv1D)
 _FACTORS = (".A", ".B")
-"""Name suffixes of the two factors of a factorised linear."""
+"""Name suffixes of the two factors of a factorized linear."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -200,7 +200,7 @@ def _adapted(model: PreTrainedModel) -> list[tuple[str, Any]]:
 
 
 def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
-    """Full names of the linears to adapt. A target may also be the name of a factorised linear."""
+    """Full names of the linears to adapt. A target may also be the name of a factorized linear."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     _refuse_kronecker(layers, targets)

@@ -81,7 +81,7 @@ def whole(head: HeadInputs) -> AbstractContextManager[Any]:
 
 
 def _last_linear(model: PreTrainedModel) -> nn.Linear | None:
-    """The last linear of the LM head: the head itself, or the second of the two linears of a factorised head."""
+    """The last linear of the LM head: the head itself, or the second of the two linears of a factorized head."""
     head = model.get_output_embeddings()
     if head is None:
         return None

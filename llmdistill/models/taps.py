@@ -56,7 +56,7 @@ class Recorder:
             logits = model(**inputs).logits
         taps = recorder.take()
 
-    Build the recorder when the modules are final: after factorisation, and after `deepspeed.initialize`. The hooks of
+    Build the recorder when the modules are final: after factorization, and after `deepspeed.initialize`. The hooks of
     ZeRO-3 wrap the outputs of modules, so that their parameters are gathered in the backward pass, and the taps must
     record the wrapped outputs. For the same reason a loss under ZeRO-3 must also depend on the model's output, if only
     with weight 0.

@@ -111,9 +111,9 @@ def _train(
         log.start(trainer.validation_loss())
     trainer.run(start, log)
     log.close()
-    told = data.after_training(loader)
-    if told is not None:
-        print_main(f"Data        {told}", world)
+    report = data.after_training(loader)
+    if report is not None:
+        print_main(f"Data        {report}", world)
     save_student(
         trainer.engine,
         world,

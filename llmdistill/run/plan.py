@@ -52,7 +52,7 @@ class Plan:
     world_size: int
     method: Method
     sizes: dict[str, Any]
-    """`teacher_params`, `student_params`, `ranks` and other values of the factorisation."""
+    """`teacher_params`, `student_params`, `ranks` and other values of the factorization."""
     teacher_config: PreTrainedConfig
     student_config: PreTrainedConfig
     objective: Objective
@@ -268,7 +268,7 @@ def _student(
     """Return the student's config and the sizes of the models."""
     settings = config.student
     if settings.model is None and settings.shape is None:
-        # A factorised student has the shape of its teacher.
+        # A factorized student has the shape of its teacher.
         return teacher, summarise(teacher, settings.factorize, settings.method)
     if settings.model is not None:
         student, how = _model_config(task, "student.model", settings.model, pending), "given"

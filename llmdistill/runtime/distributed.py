@@ -70,7 +70,7 @@ def init_distributed(command: str = "") -> World:
         # The ranks of a node share its cores, but torch would use all cores in each rank.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    # The ranks wait while rank 0 factorises or saves, which can take more than half an hour for a large model.
+    # The ranks wait while rank 0 factorizes or saves, which can take more than half an hour for a large model.
     deepspeed.init_distributed(timeout=timedelta(hours=6))
     barrier()
     _forget_shared_memory()

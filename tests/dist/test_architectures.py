@@ -1,4 +1,4 @@
-"""Students of other families and shapes through the whole job: factorise, five steps, export."""
+"""Students of other families and shapes through the whole job: factorize, five steps, export."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_run(folder: Path, dense: Path) -> None:
     assert torch.allclose(*logits, atol=1e-5, rtol=0)
 
 
-def test_untied_llama_with_factorised_embedding_and_rank_per_pattern(launch, tmp_path):
+def test_untied_llama_with_factorized_embedding_and_rank_per_pattern(launch, tmp_path):
     source = locate("embedded:teacher")
     teacher = tmp_path / "teacher"
     torch.manual_seed(1)

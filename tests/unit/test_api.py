@@ -151,7 +151,7 @@ class TestCompress:
             llmdistill.compress(model, **settings)
         assert all(word in str(error.value) for word in words)
 
-    def test_a_factorised_model_is_refused(self, model):
+    def test_a_factorized_model_is_refused(self, model):
         with pytest.raises(UserError, match="already"):
             llmdistill.compress(llmdistill.compress(model, rank=8), rank=4)
 

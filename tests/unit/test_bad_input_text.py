@@ -62,7 +62,7 @@ def test_a_shape_that_is_none(fails, teacher):
 
 
 def test_a_shape_beside_makd_is_refused(fails, teacher):
-    assert "factorise the teacher" in fails("--teacher.model", teacher(), "--student.shape", "2x32x4")
+    assert "factorize the teacher" in fails("--teacher.model", teacher(), "--student.shape", "2x32x4")
 
 
 def test_next_sentences_where_there_is_no_head_for_them(fails, teacher):

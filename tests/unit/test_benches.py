@@ -189,7 +189,7 @@ def test_gradients_of_the_fused_losses(loss):
     assert all(found[kind] <= limit for kind, limit in GRADIENTS.items()), found
 
 
-def test_factorised_student_has_fewer_multiply_adds():
+def test_factorized_student_has_fewer_multiply_adds():
     from bench_students import build
 
     sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 2, "batch": 1, "tokens": 3, "new": 2}
@@ -199,9 +199,9 @@ def test_factorised_student_has_fewer_multiply_adds():
     }
     # Of a layer's matrices: 12 W² for a dense one, 2 (4 + 2 + 5 + 5) W at rank 2; the head's come on top of both.
     per_layer = 12 * 16**2 - 2 * (4 + 2 + 5 + 5) * 16
-    dense, factorised = (counts[rank].facts["multiply_adds"] for rank in (None, 2))
+    dense, factorized = (counts[rank].facts["multiply_adds"] for rank in (None, 2))
     # Three tokens of prompt, then one new one that is read for the second.
-    assert dense - factorised == 2 * per_layer * (3 + 1)
+    assert dense - factorized == 2 * per_layer * (3 + 1)
 
 
 def test_kronecker_student_has_fewer_multiply_adds():
@@ -209,8 +209,8 @@ def test_kronecker_student_has_fewer_multiply_adds():
 
     sizes = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 3, "batch": 2, "tokens": 5}
     shapes = {"*.attention.*": "8x2", "*.intermediate.dense": "4x2", "*.output.dense": "2x4"}
-    factorised = {**sizes, "factorize": {"shapes": shapes, "embedding_columns": 4}}
-    dense, student = (build(row, torch.device("cpu")).facts["multiply_adds"] for row in (sizes, factorised))
+    factorized = {**sizes, "factorize": {"shapes": shapes, "embedding_columns": 4}}
+    dense, student = (build(row, torch.device("cpu")).facts["multiply_adds"] for row in (sizes, factorized))
     # The first factor's n1 m2 m1 and the second one's n2 m2 n1 (n1 n2 m1 with the first one first) for each token.
     attention = 16 * 16 - (2 * 2 * 8 + 8 * 2 * 2)
     up, down = 64 * 16 - (8 * 16 * 2 + 2 * 16 * 4), 16 * 64 - (4 * 16 * 2 + 16 * 8 * 2)

@@ -12,7 +12,7 @@ from llmdistill.config.tasks import ProtocolName
 
 
 @dataclass(frozen=True)
-class Trial:
+class Point:
     """One fine-tuning run."""
 
     learning_rate: float
@@ -41,10 +41,10 @@ class Grid:
         """Return the settings that all runs share, by name."""
         return {key: getattr(self, key) for key in _SHARED}
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[Point]:
         """Return all trials; the trials that differ only in the seed are adjacent."""
         settings = [(rate, epochs) for rate in self.learning_rates for epochs in self.epochs]
-        return [Trial(rate, epochs, seed) for rate, epochs in settings for seed in self.seeds]
+        return [Point(rate, epochs, seed) for rate, epochs in settings for seed in self.seeds]
 
 
 _SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
@@ -89,15 +89,15 @@ class Choice:
     learning_rate: float
     epochs: int
     seeds: tuple[int, ...]
-    best: Trial
+    best: Point
     """The trial of these settings with the best score; the first one if several are equal."""
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[Point]:
         """Return the trials of these settings."""
-        return [Trial(self.learning_rate, self.epochs, seed) for seed in self.seeds]
+        return [Point(self.learning_rate, self.epochs, seed) for seed in self.seeds]
 
 
-def choose(scores: Mapping[Trial, float], grid: Grid) -> Choice:
+def choose(scores: Mapping[Point, float], grid: Grid) -> Choice:
     """Choose the settings with the highest mean score, the first in the grid if several are equal.
 
     Only settings that have a score for every seed are compared.
@@ -109,12 +109,12 @@ def choose(scores: Mapping[Trial, float], grid: Grid) -> Choice:
     return Choice(best.learning_rate, best.epochs, grid.seeds, best)
 
 
-def complete(scores: Collection[Trial], grid: Grid) -> list[list[Trial]]:
+def complete(scores: Collection[Point], grid: Grid) -> list[list[Point]]:
     """Return the trials of each combination of settings that has a score for every seed."""
     return [group for group in _groups(grid) if all(trial in scores for trial in group)]
 
 
-def may_be_best(scores: Mapping[Trial, float], grid: Grid) -> set[Trial]:
+def may_be_best(scores: Mapping[Point, float], grid: Grid) -> set[Point]:
     """Return the trials whose model may still be the best: the best trial so far, and the best of unfinished settings.
 
     Settings are unfinished if some of their seeds have no score yet.
@@ -127,7 +127,7 @@ def may_be_best(scores: Mapping[Trial, float], grid: Grid) -> set[Trial]:
     return leaders
 
 
-def _groups(grid: Grid) -> list[list[Trial]]:
+def _groups(grid: Grid) -> list[list[Point]]:
     trials, size = grid.trials(), len(grid.seeds)
     return [trials[start : start + size] for start in range(0, len(trials), size)]
 

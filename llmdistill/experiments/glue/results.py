@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llmdistill.experiments.glue.grid import Choice, Grid, Trial, complete, mean_and_std
+from llmdistill.experiments.glue.grid import Choice, Grid, Point, complete, mean_and_std
 from llmdistill.files import write_text
 from llmdistill.report.record import record_lines
 from llmdistill.report.spread import plus_minus
@@ -28,7 +28,7 @@ NAMES: dict[Convention, str] = {
 
 
 def summarise(
-    data: TaskFiles, grid: Grid, results: Mapping[Trial, Mapping[str, Any]], choice: Choice
+    data: TaskFiles, grid: Grid, results: Mapping[Point, Mapping[str, Any]], choice: Choice
 ) -> dict[str, Any]:
     """Return a task's part of results.json, as plain JSON values."""
     chosen = [results[trial]["dev"] for trial in choice.trials()]

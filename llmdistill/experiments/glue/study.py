@@ -26,11 +26,11 @@ from llmdistill.config.command_line import config_from_dict, set_value, to_dict
 from llmdistill.config.glue import GlueConfig
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.grid import Choice, Grid, Trial, choose, complete, grid_of, may_be_best
+from llmdistill.experiments.glue.grid import Choice, Grid, Point, choose, complete, grid_of, may_be_best
 from llmdistill.experiments.glue.results import summarise
 from llmdistill.experiments.glue.teachers import BEST
 from llmdistill.experiments.launcher import InProcess
-from llmdistill.experiments.trials import Trial as StudyTrial
+from llmdistill.experiments.trials import Trial
 from llmdistill.files import new_folder
 from llmdistill.methods import METHODS
 from llmdistill.models.forward import TappedModel
@@ -80,7 +80,7 @@ class TaskStudy:
         """The task's examples."""
         return read_task(self.task, self.config.data_dir, self.config.limit)
 
-    def run_of(self, trial: Trial) -> RunConfig:
+    def run_of(self, trial: Point) -> RunConfig:
         """Return the run of a trial.
 
         Raises:
@@ -169,7 +169,7 @@ class TaskStudy:
         metrics = on_main(lambda: finished_metrics(config), self.world)
         return run_config(config, self.world) if metrics is None else metrics
 
-    def _run_all(self) -> tuple[dict[Trial, dict[str, Any]], list[str]]:
+    def _run_all(self) -> tuple[dict[Point, dict[str, Any]], list[str]]:
         """Return the results of the trials and the reasons of failures; a failed trial does not stop the others.
 
         Raises:
@@ -189,7 +189,7 @@ class TaskStudy:
             what = f"learning rate {trial.learning_rate:g}, {trial.epochs} epochs, seed {trial.seed}"
             print_main(f"{self.task}: run {number} of {len(trials)}: {what}", self.world)
             settings = {"train.learning_rate": trial.learning_rate, "train.epochs": trial.epochs}
-            (result,) = runner.run([StudyTrial(trial.name, settings, trial.seed, self.run_of(trial))])
+            (result,) = runner.run([Trial(trial.name, settings, trial.seed, self.run_of(trial))])
             if result.metrics is None:
                 failures.append(f"{self.task}: {trial.name} failed: {result.error}")
                 warn_main(failures[-1], self.world)
@@ -201,7 +201,7 @@ class TaskStudy:
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
         return {trial: _result(metrics) for trial, metrics in found.items()}, failures
 
-    def _drop(self, found: Mapping[Trial, Mapping[str, Any]]) -> None:
+    def _drop(self, found: Mapping[Point, Mapping[str, Any]]) -> None:
         """Remove the models of trials that can no longer be the best."""
         if self.config.keep_models:
             return
@@ -213,7 +213,7 @@ class TaskStudy:
 
         on_main(drop, self.world)
 
-    def _student(self, trial: Trial) -> Path:
+    def _student(self, trial: Point) -> Path:
         return self.folder / trial.name / "student"
 
     def _keep(self, choice: Choice) -> None:

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["student_teacher", "teacher_student", "score_mse"]
-"""KL(A^S‖A^T), KL(A^T‖A^S), or the squared error of the scores."""
+AttentionKind = Literal["student_teacher", "teacher_student", "score_mse"]
+"""KL(A^S‖A^T) (MaKD eq. 12), KL(A^T‖A^S) (MiniLM eq. 3), or the squared error of the scores (TinyBERT eq. 7)."""
 
 HIDDEN = -1e30
 """Added to the score of a key that a query must not see. The score is lost in rounding, so that student and teacher
@@ -77,7 +77,7 @@ def hidden_keys(
 
 
 def row_losses(
-    kind: Kind,
+    kind: AttentionKind,
     student_SHLJ: Tensor,
     teacher_SHLJ: Tensor,
     spare_SHLJ: Tensor,

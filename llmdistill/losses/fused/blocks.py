@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.losses.fused.block_rows import Kind, hidden_keys, row_losses
+from llmdistill.losses.fused.block_rows import AttentionKind, hidden_keys, row_losses
 
 _CPU_BUDGET = 3 * 2**16
 """Scores of one model in a block, for each thread. With this size most of the three buffers stays in a core's cache; in
@@ -77,7 +77,7 @@ class BlockShape(NamedTuple):
 
 @torch.no_grad()
 def block_loss(
-    kind: Kind,
+    kind: AttentionKind,
     student: AttentionInputs,
     teacher: AttentionInputs,
     visibility: Visibility,

@@ -100,7 +100,7 @@ def _by_kernel(
 ) -> Tensor:
     from llmdistill.losses.fused import triton_head as head  # importing it requires Triton
 
-    named = [head.Term(cast(head.Kind, kind), *numbers) for kind, *numbers in terms]
+    named = [head.Term(cast(head.TokenLossKind, kind), *numbers) for kind, *numbers in terms]
     return head.chunk_losses(student_NV, teacher_NV, labels_N, named, factors, with_gradient=with_gradient)
 
 

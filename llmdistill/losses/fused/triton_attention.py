@@ -7,17 +7,15 @@ the chip. The kernels have not yet been timed on a GPU.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from llmdistill.losses.fused.block_rows import AttentionKind
 from llmdistill.losses.fused.triton_attention_passes import key_gradient, query_gradient, row_values
 from llmdistill.losses.fused.triton_blocks import Model
-
-Kind = Literal["student_teacher", "teacher_student", "score_mse"]
-"""KL(A^S‖A^T) (MaKD eq. 12), KL(A^T‖A^S) (MiniLM eq. 3), or the squared error of the scores (TinyBERT eq. 7)."""
 
 
 class Sides(NamedTuple):
@@ -43,7 +41,7 @@ class AttentionLoss(NamedTuple):
 
 
 def attention_loss(
-    kind: Kind,
+    kind: AttentionKind,
     student: Sides,
     teacher: Sides,
     segments_BT: Tensor,

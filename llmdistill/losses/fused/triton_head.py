@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Kind = Literal[
+TokenLossKind = Literal[
     "label",
     "soft_cross_entropy",
     "forward_kl",
@@ -32,7 +32,7 @@ LARGEST_BLOCK = 4096
 class Term(NamedTuple):
     """One token term."""
 
-    kind: Kind
+    kind: TokenLossKind
     temperature: float = 1.0
     """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
     scale: float = 1.0

@@ -81,7 +81,7 @@ def test_compress_of_an_adapter_is_that_of_the_merged_model(tmp_path: Path) -> N
     assert (tmp_path / "adapter-student" / "tokenizer.json").is_file()
 
 
-def test_adapter_of_a_factorised_student(tmp_path: Path) -> None:
+def test_adapter_of_a_factorized_student(tmp_path: Path) -> None:
     """An adapter that peft saved for the factors is merged into them, and the export multiplies all out."""
     save_adapter(tmp_path / "other")
     compress(tmp_path / "base", tmp_path / "student", FactorizeConfig(rank=5))

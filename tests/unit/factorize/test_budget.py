@@ -204,7 +204,7 @@ def test_summarise_refuses_what_is_no_model(tmp_path: Path, content: str | None)
         summarise(tmp_path, FactorizeConfig(rank=4))
 
 
-def test_reference_of_a_student_is_factorised(tmp_path: Path) -> None:
+def test_reference_of_a_student_is_factorized(tmp_path: Path) -> None:
     torch.manual_seed(0)
     student = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_DECODER, tie_word_embeddings=True))
     factorize(student, plan(student, FactorizeConfig(rank=5)), embedding=20)
@@ -215,7 +215,7 @@ def test_reference_of_a_student_is_factorised(tmp_path: Path) -> None:
         summarise(tmp_path, FactorizeConfig(rank=4))
 
 
-def test_factorised_model_is_refused() -> None:
+def test_factorized_model_is_refused() -> None:
     model = tiny_llama()
     install(model, {"layers.0.mlp.up_proj": 4}, None)
     with pytest.raises(UserError, match="already"):

@@ -1,4 +1,4 @@
-"""Factorising loaded weights, in place and from folder to folder."""
+"""Factorizing loaded weights, in place and from folder to folder."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def test_each_module_is_the_nearest_kronecker_product_and_keeps_its_bias(kind: s
     factorize(student, shapes, method="kronecker", embedding=4)
     for name, shape in shapes.items():
         dense: Any = teacher.get_submodule(name)
-        factorised: Any = student.get_submodule(name)
+        factorized: Any = student.get_submodule(name)
         a, b = nearest_kronecker(matrix(dense), shape)
         product = sum(torch.kron(one, other) for one, other in zip(a, b, strict=True))
-        torch.testing.assert_close(factorised.weight, product, rtol=0, atol=1e-5)
+        torch.testing.assert_close(factorized.weight, product, rtol=0, atol=1e-5)
         x = torch.randn(3, product.shape[1])
         bias = 0 if dense.bias is None else dense.bias
-        torch.testing.assert_close(factorised(x), x @ product.T + bias, rtol=0, atol=1e-5)
+        torch.testing.assert_close(factorized(x), x @ product.T + bias, rtol=0, atol=1e-5)
     table = teacher.get_input_embeddings().weight.double()
     a, b = nearest_kronecker(table, KroneckerShape(96, 8))
     torch.testing.assert_close(
@@ -157,7 +157,7 @@ def test_a_config_shared_with_the_teacher_is_left_alone() -> None:
     assert configs == {id(student.config)}
 
 
-def test_second_factorisation_is_refused() -> None:
+def test_second_factorization_is_refused() -> None:
     model = tiny("llama")
     ranks = plan(model, FactorizeConfig(rank=4))
     factorize(model, ranks)

@@ -66,7 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 METHODS = pytest.mark.parametrize("method", SETTINGS)
 
 
-def factorised(model: PreTrainedModel, method: str) -> PreTrainedModel:
+def factorized(model: PreTrainedModel, method: str) -> PreTrainedModel:
     settings = FactorizeConfig(**SETTINGS[method])
     factorize(model, plan(model, settings, method), method=method, embedding=embedding_size(settings, method))
     return model
@@ -81,7 +81,7 @@ def save_student(
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(dtype)
-    factorised(model, method).save_pretrained(folder)
+    factorized(model, method).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("not a model's file")
     return model
@@ -125,11 +125,11 @@ def test_export_is_a_whole_folder(tmp_path: Path, auto: Any, config: PreTrainedC
 def test_gpt2_gets_its_conv1d_back(method: str) -> None:
     model = AutoModelForCausalLM.from_config(GPT2)
     kinds = {name: type(module) for name, module in model.named_modules()}
-    export.merge(factorised(model, method))
+    export.merge(factorized(model, method))
     assert {name: type(module) for name, module in model.named_modules()} == kinds
     assert Conv1D in kinds.values()
     assert model.lm_head.weight is model.transformer.wte.weight
-    # Dense again in every respect: it can be factorised anew.
+    # Dense again in every respect: it can be factorized anew.
     factorize(model, plan(model, FactorizeConfig(rank=5)))
 
 
@@ -151,7 +151,7 @@ def test_wrong_export_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
 def test_what_is_no_student_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "dense")
-    with pytest.raises(UserError, match="no factorised student"):
+    with pytest.raises(UserError, match="no factorized student"):
         export_dense(tmp_path / "dense", tmp_path / "out")
     with pytest.raises(UserError, match=r"no such folder"):
         export_dense(tmp_path / "nothing", tmp_path / "out")

@@ -346,7 +346,7 @@ def test_foreign_config_is_refused(tmp_path: Path, method: str, changes: dict[st
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_factorising_while_loading_is_refused(tmp_path: Path) -> None:
+def test_factorizing_while_loading_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="factorize"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hub.FactorizedConfig())

@@ -174,7 +174,7 @@ def test_adapters_on_kronecker_products_are_refused_before_a_run() -> None:
     StudentConfig(method="kronecker", lora=LoraConfig(rank=4), model="a student made before")  # looked at when loaded
 
 
-def test_factorised_model_is_refused() -> None:
+def test_factorized_model_is_refused() -> None:
     model = meta(LLAMA)
     install(model, {"layers.0.mlp.up_proj": KroneckerShape(2, 2)}, None, "kronecker")
     for method, settings in (("svd", {"rank": 4}), ("kronecker", {"shapes": {"*": "2x2"}})):

@@ -105,7 +105,7 @@ def test_kronecker_embedding(bert: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_factorised_teacher_is_multiplied_out(tmp_path: Path) -> None:
+def test_a_factorized_teacher_is_multiplied_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     teacher = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
     factorize(teacher, plan(teacher, FactorizeConfig(rank=8)))

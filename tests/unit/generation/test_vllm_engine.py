@@ -129,7 +129,7 @@ def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(
     student.mkdir()
     config["quantization_config"] = {"quant_method": "llmdistill", "method": "svd", "modules": {}}
     (student / "config.json").write_text(json.dumps(config))
-    check("is factorised", student)
+    check("is factorized", student)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")

@@ -90,7 +90,7 @@ def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypat
         seen.append(SimpleNamespace(terms=given, shape=student_NV.shape, with_gradient=with_gradient))
         return expected.sums * len(labels_N) / 5
 
-    stand_in(monkeypatch, "head", Term=Term, Kind=str, chunk_losses=chunk_losses)
+    stand_in(monkeypatch, "head", Term=Term, TokenLossKind=str, chunk_losses=chunk_losses)
     monkeypatch.setattr(head_chunk, "available", lambda device: True)
     torch.testing.assert_close(token_losses(student, teacher, labels, terms, factors), expected)
     assert seen[0].terms == [Term("label", 1.0, 1.0, 0.5), Term("jsd", 2.0, 4.0, 0.2)]

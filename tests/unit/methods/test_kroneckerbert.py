@@ -192,7 +192,7 @@ def test_the_labels_are_those_of_the_objective(models) -> None:
 def test_models_of_other_shapes_are_refused(models, key: str, value: int) -> None:
     teacher = models.llama(LAYERS, 16, 4, 2)
     student = LlamaConfig.from_dict({**teacher.to_dict(), key: value})
-    with pytest.raises(UserError, match=r"kroneckerbert compares layer with layer .* factorise the teacher"):
+    with pytest.raises(UserError, match=r"kroneckerbert compares layer with layer .* factorize the teacher"):
         build_kroneckerbert(KroneckerbertConfig(), teacher, student)
     with pytest.raises(UserError, match="kroneckerbert compares like with like"):
         build_kroneckerbert(KroneckerbertConfig(), teacher, models.gpt2(LAYERS, 16, 4, 4))

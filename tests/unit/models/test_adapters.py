@@ -48,7 +48,7 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def factorised(config: PreTrainedConfig) -> PreTrainedModel:
+def factorized(config: PreTrainedConfig) -> PreTrainedModel:
     model = build(config)
     base = model.base_model
     ends = ("q_proj", "up_proj", "c_attn", "c_fc")
@@ -236,8 +236,8 @@ def test_no_merging_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 STUDENTS = {
     "llama": (lambda: build(LLAMA), 14),
     "gpt2": (lambda: build(GPT2), 8),
-    "llama-factorised": (lambda: factorised(LLAMA), 18),
-    "gpt2-factorised": (lambda: factorised(GPT2), 12),
+    "llama-factorized": (lambda: factorized(LLAMA), 18),
+    "gpt2-factorized": (lambda: factorized(GPT2), 12),
 }
 
 
@@ -295,7 +295,7 @@ def test_adapters_have_the_dtype_of_the_model() -> None:
 
 
 def test_targets() -> None:
-    model = factorised(LLAMA)
+    model = factorized(LLAMA)
     add_lora(model, LoraConfig(rank=2, targets=["q_proj", "mlp.down_proj"]), seed=0)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     layers = [f"model.layers.{i}" for i in range(2)]

@@ -199,7 +199,7 @@ def test_projectors_under_checkpointing_learn_the_same() -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
 
 
-def test_factorised_embedding_and_its_tied_head() -> None:
+def test_factorized_embedding_and_its_tied_head() -> None:
     config = make("gpt2", 0).config
     students = [make("gpt2", 1) for _ in range(2)]
     for student in students:

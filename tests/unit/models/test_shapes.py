@@ -156,7 +156,7 @@ def test_windows_are_spread_over_the_layers() -> None:
     assert shape_of(shaped_config(mistral, parse_shape("2x48x6"))).windows == (5, 5)
 
 
-def test_a_factorised_teacher_has_a_dense_student() -> None:
+def test_a_factorized_teacher_has_a_dense_student() -> None:
     teacher = BertConfig(**SIZES, quantization_config={"quant_method": "llmdistill", "method": "svd", "modules": {}})
     assert not hasattr(shaped_config(teacher, parse_shape("2x24x4")), "quantization_config")
     assert hasattr(teacher, "quantization_config")

@@ -340,7 +340,7 @@ def test_generation_is_unchanged_and_leaves_nothing(name: str) -> None:
         recorder.take()
 
 
-def test_factorised_modules_can_be_tapped() -> None:
+def test_factorized_modules_can_be_tapped() -> None:
     model = make("llama")
     block = layers_of(model)[0]
     block.mlp.up_proj = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 24, bias=False))

@@ -60,7 +60,7 @@ class Engine:
 
 @pytest.fixture
 def student(tmp_path: Path) -> Path:
-    """A factorised student with a tied head."""
+    """A factorized student with a tied head."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=30,

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from llmdistill.config.glue import GlueConfig
-from llmdistill.experiments.glue.grid import Grid, Trial, choose, grid_of, may_be_best, mean_and_std
+from llmdistill.experiments.glue.grid import Grid, Point, choose, grid_of, may_be_best, mean_and_std
 
 GRID = Grid(learning_rates=(1e-5, 2e-5), epochs=(3, 5), seeds=(1, 2))
 
@@ -42,38 +42,38 @@ def test_given_settings_win_over_the_protocol() -> None:
     given = {"batch_size": 8, "max_length": 64, "warmup_ratio": 0.0, "weight_decay": 0.0}
     found = grid(learning_rates=[1e-3], epochs=[1, 2], seeds=[0], **given)
     assert found == Grid(learning_rates=(1e-3,), epochs=(1, 2), seeds=(0,), **given)
-    assert found.trials() == [Trial(1e-3, 1, 0), Trial(1e-3, 2, 0)]
+    assert found.trials() == [Point(1e-3, 1, 0), Point(1e-3, 2, 0)]
 
 
 def test_cells_have_folders_of_their_own() -> None:
-    assert Trial(2e-5, 3, 1).name == "lr-2e-05-epochs-3-seed-1"
+    assert Point(2e-5, 3, 1).name == "lr-2e-05-epochs-3-seed-1"
     trials = grid(protocol="minilmv2").trials()
     assert len({trial.name for trial in trials}) == len(trials) == 60
 
 
-def scores(*values: float) -> dict[Trial, float]:
+def scores(*values: float) -> dict[Point, float]:
     return dict(zip(GRID.trials(), values, strict=False))
 
 
 def test_the_best_mean_is_chosen_not_the_best_run() -> None:
     choice = choose(scores(90, 10, 60, 70, 1, 2, 64, 65), GRID)
-    assert (choice.learning_rate, choice.epochs, choice.best) == (1e-5, 5, Trial(1e-5, 5, 2))
-    assert choice.trials() == [Trial(1e-5, 5, 1), Trial(1e-5, 5, 2)]
+    assert (choice.learning_rate, choice.epochs, choice.best) == (1e-5, 5, Point(1e-5, 5, 2))
+    assert choice.trials() == [Point(1e-5, 5, 1), Point(1e-5, 5, 2)]
 
 
 def test_of_equals_the_first_is_chosen() -> None:
     choice = choose(scores(*[50] * 8), GRID)
-    assert choice.best == Trial(1e-5, 3, 1)
+    assert choice.best == Point(1e-5, 3, 1)
 
 
 def test_models_that_may_yet_be_the_best() -> None:
-    first, second, third = Trial(1e-5, 3, 1), Trial(1e-5, 3, 2), Trial(1e-5, 5, 1)
+    first, second, third = Point(1e-5, 3, 1), Point(1e-5, 3, 2), Point(1e-5, 5, 1)
     assert may_be_best(scores(50), GRID) == {first}
     assert may_be_best(scores(50, 60), GRID) == {second}
     assert may_be_best(scores(50, 60, 1), GRID) == {second, third}
     assert may_be_best(scores(50, 60, 1, 2), GRID) == {second}
     assert may_be_best(scores(50, 60, 70, 1), GRID) == {second}
-    assert may_be_best(scores(50, 60, 70, 80), GRID) == {Trial(1e-5, 5, 2)}
+    assert may_be_best(scores(50, 60, 70, 80), GRID) == {Point(1e-5, 5, 2)}
 
 
 def test_mean_and_sample_standard_deviation() -> None:

@@ -224,7 +224,7 @@ def test_mnli_is_chosen_by_the_matched_split_and_reports_both(evaluate, tmp_path
     assert "No test file was there for CoLA" in report
 
 
-def test_a_factorised_student_is_one_and_stays_one(evaluate, encoder, tmp_path) -> None:
+def test_a_factorized_student_is_one_and_stays_one(evaluate, encoder, tmp_path) -> None:
     compress(encoder, tmp_path / "student", FactorizeConfig(rank=6))
     results, _ = evaluate("--tasks", "rte", model=tmp_path / "student")
     dense, _ = evaluate("--tasks", "rte", folder="dense")

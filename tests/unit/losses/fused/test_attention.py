@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.losses.fused.triton_attention import AttentionLoss, Kind, Sides, attention_loss
+from llmdistill.losses.fused.triton_attention import AttentionKind, AttentionLoss, Sides, attention_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody uses
 
-KINDS: tuple[Kind, ...] = ("student_teacher", "teacher_student", "score_mse")
+KINDS: tuple[AttentionKind, ...] = ("student_teacher", "teacher_student", "score_mse")
 SEEN = {"all": (False, None), "causal": (True, None), "window": (True, 5), "both sides, window": (False, 18)}
 TOKENS = 21  # two blocks of 16, the second not full
 MASKS = {
@@ -25,7 +25,9 @@ def make(seed: int, batch: int, heads: int, groups: int, width: int, dtype: torc
     return Sides(query, key, 2 * width**-0.5)
 
 
-def naive(kind: Kind, student: Sides, teacher: Sides, segments: Tensor, causal: bool, window: int | None) -> Tensor:
+def naive(
+    kind: AttentionKind, student: Sides, teacher: Sides, segments: Tensor, causal: bool, window: int | None
+) -> Tensor:
     """Row by row, with the keys that the row sees gathered one by one."""
     total = student.query.new_zeros(())
     heads = student.query.shape[1]
@@ -53,7 +55,13 @@ def spoiled(sides: Sides, segments: Tensor) -> Sides:
 
 
 def run(
-    device: torch.device, kind: Kind, student: Sides, teacher: Sides, segments: Tensor, *seen: object, **options: object
+    device: torch.device,
+    kind: AttentionKind,
+    student: Sides,
+    teacher: Sides,
+    segments: Tensor,
+    *seen: object,
+    **options: object,
 ) -> AttentionLoss:
     student, teacher = (Sides(x.query.to(device), x.key.to(device), x.scaling) for x in (student, teacher))
     causal, window = seen
@@ -64,7 +72,7 @@ def run(
 
 def check(
     device: torch.device,
-    kind: Kind,
+    kind: AttentionKind,
     student: Sides,
     teacher: Sides,
     mask: list[list[int]],
@@ -89,7 +97,7 @@ def check(
 
 @pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_naive_loop(device: torch.device, kind: Kind, seen: tuple[bool, int | None]) -> None:
+def test_equals_the_naive_loop(device: torch.device, kind: AttentionKind, seen: tuple[bool, int | None]) -> None:
     check(device, kind, make(0, 1, 2, 1, 12), make(1, 1, 2, 2, 20), MASKS["packed"], *seen)
 
 
@@ -101,7 +109,7 @@ def test_padding(device: torch.device, mask: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_half_precision(device: torch.device, kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
+def test_half_precision(device: torch.device, kind: AttentionKind, dtype: torch.dtype, tolerance: float) -> None:
     sides = make(0, 1, 2, 1, 16, dtype), make(1, 1, 2, 1, 16, dtype)
     check(device, kind, *sides, MASKS["right"], True, None, tolerance=tolerance)
 
@@ -121,7 +129,7 @@ def test_heads_cut_anew_are_views(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_where_student_equals_teacher(device: torch.device, kind: Kind) -> None:
+def test_nothing_where_student_equals_teacher(device: torch.device, kind: AttentionKind) -> None:
     sides = make(0, 1, 1, 1, 8)
     found = run(device, kind, sides, sides, torch.ones(1, TOKENS), True, None)
     assert [found.sum.abs(), found.query_grad.abs().max(), found.key_grad.abs().max()] == [0, 0, 0]

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from llmdistill.losses.fused.triton_attention import Sides, attention_loss
-from llmdistill.losses.fused.triton_head import Kind, Term, chunk_losses
+from llmdistill.losses.fused.triton_head import Term, TokenLossKind, chunk_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -51,7 +51,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("kinds", [("label", "forward_kl"), ("jsd", "total_variation")])
-def test_head(compiled: list[Any], kinds: tuple[Kind, ...]) -> None:
+def test_head(compiled: list[Any], kinds: tuple[TokenLossKind, ...]) -> None:
     logits, labels = torch.zeros(2, 100, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
     terms = [Term(kind, temperature=2.0) for kind in kinds]
     chunk_losses(logits, logits.clone(), labels, terms, torch.ones(2), with_gradient=True)
