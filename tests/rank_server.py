@@ -114,6 +114,8 @@ def main() -> NoReturn:
     """Serve jobs from the connection whose file descriptor is the argument, until its other end is closed."""
     connection = Connection(int(sys.argv[1]))
     import_everything()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # what DeepSpeed said of its extension would otherwise stand in the output of every fork
     gc.collect()
     gc.freeze()  # the collector would otherwise write to every page of a fork, and so copy it
     with contextlib.suppress(EOFError):
