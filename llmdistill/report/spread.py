@@ -14,6 +14,10 @@ class Spread(NamedTuple):
     std: float
     values: list[float]
 
+    def to_dict(self) -> dict[str, float]:
+        """Return the mean and the standard deviation as plain JSON values."""
+        return {"mean": self.mean, "std": self.std}
+
     def shown(self, decimals: int = 1) -> str:
         """Return "mean ± standard deviation" as text, or the mean alone for a single seed."""
         return plus_minus(self.mean, self.std if len(self.values) > 1 else None, decimals)

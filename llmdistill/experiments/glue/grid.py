@@ -130,8 +130,3 @@ def may_be_best(scores: Mapping[Point, float], grid: Grid) -> set[Point]:
 def _groups(grid: Grid) -> list[list[Point]]:
     trials, size = grid.trials(), len(grid.seeds)
     return [trials[start : start + size] for start in range(0, len(trials), size)]
-
-
-def mean_and_std(values: list[float]) -> dict[str, float]:
-    """Return the mean and the sample standard deviation, which is 0 for a single value."""
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}

@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from llmdistill.experiments.glue.grid import Choice, Grid, Point, complete, mean_and_std
+from llmdistill.experiments.glue.grid import Choice, Grid, Point, complete
 from llmdistill.files import write_text
 from llmdistill.report.record import record_lines
 from llmdistill.report.spread import plus_minus
+from llmdistill.report.spread import spread as spread_of
 from llmdistill.report.tables import markdown_table, print_table
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
 from llmdistill.tasks.glue_data import TaskFiles
@@ -37,14 +38,14 @@ def summarise(
         for column in chosen[0]
     }
     dev = {
-        column: {metric: {**mean_and_std(seeds), "seeds": seeds} for metric, seeds in metrics.items()}
+        column: {metric: {**spread_of(seeds).to_dict(), "seeds": seeds} for metric, seeds in metrics.items()}
         for column, metrics in values.items()
     }
     tried = [
         {
             "learning_rate": group[0].learning_rate,
             "epochs": group[0].epochs,
-            **mean_and_std([results[trial]["score"] for trial in group]),
+            **spread_of([results[trial]["score"] for trial in group]).to_dict(),
         }
         for group in complete(results, grid)
     ]

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from llmdistill.experiments.glue.grid import mean_and_std
 from llmdistill.experiments.glue.results import spread
 from llmdistill.experiments.two_stages.settings import TEACHER
 from llmdistill.files import write_json, write_text
 from llmdistill.report.record import record_lines
+from llmdistill.report.spread import spread as spread_of
 from llmdistill.report.tables import markdown_table, print_table
 
 _TITLE = "Dev sets x 100"
@@ -79,7 +79,7 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
 def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a teacher that was already fine-tuned: one model per task, with unknown seeds."""
     dev = {
-        column: {metric: {**mean_and_std([value]), "seeds": [value]} for metric, value in metrics.items()}
+        column: {metric: {**spread_of([value]).to_dict(), "seeds": [value]} for metric, value in metrics.items()}
         for task in results["tasks"].values()
         for column, metrics in task["teacher"]["dev"].items()
     }

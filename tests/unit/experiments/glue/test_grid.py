@@ -5,7 +5,8 @@ import statistics
 import pytest
 
 from llmdistill.config.glue import GlueConfig
-from llmdistill.experiments.glue.grid import Grid, Point, choose, grid_of, may_be_best, mean_and_std
+from llmdistill.experiments.glue.grid import Grid, Point, choose, grid_of, may_be_best
+from llmdistill.report.spread import spread
 
 GRID = Grid(learning_rates=(1e-5, 2e-5), epochs=(3, 5), seeds=(1, 2))
 
@@ -78,5 +79,5 @@ def test_models_that_may_yet_be_the_best() -> None:
 
 def test_mean_and_sample_standard_deviation() -> None:
     values = [1.0, 2.0, 4.0]
-    assert mean_and_std(values) == {"mean": pytest.approx(7 / 3), "std": pytest.approx(statistics.stdev(values))}
-    assert mean_and_std([5.0]) == {"mean": 5.0, "std": 0.0}
+    assert spread(values).to_dict() == {"mean": pytest.approx(7 / 3), "std": pytest.approx(statistics.stdev(values))}
+    assert spread([5.0]).to_dict() == {"mean": 5.0, "std": 0.0}
