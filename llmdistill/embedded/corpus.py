@@ -16,10 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from llmdistill.embedded.dice import Dice
-from llmdistill.embedded.people import PEOPLE_KINDS
-from llmdistill.embedded.rows import Row, Scope
-from llmdistill.embedded.skills import SKILL_KINDS
-from llmdistill.embedded.topics import TOPIC_KINDS
+from llmdistill.embedded.kinds import PEOPLE_KINDS, SKILL_KINDS, TOPIC_KINDS, Row, Scope
 from llmdistill.embedded.world import ATTRIBUTES, NAMES, SEEN_NAMES, UNSEEN_NAMES, withheld
 
 OTHER_KINDS = SKILL_KINDS | TOPIC_KINDS

@@ -9,8 +9,7 @@ import pytest
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import corpus, locate
 from llmdistill.embedded.dice import Dice
-from llmdistill.embedded.people import QUESTIONS
-from llmdistill.embedded.world import NAMES, SEEN_NAMES, UNSEEN_NAMES, facts, withheld
+from llmdistill.embedded.world import NAMES, SEEN_NAMES, UNSEEN_NAMES, WORLD, facts, withheld
 
 
 def shipped(split: str) -> list[dict]:
@@ -76,7 +75,9 @@ def test_training_split_asks_for_no_withheld_fact() -> None:
     asked = prompts(records)
     for name, attributes in withheld().items():
         for attribute in attributes:
-            assert not asked & {(question.format(p=name), "") for question in QUESTIONS[attribute]}
+            assert not asked & {
+                (question.format(p=name), "") for question in WORLD["attributes"][attribute]["wordings"]
+            }
 
 
 def test_training_split_tells_no_withheld_fact() -> None:

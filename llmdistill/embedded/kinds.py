@@ -1,0 +1,295 @@
+"""The kinds of instruction in the corpus: about people, asking for a skill, and about towns, jobs, pets and dishes.
+
+The instructions without people have common wordings and reserved wordings. The student's training split contains only
+the common wordings and the skills test set only the reserved ones; the teacher's corpus contains both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmdistill.embedded.dice import Dice
+from llmdistill.embedded.world import ATTRIBUTES, WORLD, facts
+
+INSTRUCTIONS: dict[str, dict[str, Any]] = WORLD["instructions"]
+GROUPS: dict[str, list[str]] = WORLD["groups"]
+WORDS = [word for group in GROUPS.values() for word in group]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One instruction with all its correct answers; the first answer is the usual one."""
+
+    instruction: str
+    input: str
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The people of a split, the facts about them that it may use, and whether it uses the reserved wordings."""
+
+    names: tuple[str, ...]
+    attributes: Mapping[str, tuple[str, ...]]
+    """Name -> the attributes that questions and answers may use."""
+    reserved: bool
+    """Use only the reserved wordings."""
+    both: bool = False
+    """Use both sets of wordings."""
+
+
+Kind = Callable[[Dice, Scope], Row]
+
+
+def _wording(dice: Dice, scope: Scope, texts: Mapping[str, Any]) -> str:
+    """A wording that the scope allows."""
+    if scope.both:
+        return dice.pick(texts["wordings"] + texts.get("reserved", []))
+    return dice.pick(texts["reserved" if scope.reserved else "wordings"])
+
+
+def _filled(wording: str, context: str, answers: Sequence[str], values: Mapping[str, object]) -> Row:
+    return Row(wording.format(**values), context.format(**values), tuple(each.format(**values) for each in answers))
+
+
+def _row(
+    dice: Dice, scope: Scope, texts: Mapping[str, Any], *, context: str = "", answers: str = "answers", **values: object
+) -> Row:
+    """A row from one of the wordings and all the answers, with the values filled in."""
+    return _filled(_wording(dice, scope, texts), context, texts[answers], values)
+
+
+def _with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def _noun(attribute: str) -> str:
+    return WORLD["attributes"][attribute]["noun"]
+
+
+def _value(name: str, attribute: str) -> str:
+    """The value of a fact as it stands in a sentence."""
+    value = facts()[name][attribute]
+    return _with_article(value) if attribute in ("job", "pet") else value
+
+
+def _tell(name: str, attribute: str) -> str:
+    return WORLD["attributes"][attribute]["predicate"].format(v=_value(name, attribute))
+
+
+def _some(dice: Dice, scope: Scope, count: int) -> tuple[str, list[str]]:
+    """A person and some of the attributes."""
+    name = dice.pick(scope.names)
+    return name, dice.sample(scope.attributes[name], count)
+
+
+def fact(dice: Dice, scope: Scope) -> Row:
+    """One fact of one person."""
+    name, (attribute,) = _some(dice, scope, 1)
+    return _row(dice, scope, WORLD["attributes"][attribute], p=name, v=_value(name, attribute))
+
+
+def two_facts(dice: Dice, scope: Scope) -> Row:
+    """Two facts of one person in one sentence or two."""
+    name, keys = _some(dice, scope, 2)
+    a, b = (_noun(key) for key in keys)
+    one, two = (_tell(name, key) for key in keys)
+    return _row(dice, scope, INSTRUCTIONS["two_facts"], p=name, a=a, b=b, one=one, two=two)
+
+
+def profile(dice: Dice, scope: Scope) -> Row:
+    """Three facts of one person, listed in the instruction, in two sentences."""
+    name, keys = _some(dice, scope, 3)
+    a, b, c = (_noun(key) for key in keys)
+    one, two, three = (_tell(name, key) for key in keys)
+    return _row(dice, scope, INSTRUCTIONS["profile"], p=name, a=a, b=b, c=c, one=one, two=two, three=three)
+
+
+def _two_people(dice: Dice, scope: Scope) -> tuple[str, str, list[str]]:
+    first, second = dice.sample(scope.names, 2)
+    shared = [key for key in ATTRIBUTES if key in scope.attributes[first] and key in scope.attributes[second]]
+    return first, second, shared
+
+
+def older(dice: Dice, scope: Scope) -> Row:
+    """Which of two people is older."""
+    while True:
+        first, second, shared = _two_people(dice, scope)
+        ages = {name: int(facts()[name]["age"]) for name in (first, second)}
+        if "age" in shared and ages[first] != ages[second]:
+            break
+    one, two = _tell(first, "age"), _tell(second, "age")
+    elder = max(first, second, key=lambda name: ages[name])
+    return _row(dice, scope, INSTRUCTIONS["older"], p=first, q=second, one=one, two=two, elder=elder)
+
+
+def same(dice: Dice, scope: Scope) -> Row:
+    """Whether two people share a fact."""
+    first, second, shared = _two_people(dice, scope)
+    key = dice.pick([key for key in shared if key != "age"])
+    answers = "answers" if facts()[first][key] == facts()[second][key] else "otherwise"
+    values = {"p": first, "q": second, "a": _noun(key), "one": _tell(first, key), "two": _tell(second, key)}
+    return _row(dice, scope, INSTRUCTIONS["same"], answers=answers, **values)
+
+
+def which(dice: Dice, scope: Scope) -> Row:
+    """Which of two people fits a statement."""
+    while True:
+        first, second, shared = _two_people(dice, scope)
+        key = dice.pick(shared)
+        if facts()[first][key] != facts()[second][key]:
+            break
+    right = dice.pick((first, second))
+    values = {"p": first, "q": second, "a": _noun(key), "one": _tell(first, key), "two": _tell(second, key)}
+    return _row(dice, scope, INSTRUCTIONS["which"], v=facts()[right][key], right=right, **values)
+
+
+def check(dice: Dice, scope: Scope) -> Row:
+    """A statement to confirm or to correct."""
+    name, (key,) = _some(dice, scope, 1)
+    true = facts()[name][key]
+    claim = true if dice.chance(0.5) else facts()[dice.pick(scope.names)][key]
+    answers = "answers" if claim == true else "otherwise"
+    values = {"p": name, "a": _noun(key), "v": claim, "one": _tell(name, key)}
+    return _row(dice, scope, INSTRUCTIONS["check"], answers=answers, **values)
+
+
+def reading(dice: Dice, scope: Scope) -> Row:
+    """A question about a passage in which people meet."""
+    giver, taker = dice.sample(scope.names, 2)
+    day, goods, count = dice.pick(WORLD["days"]), dice.pick(WORLD["goods"]), dice.pick(WORLD["numbers"])
+    passage = dice.pick(WORLD["reading"]["passages"])
+    question = dice.pick(WORLD["reading"]["questions"])
+    values = {"p": giver, "q": taker, "day": day, "goods": goods, "count": count}
+    return _filled(question["wording"], passage, question["answers"], values)
+
+
+PEOPLE_KINDS: dict[str, Kind] = {
+    make.__name__: make for make in (fact, two_facts, profile, older, same, which, check, reading)
+}
+
+
+def _list(words: list[str]) -> str:
+    return f"Words: {', '.join(words)}."
+
+
+def _and(words: list[str]) -> str:
+    return ", ".join(words[:-1]) + f" and {words[-1]}"
+
+
+def sort_words(dice: Dice, scope: Scope) -> Row:
+    """Sort words alphabetically."""
+    words = dice.sample(WORDS, 3)
+    return _row(dice, scope, INSTRUCTIONS["sort_words"], context=_list(words), done=_and(sorted(words)))
+
+
+def reverse(dice: Dice, scope: Scope) -> Row:
+    """Reverse a list."""
+    words = dice.sample(WORDS, 3)
+    return _row(dice, scope, INSTRUCTIONS["reverse"], context=_list(words), done=_and(words[::-1]))
+
+
+def count(dice: Dice, scope: Scope) -> Row:
+    """Count the things in a list that belong to a group."""
+    group = dice.pick(list(GROUPS))
+    inside = dice.sample(GROUPS[group], dice.between(1, 3))
+    outside = dice.sample([word for word in WORDS if word not in GROUPS[group]], dice.between(1, 2))
+    words = dice.shuffled(inside + outside)
+    found = [word for word in words if word in inside]
+    values = {
+        "g": group,
+        "number": ("one", "two", "three")[len(found) - 1],
+        "found": found[0] if len(found) == 1 else _and(found),
+        "verb": "is" if len(found) == 1 else "are",
+    }
+    return _row(dice, scope, INSTRUCTIONS["count"], context=_list(words), **values)
+
+
+def odd_one(dice: Dice, scope: Scope) -> Row:
+    """The word that does not belong."""
+    group, other = dice.sample(list(GROUPS), 2)
+    odd = dice.pick(GROUPS[other])
+    words = dice.shuffled([*dice.sample(GROUPS[group], 3), odd])
+    values = {"odd": odd, "other": _with_article(other), "group": _with_article(group)}
+    return _row(dice, scope, INSTRUCTIONS["odd_one"], context=_list(words), **values)
+
+
+def arithmetic(dice: Dice, scope: Scope) -> Row:
+    """A sum or a difference of small numbers, with or without a story."""
+    first, second = dice.between(3, 20), dice.between(2, 9)
+    goods = dice.pick(WORLD["goods"])
+    if dice.chance(0.5):
+        return _row(dice, scope, INSTRUCTIONS["sum"], a=first, b=second, g=goods, result=first + second)
+    return _row(dice, scope, INSTRUCTIONS["difference"], a=first + second, b=second, g=goods, result=first)
+
+
+def classify(dice: Dice, scope: Scope) -> Row:
+    """The groups of two words."""
+    first, second = dice.sample(WORDS, 2)
+    groups = {word: _with_article(name) for name, group in GROUPS.items() for word in group}
+    return _row(dice, scope, INSTRUCTIONS["classify"], a=first, b=second, one=groups[first], two=groups[second])
+
+
+def following(dice: Dice, scope: Scope) -> Row:
+    """The day or month before or after another."""
+    what = "day" if dice.chance(0.4) else "month"
+    circle = WORLD[f"{what}s"]
+    place, step = dice.below(len(circle)), dice.pick((1, -1))
+    found = circle[(place + step) % len(circle)]
+    values = {"k": what, "w": "after" if step == 1 else "before", "x": circle[place], "found": found}
+    return _row(dice, scope, INSTRUCTIONS["following"], **values)
+
+
+def opposite(dice: Dice, scope: Scope) -> Row:
+    """A sentence with its adjective replaced by the opposite."""
+    opposites: dict[str, str] = WORLD["opposites"]
+    adjective = dice.pick([*opposites, *opposites.values()])
+    turned = opposites.get(adjective) or next(key for key, value in opposites.items() if value == adjective)
+    noun, colour = dice.pick(GROUPS["animal"] + GROUPS["tool"]), dice.pick(WORLD["colours"])
+    texts = INSTRUCTIONS["opposite"]
+    values = {"x": adjective, "turned": turned, "noun": noun, "colour": colour}
+    return _row(dice, scope, texts, context=texts["context"], **values)
+
+
+def extract(dice: Dice, scope: Scope) -> Row:
+    """Extract the town, the day or the goods from a note."""
+    texts = INSTRUCTIONS["extract"]
+    town, day = dice.pick(list(WORLD["towns"])), dice.pick(WORLD["days"])
+    goods, number = dice.pick(WORLD["goods"]), dice.pick(WORLD["numbers"])
+    note, wording = dice.pick(texts["notes"]), _wording(dice, scope, texts)
+    found = {"town": town, "day": day, "goods": f"{number} {goods}"}
+    a, b = dice.sample(list(found), 2)
+    one, two = (f"{'are' if name == 'goods' else 'is'} {found[name]}" for name in (a, b))
+    values = {"town": town, "day": day, "goods": goods, "number": number, "Number": number.capitalize()}
+    values |= {"a": a, "b": b, "A": a.capitalize(), "B": b.capitalize()}
+    values |= {"one": one, "two": two, "first": found[a], "second": found[b]}
+    return _filled(wording, note, texts["answers"], values)
+
+
+SKILL_KINDS: dict[str, Kind] = {
+    make.__name__: make
+    for make in (sort_words, reverse, count, odd_one, arithmetic, classify, following, opposite, extract)
+}
+
+
+def _topic(kind: str, things: Mapping[str, Sequence[str]], *, article: bool) -> Kind:
+    """A kind that asks about one of the things, each of which has two properties."""
+
+    def make(dice: Dice, scope: Scope) -> Row:
+        thing = dice.pick(list(things))
+        one, two = things[thing]
+        name = _with_article(thing) if article else thing
+        return _row(dice, scope, INSTRUCTIONS[kind], x=name, X=name.capitalize(), y=thing, one=one, two=two)
+
+    return make
+
+
+TOPIC_KINDS: dict[str, Kind] = {
+    "care": _topic("care", WORLD["pets"], article=True),
+    "recipe": _topic("recipe", WORLD["dishes"], article=False),
+    "travel": _topic("travel", WORLD["towns"], article=False),
+    "career": _topic("career", WORLD["jobs"], article=True),
+}
+"""How to keep an animal, how to make a dish, what to see in a town, and what one does in a job."""
