@@ -33,7 +33,7 @@ from llmdistill.runtime.distributed import init_distributed, on_main
 from llmdistill.runtime.guest import guest
 from llmdistill.runtime.terminal import quiet_libraries
 from llmdistill.tasks.answers import check_sets, score_sets
-from llmdistill.tasks.perplexity import score_texts
+from llmdistill.tasks.text import score_texts
 
 __all__ = ["Distilled", "compress", "distill", "evaluate"]
 

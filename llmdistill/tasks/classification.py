@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
 import numpy as np
 
-from llmdistill.tasks.glue_files import Metric, task_named
+from llmdistill.data.pairs import PairExample
+from llmdistill.tasks.glue_files import TABLES, TASKS, Metric, column_of, task_named
 
 
 def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
@@ -23,7 +24,7 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
     Args:
         task_name: a task of GLUE.
         predictions: (examples,), classes or, for STS-B, scores.
-        targets: (examples,), without unknown targets.
+        targets: (examples,), all known.
 
     Raises:
         UserError: the task does not exist.
@@ -34,114 +35,51 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
         raise ValueError(f"predictions of shape {predictions.shape} but targets of shape {targets.shape}")
     if not (np.isin(targets, range(len(task.classes))) if task.classes else np.isfinite(targets)).all():
         raise ValueError(f"{task_name}: a target is unknown")
-    return {name: 100 * _METRICS[name](predictions, targets) for name in task.metrics}
+    return {name: 100 * _metric(name, predictions, targets) for name in task.metrics}
 
 
-def _accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:
-    from sklearn.metrics import accuracy_score
+def _metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float:
+    from scipy import stats
+    from sklearn import metrics
 
-    return float(accuracy_score(targets, predictions))
-
-
-def _f1(predictions: np.ndarray, targets: np.ndarray) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(targets, predictions, pos_label=1, zero_division=0))
-
-
-def _matthews(predictions: np.ndarray, targets: np.ndarray) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(targets, predictions)) if _vary(predictions, targets) else 0.0
-
-
-def _pearson(predictions: np.ndarray, targets: np.ndarray) -> float:
-    from scipy.stats import pearsonr
-
-    return _correlation(pearsonr, predictions, targets)
-
-
-def _spearman(predictions: np.ndarray, targets: np.ndarray) -> float:
-    from scipy.stats import spearmanr
-
-    return _correlation(spearmanr, predictions, targets)
-
-
-def _correlation(measure: Callable, predictions: np.ndarray, targets: np.ndarray) -> float:
-    if not _vary(predictions, targets):
+    if name == "accuracy":
+        return float(metrics.accuracy_score(targets, predictions))
+    if name == "f1":
+        return float(metrics.f1_score(targets, predictions, pos_label=1, zero_division=0))
+    if not all(np.isfinite(values).all() and np.ptp(values) > 0 for values in (predictions, targets)):
         return 0.0
-    from scipy.stats import NearConstantInputWarning
-
+    if name == "matthews":
+        return float(metrics.matthews_corrcoef(targets, predictions))
+    correlation = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NearConstantInputWarning)
-        return float(measure(predictions.astype(np.float64), targets.astype(np.float64)).statistic)
+        warnings.simplefilter("ignore", stats.NearConstantInputWarning)
+        return float(correlation(predictions.astype(np.float64), targets.astype(np.float64)).statistic)
 
 
-def _vary(*arrays: np.ndarray) -> bool:
-    return all(np.isfinite(array).all() and np.ptp(array) > 0 for array in arrays)
+def targets_of(examples: Sequence[PairExample]) -> np.ndarray:
+    """Return the target of each example: (examples,)."""
+    return np.array([example.target for example in examples])
 
 
-_METRICS: dict[Metric, Callable[[np.ndarray, np.ndarray], float]] = {
-    "accuracy": _accuracy,
-    "f1": _f1,
-    "matthews": _matthews,
-    "pearson": _pearson,
-    "spearman": _spearman,
-}
+def main_score(task: str, scores: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the metric by which settings are chosen; for MNLI it is that of the matched split."""
+    return scores[column_of(task, "dev")][TASKS[task].metrics[0]]
+
+
+def chance_score(task: str, examples: Sequence[PairExample]) -> float:
+    """Return the main metric of the best constant prediction."""
+    named, targets = TASKS[task], targets_of(examples)
+    constants = range(len(named.classes)) if named.classes else [0.0]
+    return max(task_metrics(task, np.full_like(targets, value), targets)[named.metrics[0]] for value in constants)
+
 
 Convention = Literal["makd", "minilm", "minilmv2", "minilmv2_test"]
 
 SQUAD2 = "SQuAD2"
 """The column of SQuAD 2.0, the only one that is not part of GLUE."""
 
-CONVENTIONS: dict[Convention, dict[str, Metric]] = {
-    "makd": {
-        "RTE": "accuracy",
-        "MRPC": "f1",
-        "STS-B": "pearson",
-        "CoLA": "matthews",
-        "SST-2": "accuracy",
-        "QNLI": "accuracy",
-        "QQP": "accuracy",
-        "MNLI-m": "accuracy",
-        "MNLI-mm": "accuracy",
-    },
-    "minilm": {
-        SQUAD2: "f1",
-        "MNLI-m": "accuracy",
-        "SST-2": "accuracy",
-        "QNLI": "accuracy",
-        "CoLA": "matthews",
-        "RTE": "accuracy",
-        "MRPC": "accuracy",
-        "QQP": "accuracy",
-    },
-    "minilmv2": {
-        SQUAD2: "f1",
-        "MNLI-m": "accuracy",
-        "QNLI": "accuracy",
-        "QQP": "accuracy",
-        "RTE": "accuracy",
-        "SST-2": "accuracy",
-        "MRPC": "accuracy",
-        "CoLA": "matthews",
-    },
-    "minilmv2_test": {
-        SQUAD2: "f1",
-        "MNLI-m": "accuracy",
-        "MNLI-mm": "accuracy",
-        "QNLI": "accuracy",
-        "QQP": "f1",
-        "RTE": "accuracy",
-        "SST-2": "accuracy",
-        "MRPC": "f1",
-        "CoLA": "matthews",
-        "STS-B": "spearman",
-    },
-}
-"""The columns of MaKD Table 1, MiniLM Table 2, MiniLMv2 Table 1 (dev) and Tables 2 and 9 (test), with the metric of
-each column. The average gives all columns equal weight: MNLI-m and MNLI-mm are two columns, and SQuAD 2.0 has the same
-weight as the others."""
+CONVENTIONS: dict[Convention, dict[str, Metric]] = TABLES["averages"]
+"""The columns of each paper's table, with the metric of each column."""
 
 
 @dataclass(frozen=True)
@@ -157,13 +95,10 @@ class Average:
 
 
 def average_of(scores: Mapping[str, Mapping[str, float]], convention: Convention) -> Average:
-    """Compute the average over the columns of a paper.
+    """Compute the average over the columns of a paper; other columns are ignored.
 
-    Args:
-        scores: the metrics of each column by name, as task_metrics returns them. The names of the columns are those of
-            `tasks.glue_files.column_of` (MNLI-m, MNLI-mm, CoLA ...) and SQUAD2. Columns that the paper does not have
-            are ignored.
-        convention: the paper whose columns are used.
+    The names of the columns are those of `tasks.glue_files.column_of` (MNLI-m, MNLI-mm, CoLA ...) and SQUAD2; each has
+    metrics as task_metrics returns them.
     """
     columns = CONVENTIONS[convention]
     there = {name: scores[name][metric] for name, metric in columns.items() if metric in scores.get(name, {})}

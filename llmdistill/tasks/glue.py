@@ -23,9 +23,9 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_key
 from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
-from llmdistill.tasks.glue_data import TaskFiles, check_data_dir, glue_name, read_task
-from llmdistill.tasks.glue_files import TASKS, GlueTask, column_of
-from llmdistill.tasks.predict import chance_score, main_score, predict, score, write_answers
+from llmdistill.tasks.classification import chance_score, main_score, targets_of, task_metrics
+from llmdistill.tasks.glue_files import TASKS, GlueTask, TaskFiles, check_data_dir, column_of, glue_name, read_task
+from llmdistill.tasks.predict import predict, write_answers
 
 
 class Glue(Task):
@@ -61,7 +61,7 @@ class Glue(Task):
     @property
     def num_outputs(self) -> int:
         """The number of classes, or 1 for a score."""
-        return num_outputs(self.task)
+        return self.task.num_outputs
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """See Task. The teacher must be fine-tuned on a task with the same number of classes."""
@@ -159,7 +159,7 @@ class GlueData(TaskData):
         )
         if world.is_main:
             write_answers(predictions / f"{name}.tsv", examples, answers)
-        return {"metrics": score(self.files.name, examples, answers), "examples": len(examples)}
+        return {"metrics": task_metrics(self.files.name, answers, targets_of(examples)), "examples": len(examples)}
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData.
@@ -206,14 +206,9 @@ class GlueData(TaskData):
         )
 
 
-def num_outputs(task: GlueTask) -> int:
-    """Return the number of outputs of a task's classifier: the number of classes, or 1 for a score."""
-    return len(task.classes) or 1
-
-
 def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:
     """Check that a fine-tuned model has as many classes as the task; raise UserError with `named` in it otherwise."""
-    found, wanted = config.num_labels, num_outputs(TASKS[task])
+    found, wanted = config.num_labels, TASKS[task].num_outputs
     if found != wanted:
         raise UserError(
             f"{named}: it tells {found} classes apart, but {task} has {wanted}"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
+from llmdistill.tasks import task_key
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 Split = Literal["train", "dev", "dev_mismatched", "test", "test_mismatched"]
 """Only MNLI has mismatched splits; its dev and test are the matched splits."""
+
+_DEV: tuple[Split, ...] = ("dev", "dev_mismatched")
+_TEST: tuple[Split, ...] = ("test", "test_mismatched")
 
 HUB_NAME = "nyu-mll/glue"
 
@@ -43,45 +50,18 @@ class GlueTask:
     has_torn_lines: bool = False
     """Whether the published training file has lines that are broken in two; such lines are left out, as usual."""
 
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs of the classifier: the number of classes, or 1 for a score."""
+        return len(self.classes) or 1
+
+
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("glue.yaml").read_text(encoding="utf-8"))
+"""The published tasks, and the columns of the papers' tables."""
 
 TASKS: dict[str, GlueTask] = {
-    "CoLA": GlueTask(
-        hub="cola", sentences=("sentence",), headerless=("source", "label", "star", "sentence"), metrics=("matthews",)
-    ),
-    "SST-2": GlueTask(hub="sst2", sentences=("sentence",)),
-    "MRPC": GlueTask(
-        hub="mrpc",
-        sentences=("#1 String", "#2 String"),
-        hub_sentences=("sentence1", "sentence2"),
-        label="Quality",
-        metrics=("f1", "accuracy"),
-    ),
-    "QQP": GlueTask(
-        hub="qqp",
-        sentences=("question1", "question2"),
-        label="is_duplicate",
-        index="id",
-        metrics=("accuracy", "f1"),
-        has_torn_lines=True,
-    ),
-    "STS-B": GlueTask(
-        hub="stsb",
-        sentences=("sentence1", "sentence2"),
-        label="score",
-        classes=(),
-        metrics=("pearson", "spearman"),
-    ),
-    "MNLI": GlueTask(
-        hub="mnli",
-        sentences=("sentence1", "sentence2"),
-        hub_sentences=("premise", "hypothesis"),
-        label="gold_label",
-        classes=("entailment", "neutral", "contradiction"),
-        has_mismatched=True,
-    ),
-    "QNLI": GlueTask(hub="qnli", sentences=("question", "sentence"), classes=("entailment", "not_entailment")),
-    "RTE": GlueTask(hub="rte", sentences=("sentence1", "sentence2"), classes=("entailment", "not_entailment")),
-    "WNLI": GlueTask(hub="wnli", sentences=("sentence1", "sentence2")),
+    name: GlueTask(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    for name, fields in TABLES["tasks"].items()
 }
 """The tasks of GLUE by name."""
 
@@ -89,11 +69,73 @@ BEST_SCORE = 5.0
 """The maximum score of STS-B; the minimum is 0."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskFiles:
+    """A task with its examples. Two instances are equal if their training and dev examples are equal."""
+
+    name: str
+    """The name of the task in TASKS."""
+    train: list[PairExample] = field(compare=False)
+    dev: dict[Split, list[PairExample]] = field(compare=False)
+    """The split dev, and dev_mismatched if the task has it."""
+    test: dict[Split, list[PairExample]] = field(compare=False)
+    """The split test, and test_mismatched if the task has it; empty without test files."""
+    digest: str
+    """A digest of the training and dev examples."""
+
+    @property
+    def task(self) -> GlueTask:
+        """The properties of the task in GLUE."""
+        return TASKS[self.name]
+
+
 def task_named(name: str) -> GlueTask:
     """Return the task with this name; raise UserError if it does not exist."""
     if name not in TASKS:
         raise UserError(f"GLUE has no task {name!r}; there are {', '.join(TASKS)}")
     return TASKS[name]
+
+
+def find_tasks(names: Sequence[str] | None, *, key: str) -> list[str]:
+    """Return GLUE's names of the tasks that the user typed (rte, sst2, STS-B) as the setting `key`; all tasks for None.
+
+    Raises:
+        UserError: a task does not exist, or is named twice.
+    """
+    if names is None:
+        return list(TASKS)
+    found = [glue_name(task_key(name, key=key), key=key) for name in names]
+    twice = next((name for name in found if found.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{key}: {twice} is named twice; name each task once")
+    return found
+
+
+def glue_name(task: str, *, key: str = "data.task.name") -> str:
+    """Return GLUE's name for a task in `tasks.TASKS`, such as SST-2 for sst2.
+
+    Raises:
+        UserError: the task is not a task of GLUE.
+    """
+    named = {glue.hub: name for name, glue in TASKS.items()}
+    if task not in named:
+        raise UserError(f"{key}: {task} is no task of GLUE (these are {', '.join(named)})")
+    return named[task]
+
+
+def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> None:
+    """Check that the folder has a subfolder for each task; raise UserError otherwise."""
+    if data_dir is None:
+        return
+    if not Path(data_dir).is_dir():
+        raise UserError(f"{key} {data_dir}: no such folder; give that of GLUE's own download, or none for the hub")
+    missing = [name for name in names if not (Path(data_dir) / name).is_dir()]
+    if missing:
+        there = [name for name in TASKS if (Path(data_dir) / name).is_dir()]
+        raise UserError(
+            f"{key} {data_dir}: it has no folder {missing[0]} (of GLUE's tasks it has "
+            f"{', '.join(there) or 'none'}); add it, or name a task that is there"
+        )
 
 
 def column_of(name: str, split: Split) -> str:
@@ -110,15 +152,33 @@ def column_of(name: str, split: Split) -> str:
     return f"{name}-mm" if is_other else f"{name}-m"
 
 
-def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[PairExample]:
-    """Read the examples of a split, in order.
+def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
+    """Read the examples of a task, with only the first `limit` examples of the training set.
 
-    Args:
-        task: a name in TASKS.
-        split: the split; dev and test of MNLI are the matched splits.
-        data_dir: the folder of GLUE's download, with one subfolder per task, which contains train.tsv and so on (for
-            MRPC also the original msr_paraphrase_train.txt and _test.txt, with dev_ids.tsv); without it the examples
-            are loaded from the Hub.
+    Raises:
+        UserError: a file is missing or malformed.
+    """
+    splits = 2 if TASKS[name].has_mismatched else 1
+    train = read_split(name, "train", data_dir)[:limit]
+    dev = {split: read_split(name, split, data_dir) for split in _DEV[:splits]}
+    has_test = data_dir is None or _has_test(Path(data_dir) / name)
+    test = {split: read_split(name, split, data_dir) for split in _TEST[:splits]} if has_test else {}
+    digest = hashlib.sha256()
+    for example in (example for examples in (train, *dev.values()) for example in examples):
+        digest.update(repr((example.sentence1, example.sentence2, example.target)).encode())
+    return TaskFiles(name=name, train=train, dev=dev, test=test, digest=digest.hexdigest()[:16])
+
+
+def _has_test(folder: Path) -> bool:
+    return any(folder.glob("test*.tsv")) or (folder / "msr_paraphrase_test.txt").is_file()
+
+
+def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[PairExample]:
+    """Read the examples of a split of a task in TASKS, in order.
+
+    data_dir is the folder of GLUE's download, with one subfolder per task, which contains train.tsv and so on (for MRPC
+    also the original msr_paraphrase_train.txt and _test.txt, with dev_ids.tsv). Without it the examples are loaded from
+    the Hub.
 
     Raises:
         UserError: the task, split or file does not exist, there are no examples, a column is missing, or a line is

@@ -29,7 +29,7 @@ from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import check_sets, score_set
 from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
-from llmdistill.tasks.chance import measure_chance
+from llmdistill.tasks.rouge import measure_chance
 
 VALID = "valid"
 """The name of the validation set in the scores and predictions of a run."""

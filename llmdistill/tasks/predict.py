@@ -1,8 +1,8 @@
-"""The predictions of a classifier on a split, and their metrics."""
+"""The predictions of a classifier on a split, and the files that they are written to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from llmdistill.batch import Batch, Outputs
 from llmdistill.data.pairs import EncodedPair, PairExample, pair_batches
+from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.classification import task_metrics
-from llmdistill.tasks.glue_files import TASKS, column_of
+from llmdistill.tasks.glue_files import BEST_SCORE, TASKS, GlueTask, Split, column_of, task_named
 
 
 def predict(
@@ -52,28 +52,6 @@ def predict(
     return predictions
 
 
-def targets_of(examples: Sequence[PairExample]) -> np.ndarray:
-    """Return the target of each example: (examples,)."""
-    return np.array([example.target for example in examples])
-
-
-def score(task: str, examples: Sequence[PairExample], predictions: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of a split, times 100."""
-    return task_metrics(task, predictions, targets_of(examples))
-
-
-def main_score(task: str, scores: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the metric by which settings are chosen; for MNLI it is that of the matched split."""
-    return scores[column_of(task, "dev")][TASKS[task].metrics[0]]
-
-
-def chance_score(task: str, examples: Sequence[PairExample]) -> float:
-    """Return the main metric of the best constant prediction."""
-    named, targets = TASKS[task], targets_of(examples)
-    constants = range(len(named.classes)) if named.classes else [0.0]
-    return max(task_metrics(task, np.full_like(targets, value), targets)[named.metrics[0]] for value in constants)
-
-
 def write_answers(path: Path, examples: Sequence[PairExample], predictions: np.ndarray) -> None:
     """Write one line per example: its number, the prediction and the target; classes are written as numbers."""
     rows = [
@@ -81,3 +59,49 @@ def write_answers(path: Path, examples: Sequence[PairExample], predictions: np.n
         for example, value in zip(examples, predictions.tolist(), strict=True)
     ]
     write_text(path, "".join(["index\tprediction\ttarget\n", *rows]))
+
+
+def write_predictions(
+    folder: str | Path, task_name: str, split: Split, predictions: np.ndarray, indices: Sequence[int]
+) -> Path:
+    """Write one file of a submission, such as MNLI-mm.tsv, and return its path.
+
+    Each line contains the number of the example and the prediction: the text of the label, or a score with three
+    decimals within the range of STS-B. The server takes a zip file of the folder's files.
+
+    Args:
+        folder: the folder of the submission; created if necessary.
+        task_name: a task of GLUE.
+        split: test or, only for MNLI, test_mismatched.
+        predictions: (examples,), classes or, for STS-B, scores.
+        indices: PairExample.index of each example.
+
+    Raises:
+        UserError: the task or test split does not exist, or a score is not finite.
+        ValueError: the numbers of predictions and indices differ, an index occurs twice, or a class does not exist.
+    """
+    task, name = task_named(task_name), column_of(task_name, split)
+    if not split.startswith("test"):
+        raise UserError(f"{task_name}: the GLUE server takes predictions of test splits, not of {split}; give test")
+    if predictions.shape != (len(indices),) or len(set(indices)) < len(indices):
+        raise ValueError(
+            f"{task_name}: predictions of shape {predictions.shape} for {len(set(indices))} different of "
+            f"{len(indices)} indices"
+        )
+    texts = [
+        _text(task, value, f"{task_name}: example {index}") for index, value in zip(indices, predictions, strict=True)
+    ]
+    lines = [f"{index}\t{text}\n" for index, text in sorted(zip(indices, texts, strict=True))]
+    path = Path(folder) / f"{name}.tsv"
+    write_text(path, "".join(["index\tprediction\n", *lines]))
+    return path
+
+
+def _text(task: GlueTask, value: float, place: str) -> str:
+    if task.classes:
+        if value not in range(len(task.classes)):
+            raise ValueError(f"{place}: {value} is no class of {', '.join(task.classes)}")
+        return task.classes[int(value)]
+    if not np.isfinite(value):
+        raise UserError(f"{place}: the predicted score is {value}; the model is broken, train it anew")
+    return f"{min(max(float(value), 0.0), BEST_SCORE):.3f}"

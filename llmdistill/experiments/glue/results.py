@@ -16,10 +16,8 @@ from llmdistill.report.record import record_lines
 from llmdistill.report.spread import plus_minus
 from llmdistill.report.spread import spread as spread_of
 from llmdistill.report.tables import markdown_table, print_table
-from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
-from llmdistill.tasks.glue_data import TaskFiles
-from llmdistill.tasks.glue_files import TASKS, column_of
-from llmdistill.tasks.predict import chance_score
+from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, chance_score
+from llmdistill.tasks.glue_files import TASKS, TaskFiles, column_of
 
 NAMES: dict[Convention, str] = {
     "makd": "average (MaKD's)",

@@ -26,7 +26,7 @@ from llmdistill.runtime.distributed import World, init_distributed, on_main, shu
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
 from llmdistill.tasks.glue import check_classes
-from llmdistill.tasks.glue_data import check_data_dir, find_tasks
+from llmdistill.tasks.glue_files import check_data_dir, find_tasks
 
 
 def run(config: GlueConfig, *, command: str, as_json: bool) -> None:

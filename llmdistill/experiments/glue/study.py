@@ -42,10 +42,8 @@ from llmdistill.run.job import run_config
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main, warn_main
-from llmdistill.tasks.glue_data import TaskFiles, read_task
-from llmdistill.tasks.glue_files import column_of
-from llmdistill.tasks.glue_submission import write_predictions
-from llmdistill.tasks.predict import predict
+from llmdistill.tasks.glue_files import TaskFiles, column_of, read_task
+from llmdistill.tasks.predict import predict, write_predictions
 
 SUBMISSION = "predictions"
 """The folder of the files for the GLUE server."""

@@ -22,8 +22,8 @@ from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.clusters import Cloud, plot_clusters
 from llmdistill.report.plots import save_plot
-from llmdistill.tasks.glue_data import TaskFiles
-from llmdistill.tasks.predict import targets_of
+from llmdistill.tasks.classification import targets_of
+from llmdistill.tasks.glue_files import TaskFiles
 
 EXAMPLES = 1000
 """Maximum number of examples in the plot; they are sampled with a fixed seed from a longer dev set."""

@@ -25,9 +25,8 @@ from llmdistill.models.tokenizer import check_tokens
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
-from llmdistill.tasks.glue import check_classes, num_outputs
-from llmdistill.tasks.glue_data import check_data_dir, find_tasks, read_task
-from llmdistill.tasks.glue_files import TASKS
+from llmdistill.tasks.glue import check_classes
+from llmdistill.tasks.glue_files import TASKS, check_data_dir, find_tasks, read_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,5 +174,5 @@ def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mappin
 def _fine_tuned(config: PreTrainedConfig, task: str) -> PreTrainedConfig:
     """Return the config of a teacher that is not fine-tuned on the task yet."""
     config = copy.deepcopy(config)
-    config.num_labels = num_outputs(TASKS[task])
+    config.num_labels = TASKS[task].num_outputs
     return config

@@ -4,7 +4,7 @@ import random
 
 from rouge_score.rouge_scorer import RougeScorer
 
-from llmdistill.tasks.chance import measure_chance
+from llmdistill.tasks.rouge import measure_chance
 
 TOKENS = [f"word{n}" for n in range(50)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from llmdistill.errors import UserError
 from llmdistill.tasks.glue_files import TASKS, Split
-from llmdistill.tasks.glue_submission import write_predictions
+from llmdistill.tasks.predict import write_predictions
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.tasks.glue_data import check_data_dir, find_tasks, read_task
-from llmdistill.tasks.glue_files import TASKS
+from llmdistill.tasks.glue_files import TASKS, check_data_dir, find_tasks, read_task
 
 
 def test_tasks_by_what_users_type() -> None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import EncodedPair, PairExample
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.predict import chance_score, main_score, predict, score, write_answers
+from llmdistill.tasks.classification import chance_score, main_score, task_metrics
+from llmdistill.tasks.predict import predict, write_answers
 
 ITEMS = [EncodedPair([1 + n % 5] * (1 + 7 * n % 4), None, 0) for n in range(11)]
 """Of different lengths, so that they are batched in another order than they stand in."""
@@ -70,8 +71,8 @@ def test_chance_is_the_best_single_answer() -> None:
 
 
 def test_mnli_is_judged_by_its_matched_split() -> None:
-    matched = score("MNLI", examples(0, 1, 2, 0), np.array([0, 1, 2, 2]))
-    mismatched = score("MNLI", examples(0, 1), np.array([0, 2]))
+    matched = task_metrics("MNLI", np.array([0, 1, 2, 2]), np.array([0, 1, 2, 0]))
+    mismatched = task_metrics("MNLI", np.array([0, 2]), np.array([0, 1]))
     found = {"MNLI-m": matched, "MNLI-mm": mismatched}
     assert found == {"MNLI-m": {"accuracy": 75.0}, "MNLI-mm": {"accuracy": 50.0}}
     assert main_score("MNLI", found) == 75.0

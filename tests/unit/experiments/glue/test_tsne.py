@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2
 from llmdistill.commands.glue import main
 from llmdistill.experiments.glue import tsne
 from llmdistill.experiments.glue.teachers import short_names
-from llmdistill.tasks.glue_data import read_task
+from llmdistill.tasks.glue_files import read_task
 
 QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "3", "--batch_size", "16", "--speed", "false"]
 FP32 = {"max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
