@@ -12,7 +12,7 @@ from llmdistill.experiments.grid import choose
 from llmdistill.experiments.launcher import InProcess
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.files import write_json
-from llmdistill.methods.partition import parse_layers
+from llmdistill.methods.layers import parse_layers
 from llmdistill.models.families import shape_of
 from llmdistill.report.layers import LayerScore, plot_layers, print_layers
 from llmdistill.report.metrics_log import read_metrics_log

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from llmdistill import losses
 from llmdistill.batch import LossSum, Taps
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import check_weights
-from llmdistill.methods.layer_map import same_direction
+from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.layers import LayerPair, layer_term, same_direction, weighted
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -32,18 +30,8 @@ class DistilbertConfig:
     """Temperature that softens both distributions."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
-        """
-        check_weights("distilbert", self, ("soft", "label", "cosine"))
-        if not self.temperature > 0:
-            raise ValueError(f"distilbert.temperature is {self.temperature}: give a number over 0")
-
-
-SOFT = OutputTerm("soft", "sequence_soft")
-"""KL(T‖S) between the softened outputs."""
+        """Raises ValueError if a weight or the temperature is out of its range."""
+        check_settings("distilbert", self, ("soft", "label", "cosine"))
 
 
 def build_distilbert(
@@ -56,30 +44,31 @@ def build_distilbert(
     """
     causal = same_direction(teacher, student, method="distilbert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
-    output = divergence_terms(
-        SOFT, settings.soft, objective, divergence=losses.FORWARD_KL, temperature=settings.temperature
-    ) | label_terms(settings.label, objective)
-    if settings.cosine == 0:
-        return Method(**output._asdict(), shift=causal)
-    if of_student.hidden_size != of_teacher.hidden_size:
+    if settings.cosine > 0 and of_student.hidden_size != of_teacher.hidden_size:
         raise UserError(
             f"distilbert.cosine compares hidden states, but they are {of_teacher.hidden_size} wide in the teacher "
             f"and {of_student.hidden_size} in the student: set distilbert.cosine to 0, or give the student the "
             "teacher's width"
         )
-    cosine = _cosine(of_student.num_layers - 1, of_teacher.num_layers - 1)
-    weights = {**output.weights, cosine.name: settings.cosine}
-    return Method(
-        weights=weights,
-        layer_terms=(cosine,),
-        token_terms=output.token_terms,
-        sequence_terms=output.sequence_terms,
-        shift=causal,
+    pair = LayerPair(of_student.num_layers - 1, of_teacher.num_layers - 1, None)
+
+    def cosine(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        return losses.hidden_cosine(student.hidden[pair.student], teacher.hidden[pair.teacher], mask)
+
+    terms = (
+        divergence_terms(
+            "soft", settings.soft, objective, divergence=losses.FORWARD_KL, temperature=settings.temperature
+        )
+        | label_terms(settings.label, objective)
+        | weighted(settings, [layer_term("cosine", pair, cosine, "hidden")])
     )
+    return Method(**terms._asdict(), shift=causal)
 
 
-def _cosine(student_layer: int, teacher_layer: int) -> LayerTerm:
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return losses.hidden_cosine(student.hidden[student_layer], teacher.hidden[teacher_layer], mask)
-
-    return LayerTerm("cosine", frozenset({("hidden", student_layer)}), frozenset({("hidden", teacher_layer)}), loss)
+DISTILBERT = MethodEntry(
+    label="DistilBERT",
+    help="the softened output, the labels, and the last hidden states",
+    settings=DistilbertConfig,
+    build=build_distilbert,
+    uses_output=True,
+)

@@ -74,14 +74,17 @@ class MethodEntry:
         return None if self.settings is None else self.settings()
 
 
-def check_weights(method: str, settings: object, keys: tuple[str, ...]) -> None:
-    """Check the weights of a method's terms.
+def check_settings(method: str, settings: object, weights: tuple[str, ...]) -> None:
+    """Check the weights of a method's terms, and its temperature if it has one.
 
     Raises:
-        ValueError: a weight is negative, or all weights are 0.
+        ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
     """
-    for key in keys:
+    for key in weights:
         if getattr(settings, key) < 0:
             raise ValueError(f"{method}.{key} is {getattr(settings, key)}: a weight is 0 (the term is off) or more")
-    if not any(getattr(settings, key) for key in keys):
-        raise ValueError(f"{method}: no term is left to train with: give one of {', '.join(keys)} a weight over 0")
+    if not any(getattr(settings, key) for key in weights):
+        raise ValueError(f"{method}: no term is left to train with: give one of {', '.join(weights)} a weight over 0")
+    temperature = getattr(settings, "temperature", 1.0)
+    if not temperature > 0:
+        raise ValueError(f"{method}.temperature is {temperature}: give a number over 0")

@@ -8,10 +8,9 @@ from typing import Literal
 from llmdistill import losses
 from llmdistill.config import RunConfig
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import Preset
-from llmdistill.methods.layer_map import same_direction
+from llmdistill.methods.entry import MethodEntry, Preset
+from llmdistill.methods.layers import same_direction
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import divergence_terms, label_terms
 from llmdistill.objective import TOKENS, Objective
 
@@ -34,11 +33,7 @@ class KdConfig:
     the teacher alone."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number is out of its range.
-        """
+        """Raises ValueError if a number is out of its range."""
         for key in ("beta", "alpha"):
             if not 0 < getattr(self, key) < 1:
                 raise ValueError(f"kd.{key} is {getattr(self, key)}: give a number between 0 and 1, both excluded")
@@ -61,32 +56,30 @@ def divergence_of(settings: KdConfig) -> losses.Divergence:
     return divergences[settings.divergence]
 
 
-def make_kd(settings: KdConfig, *, causal: bool = True, objective: Objective = TOKENS) -> Method:
-    """ratio · divergence + (1 - ratio) · cross-entropy on the labels, for tokens, sequences, or both.
-
-    A decoder predicts the next token (causal), an encoder the masked tokens. The term of the divergence is named after
-    it. Scores have no distribution, so both terms become a squared error; the one to the teacher's scores is
-    `sequence_mse`. Answers that the student generated itself are no labels: on such batches only the divergence is
-    computed.
-    """
-    measure = "mse" if objective.sequences == "scores" else settings.divergence
-    names = OutputTerm(settings.divergence, f"sequence_{measure}")
-    to_teacher = divergence_terms(
-        names, settings.ratio, objective, divergence=divergence_of(settings), temperature=settings.temperature
-    )
-    to_labels = label_terms(1 - settings.ratio, objective)
-    return Method(**(to_teacher | to_labels)._asdict(), shift=causal)
-
-
 def build_kd(
     settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """Build kd for two models, from their configs.
+    """ratio · divergence + (1 - ratio) · cross-entropy on the labels, for tokens, sequences, or both.
+
+    The term of the divergence is named after it. Scores have no distribution, so both terms become a squared error; the
+    one to the teacher's scores is `sequence_mse`. Answers that the student generated itself are no labels: on such
+    batches only the divergence is computed.
 
     Raises:
         UserError: one model is a decoder and the other an encoder.
     """
-    return make_kd(settings, causal=same_direction(teacher, student, method="kd"), objective=objective)
+    causal = same_direction(teacher, student, method="kd")
+    measure = "mse" if objective.sequences == "scores" else settings.divergence
+    to_teacher = divergence_terms(
+        settings.divergence,
+        settings.ratio,
+        objective,
+        divergence=divergence_of(settings),
+        temperature=settings.temperature,
+        sequence_name=f"sequence_{measure}",
+    )
+    terms = to_teacher | label_terms(1 - settings.ratio, objective)
+    return Method(**terms._asdict(), shift=causal)
 
 
 def check_kd(settings: KdConfig, config: RunConfig) -> None:
@@ -99,15 +92,25 @@ def check_kd(settings: KdConfig, config: RunConfig) -> None:
         raise ValueError("data.on_policy 1 leaves no labels to learn, but kd.ratio keeps some: set kd.ratio to 1")
 
 
-PRESETS = {
-    "reverse_kl": Preset(label="reverse KL", settings={"kd.divergence": "reverse_kl"}),
-    "jsd": Preset(label="JSD", settings={"kd.divergence": "jsd"}),
-    "skew_kl": Preset(label="skew KL", settings={"kd.divergence": "skew_forward_kl"}),
-    "skew_reverse_kl": Preset(label="skew reverse KL", settings={"kd.divergence": "skew_reverse_kl"}),
-    "tvd": Preset(label="TVD", settings={"kd.divergence": "tvd"}),
-    "gkd": Preset(
-        label="GKD", settings={"kd.divergence": "jsd", "kd.ratio": 1.0}, grid={"data.on_policy": [0.25, 0.5]}
-    ),
-    "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),
-}
-"""The divergences of the papers, as presets."""
+KD = MethodEntry(
+    label="KD",
+    help="a divergence to the teacher's output",
+    settings=KdConfig,
+    build=build_kd,
+    check=check_kd,
+    uses_output=True,
+    on_policy=True,
+    grid={"kd.ratio": [0.5, 1.0]},
+    presets={
+        "reverse_kl": Preset(label="reverse KL", settings={"kd.divergence": "reverse_kl"}),
+        "jsd": Preset(label="JSD", settings={"kd.divergence": "jsd"}),
+        "skew_kl": Preset(label="skew KL", settings={"kd.divergence": "skew_forward_kl"}),
+        "skew_reverse_kl": Preset(label="skew reverse KL", settings={"kd.divergence": "skew_reverse_kl"}),
+        "tvd": Preset(label="TVD", settings={"kd.divergence": "tvd"}),
+        "gkd": Preset(
+            label="GKD", settings={"kd.divergence": "jsd", "kd.ratio": 1.0}, grid={"data.on_policy": [0.25, 0.5]}
+        ),
+        "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),
+    },
+)
+"""Its presets are the divergences of the papers."""

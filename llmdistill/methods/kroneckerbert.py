@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmdistill.losses.terms import LayerTerm
+from llmdistill import losses
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import check_weights
-from llmdistill.methods.layer_map import LayerPair, check_same_shape
-from llmdistill.methods.layer_terms import score_term, state_term
+from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.layers import LayerPair, attention_term, check_same_shape, mse_term, weighted
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import LOGITS
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -35,14 +33,8 @@ class KroneckerbertConfig:
     """Temperature of the soft cross-entropy (not in the paper)."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
-        """
-        check_weights("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
-        if not self.temperature > 0:
-            raise ValueError(f"kroneckerbert.temperature is {self.temperature}: give a number over 0")
+        """Raises ValueError if a weight or the temperature is out of its range."""
+        check_settings("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
 
 
 def build_kroneckerbert(
@@ -68,18 +60,21 @@ def build_kroneckerbert(
     check_same_shape(teacher, student, method="kroneckerbert")
     causal, windows = family_of(student).causal, shape_of(student).windows
     pairs = [LayerPair(layer, layer, window) for layer, window in enumerate(windows)]
-    inner: dict[str, list[LayerTerm]] = {
-        "embedding": [state_term("embedding", "embedding", pairs[0])],
-        "attention": [score_term(pair, causal=causal) for pair in pairs],
-        "ffn": [state_term("ffn", "ffn_down", pair) for pair in pairs],
-    }
-    weights = {name: float(getattr(settings, name)) for name in inner if getattr(settings, name) > 0}
-    output = soft_terms(LOGITS, settings.logits, objective, temperature=settings.temperature)
-    output = output | label_terms(settings.label, objective)
-    return Method(
-        weights={**weights, **output.weights},
-        layer_terms=[term for name in weights for term in inner[name]],
-        token_terms=output.token_terms,
-        sequence_terms=output.sequence_terms,
-        shift=causal,
-    )
+    inner = [
+        mse_term("embedding", "embedding", pairs[0]),
+        *(attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs),
+        *(mse_term("ffn", "ffn_down", pair) for pair in pairs),
+    ]
+    output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature)
+    terms = weighted(settings, inner) | output | label_terms(settings.label, objective)
+    return Method(**terms._asdict(), shift=causal)
+
+
+KRONECKERBERT = MethodEntry(
+    label="KroneckerBERT",
+    help="embedding, attention scores and feed-forward outputs of all layers, the output, and the labels",
+    settings=KroneckerbertConfig,
+    build=build_kroneckerbert,
+    uses_output=True,
+    copies_classifier=True,
+)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, Batch, Outputs, Positions, TapRequest
@@ -13,6 +14,25 @@ from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Terms(NamedTuple):
+    """Weighted terms; a method is made of one or more of these."""
+
+    weights: Mapping[str, float]
+    """Weight of each term, in the order of the log. The names are the same as those of the terms."""
+    layer_terms: Sequence[LayerTerm] = ()
+    token_terms: Sequence[losses.TokenTerm] = ()
+    sequence_terms: Sequence[SequenceTerm] = ()
+
+    def __or__(self, other: Terms) -> Terms:
+        """Combine the terms of both."""
+        return Terms(
+            {**self.weights, **other.weights},
+            (*self.layer_terms, *other.layer_terms),
+            (*self.token_terms, *other.token_terms),
+            (*self.sequence_terms, *other.sequence_terms),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +52,9 @@ class Method:
 
     def __post_init__(self) -> None:
         """Check that the weights and the terms have the same names."""
-        assert {term.name for term in self._terms()} == self.weights.keys(), "terms and weights differ"
+        terms: list[LayerTerm | losses.TokenTerm | SequenceTerm]
+        terms = [*self.layer_terms, *self.token_terms, *self.sequence_terms]
+        assert {term.name for term in terms} == self.weights.keys(), "terms and weights differ"
 
     @cached_property
     def positions(self) -> Mapping[str, Positions]:
@@ -56,11 +78,8 @@ class Method:
     @cached_property
     def needs_teacher(self) -> bool:
         """Whether any term uses the teacher."""
-        return (
-            bool(self.layer_terms)
-            or self.needs_teacher_logits
-            or any(term.needs_teacher for term in self.sequence_terms)
-        )
+        of_sequences = any(term.needs_teacher for term in self.sequence_terms)
+        return bool(self.layer_terms) or self.needs_teacher_logits or of_sequences
 
     @cached_property
     def needs_teacher_logits(self) -> bool:
@@ -90,8 +109,24 @@ class Method:
             },
         )
 
-    def _terms(self) -> list[LayerTerm | losses.TokenTerm | SequenceTerm]:
-        return [*self.layer_terms, *self.token_terms, *self.sequence_terms]
+
+def combine(methods: Mapping[str, Method]) -> Method:
+    """Combine the terms of several methods; a name that two methods share gets the method as a prefix (`kd.label`)."""
+    shared = Counter(term for method in methods.values() for term in method.weights)
+    terms = Terms({})
+    projections: dict[Aspect, tuple[int, int]] = {}
+    for prefix, method in methods.items():
+        names = {term: f"{prefix}.{term}" if shared[term] > 1 else term for term in method.weights}
+        terms |= Terms(
+            {names[term]: weight for term, weight in method.weights.items()},
+            [replace(term, name=names[term.name]) for term in method.layer_terms],
+            [replace(term, name=names[term.name]) for term in method.token_terms],
+            [replace(term, name=names[term.name]) for term in method.sequence_terms],
+        )
+        for aspect, widths in method.projections.items():
+            assert projections.setdefault(aspect, widths) == widths, f"two methods map {aspect} to different widths"
+    (shift,) = {method.shift for method in methods.values()}
+    return Method(**terms._asdict(), shift=shift, projections=projections)
 
 
 def _divided(weight: float, divisor: Tensor) -> Tensor:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
+from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import check_weights
-from llmdistill.methods.layer_map import (
+from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.layers import (
     LayerPair,
-    attention_of,
+    attention_term,
     check_heads,
     layer_term,
     named_layer,
     pair_layers,
     same_direction,
     uniform_map,
+    weighted,
 )
 from llmdistill.methods.method import Method
 from llmdistill.models.families import shape_of
@@ -45,26 +46,12 @@ class MinilmConfig:
     """The teacher's layer, counted from 1, if layers is last; default: the last layer (MiniLMv2 Table 4: another)."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a weight is negative, all weights are 0, or teacher_layer is set but layers does not allow it.
-        """
-        check_weights("minilm", self, ("attention", "value_relation", "value_mse"))
+        """Raises ValueError if a weight is out of its range, or teacher_layer is set but layers does not allow it."""
+        check_settings("minilm", self, ("attention", "value_relation", "value_mse"))
         if self.teacher_layer is not None and self.layers == "uniform":
             raise ValueError(
                 "minilm.teacher_layer names one layer, but minilm.layers is uniform: leave one of them out"
             )
-
-
-Loss = Callable[[Taps, Taps, Tensor], LossSum]
-
-TERMS: dict[str, tuple[Aspect, ...]] = {
-    "attention": ("query", "key"),
-    "value_relation": ("value",),
-    "value_mse": ("value",),
-}
-"""The taps of each term, in the order of the log."""
 
 
 def build_minilm(
@@ -84,45 +71,23 @@ def build_minilm(
     check_heads(teacher, student, method="minilm")
     causal = same_direction(teacher, student, method="minilm")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
-    widths = tuple(shape.num_kv_heads * shape.head_dim for shape in (of_student, of_teacher))
+    widths = of_student.num_kv_heads * of_student.head_dim, of_teacher.num_kv_heads * of_teacher.head_dim
     maps_values = settings.value_mse > 0 and widths[0] != widths[1]
-    loss_of: dict[str, Callable[[LayerPair], Loss]] = {
-        "attention": partial(_attention, causal=causal),
-        # If both models repeat their values by a common factor, the relations repeat too: the least common number of
-        # heads gives the same mean.
-        "value_relation": partial(
-            _value_relation, heads=math.lcm(of_student.num_kv_heads, of_teacher.num_kv_heads), causal=causal
-        ),
-        "value_mse": partial(_value_mse, mapped=maps_values),
-    }
-    weights = {name: float(getattr(settings, name)) for name in TERMS if getattr(settings, name) > 0}
-    return Method(
-        weights=weights,
-        layer_terms=[
-            layer_term(name, TERMS[name], pair, loss_of[name](pair))
-            for name in weights
-            for pair in _pairs(settings, teacher, student)
-        ],
-        shift=causal,
-        projections={"value": (widths[0], widths[1])} if maps_values else {},
-    )
+    # If both models repeat their values by a common factor, the relations repeat too: the least common number of heads
+    # gives the same mean.
+    heads = math.lcm(of_student.num_kv_heads, of_teacher.num_kv_heads)
+    pairs = _pairs(settings, teacher, student)
+    attention_kl = partial(losses.attention_kl, direction="teacher_student")
+    terms = [
+        *(attention_term(pair, attention_kl, causal=causal) for pair in pairs),
+        *(_value_relation(pair, heads=heads, causal=causal) for pair in pairs),
+        *(_value_mse(pair, mapped=maps_values) for pair in pairs),
+    ]
+    projections: dict[Aspect, tuple[int, int]] = {"value": widths} if maps_values else {}
+    return Method(**weighted(settings, terms)._asdict(), shift=causal, projections=projections)
 
 
-def _attention(pair: LayerPair, *, causal: bool) -> Loss:
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return losses.attention_kl(
-            attention_of(student, pair.student),
-            attention_of(teacher, pair.teacher),
-            mask,
-            causal=causal,
-            window=pair.window,
-            direction="teacher_student",
-        )
-
-    return loss
-
-
-def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> Loss:
+def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> LayerTerm:
     """The mean over attention heads; in grouped-query attention a value head counts for each head that uses it.
 
     So the heads can be compared one by one even if the student shares its values among more attention heads than its
@@ -142,16 +107,16 @@ def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> Loss:
             window=pair.window,
         )
 
-    return loss
+    return layer_term("value_relation", pair, loss, "value")
 
 
-def _value_mse(pair: LayerPair, *, mapped: bool) -> Loss:
+def _value_mse(pair: LayerPair, *, mapped: bool) -> LayerTerm:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         layer = pair.student
         of_student = student.projected["value"][layer] if mapped else losses.side_by_side(student.value[layer])
         return losses.matrix_mse(of_student, losses.side_by_side(teacher.value[pair.teacher]), mask)
 
-    return loss
+    return layer_term("value_mse", pair, loss, "value")
 
 
 def _pairs(settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[LayerPair]:
@@ -162,3 +127,8 @@ def _pairs(settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTraine
         layer: int | Literal["last"] = "last" if settings.teacher_layer is None else settings.teacher_layer
         layers = [(depth - 1, named_layer(layer, teacher, key="minilm.teacher_layer"))]
     return pair_layers(layers, teacher, student, method="minilm")
+
+
+MINILM = MethodEntry(
+    label="MiniLM", help="attention and value relation of one layer", settings=MinilmConfig, build=build_minilm
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,9 +11,10 @@ from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
+from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import check_weights
-from llmdistill.methods.layer_map import LayerPair, layer_term, named_layer, pair_layers, same_direction
+from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.layers import LayerPair, layer_term, named_layer, pair_layers, same_direction
 from llmdistill.methods.method import Method
 from llmdistill.models.families import Shape, shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -33,11 +34,7 @@ class SearchConfig:
     """Steps on the labels (masked tokens for an encoder, next tokens for a decoder) before the score is computed."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number of steps is not positive.
-        """
+        """Raises ValueError if a number of steps is not positive."""
         for key in ("steps", "probe_steps"):
             if getattr(self, key) < 1:
                 raise ValueError(f"minilmv2.search.{key} is {getattr(self, key)}: give 1 or more")
@@ -64,16 +61,12 @@ class Minilmv2Config:
     """The search, if teacher_layer is auto."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: there is no relation, a relation occurs twice, there are no relation heads, or the weight is 0.
-        """
+        """Raises ValueError without relations, relation heads or weight, or if a relation occurs twice."""
         if not self.relations or len(set(self.relations)) < len(self.relations):
             raise ValueError(f"minilmv2.relations is {self.relations}: give at least one of the nine, each once")
         if self.relation_heads < 1:
             raise ValueError(f"minilmv2.relation_heads is {self.relation_heads}: give 1 or more")
-        check_weights("minilmv2", self, ("weight",))
+        check_settings("minilmv2", self, ("weight",))
 
 
 SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value"}
@@ -98,7 +91,7 @@ def build_minilmv2(
     if settings.teacher_layer == "auto":
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
     causal = same_direction(teacher, student, method="minilmv2")
-    relations = {f"relation_{relation}": _sides(relation) for relation in settings.relations}
+    relations = {f"relation_{left}{right}": (SIDES[left], SIDES[right]) for left, right in settings.relations}
     _check_relation_heads(settings.relation_heads, relations.values(), shape_of(teacher), shape_of(student))
     layer = named_layer(settings.teacher_layer, teacher, key="minilmv2.teacher_layer")
     last = shape_of(student).num_layers - 1
@@ -106,8 +99,7 @@ def build_minilmv2(
     return Method(
         weights=dict.fromkeys(relations, settings.weight),
         layer_terms=[
-            layer_term(name, sides, pair, _relation(sides, pair, settings.relation_heads, causal))
-            for name, sides in relations.items()
+            _relation(name, sides, pair, settings.relation_heads, causal=causal) for name, sides in relations.items()
         ],
         shift=causal,
     )
@@ -127,20 +119,22 @@ def check_minilmv2(settings: Minilmv2Config, config: RunConfig) -> None:
         raise ValueError("minilmv2.teacher_layer auto scores its candidates on data.valid: name a text there")
 
 
-def _relation(
-    sides: Sides, pair: LayerPair, relation_heads: int, causal: bool
-) -> Callable[[Taps, Taps, Tensor], LossSum]:
+def _relation(name: str, sides: Sides, pair: LayerPair, relation_heads: int, *, causal: bool) -> LayerTerm:
+    def inputs(taps: Taps, layer: int) -> losses.RelationInputs:
+        left, right = (getattr(taps, aspect)[layer] for aspect in sides)
+        return losses.RelationInputs(left, right)
+
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         return losses.relation_kl(
-            _inputs(student, pair.student, sides),
-            _inputs(teacher, pair.teacher, sides),
+            inputs(student, pair.student),
+            inputs(teacher, pair.teacher),
             mask,
             relation_heads=relation_heads,
             causal=causal,
             window=pair.window,
         )
 
-    return loss
+    return layer_term(name, pair, loss, *sides)
 
 
 def _check_relation_heads(relation_heads: int, relations: Iterable[Sides], teacher: Shape, student: Shape) -> None:
@@ -155,15 +149,6 @@ def _check_relation_heads(relation_heads: int, relations: Iterable[Sides], teach
         )
 
 
-def _sides(relation: str) -> Sides:
-    return SIDES[relation[0]], SIDES[relation[1]]
-
-
-def _inputs(taps: Taps, layer: int, sides: Sides) -> losses.RelationInputs:
-    left, right = (getattr(taps, aspect)[layer] for aspect in sides)
-    return losses.RelationInputs(left, right)
-
-
 def _width(shape: Shape, sides: Sides) -> int:
     """The width of both sides after the side with fewer heads is repeated."""
     return shape.head_dim * (shape.num_heads if "query" in sides else shape.num_kv_heads)
@@ -171,3 +156,13 @@ def _width(shape: Shape, sides: Sides) -> int:
 
 def _listed(numbers: list[int]) -> str:
     return ", ".join(str(number) for number in numbers)
+
+
+MINILMV2 = MethodEntry(
+    label="MiniLMv2",
+    help="relations between queries, keys and values of one layer",
+    settings=Minilmv2Config,
+    build=build_minilmv2,
+    check=check_minilmv2,
+    searches_layer=True,
+)

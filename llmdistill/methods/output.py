@@ -1,88 +1,69 @@
-"""The terms on the models' outputs, for tokens and for sequences, shared by the methods that use them."""
+"""The terms on the models' outputs, shared by the methods that use them.
+
+A term is computed for tokens, at the positions of the labels, for the targets of sequences, or for both, as the
+objective says. Its name for sequences is its name for tokens with the prefix `sequence_`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
 
 from llmdistill import losses
 from llmdistill.batch import Batch, LossSum, Outputs
 from llmdistill.losses.terms import SequenceTerm
 from llmdistill.methods.annotations import Tensor
-from llmdistill.methods.objective import LABEL, OutputTerm
+from llmdistill.methods.method import Terms
 from llmdistill.objective import Objective
 
 
-class OutputTerms(NamedTuple):
-    """Terms for tokens and for sequences, with their weights."""
-
-    weights: Mapping[str, float]
-    token_terms: tuple[losses.TokenTerm, ...]
-    sequence_terms: tuple[SequenceTerm, ...]
-
-    def __or__(self, other: OutputTerms) -> OutputTerms:
-        """Combine the terms of both."""
-        return OutputTerms(
-            {**self.weights, **other.weights},
-            self.token_terms + other.token_terms,
-            self.sequence_terms + other.sequence_terms,
-        )
-
-
-NO_OUTPUT = OutputTerms({}, (), ())
-
-
-def label_terms(weight: float, objective: Objective) -> OutputTerms:
+def label_terms(weight: float, objective: Objective) -> Terms:
     """Cross-entropy on labels (`label`), and for sequences cross-entropy on classes or squared error on scores."""
-    return _terms(LABEL, weight, objective, losses.TokenTerm(LABEL.token_name, None), False, _label_loss)
+    on_sequences = SequenceTerm("sequence_label", False, _label_loss)
+    return _terms(losses.TokenTerm("label", None), on_sequences, weight, objective)
 
 
-def soft_terms(names: OutputTerm, weight: float, objective: Objective, *, temperature: float) -> OutputTerms:
+def soft_terms(name: str, weight: float, objective: Objective, *, temperature: float) -> Terms:
     """Soft cross-entropy (MaKD eq. 18, TinyBERT eq. 10) for tokens and classes; squared error for scores."""
-
-    def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
-        of_student, of_teacher = _logits(student, teacher)
-        if objective.sequences == "scores":
-            return losses.sequence_score_mse(of_student, of_teacher, batch.has_target())
-        return losses.sequence_soft_cross_entropy(of_student, of_teacher, batch.has_target(), temperature=temperature)
-
-    token_term = losses.TokenTerm(names.token_name, losses.SOFT_CROSS_ENTROPY, temperature)
-    return _terms(names, weight, objective, token_term, True, loss)
+    token_term = losses.TokenTerm(name, losses.SOFT_CROSS_ENTROPY, temperature)
+    compare = partial(losses.sequence_soft_cross_entropy, temperature=temperature)
+    return _terms(token_term, _to_teacher(f"sequence_{name}", compare, objective), weight, objective)
 
 
 def divergence_terms(
-    names: OutputTerm, weight: float, objective: Objective, *, divergence: losses.Divergence, temperature: float
-) -> OutputTerms:
-    """A divergence for tokens and classes, times the squared temperature; squared error for scores."""
-
-    def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
-        of_student, of_teacher = _logits(student, teacher)
-        if objective.sequences == "scores":
-            return losses.sequence_score_mse(of_student, of_teacher, batch.has_target())
-        return losses.sequence_divergence(
-            of_student, of_teacher, batch.has_target(), divergence=divergence.value, temperature=temperature
-        )
-
-    token_term = losses.TokenTerm(names.token_name, divergence, temperature, scale=temperature**2)
-    return _terms(names, weight, objective, token_term, True, loss)
-
-
-def _terms(
-    names: OutputTerm,
+    name: str,
     weight: float,
     objective: Objective,
-    token_term: losses.TokenTerm,
-    needs_teacher: bool,
-    loss: Callable[[Outputs, Outputs | None, Batch], LossSum],
-) -> OutputTerms:
-    if weight == 0:
-        return NO_OUTPUT
-    on_sequences = SequenceTerm(names.sequence_name, needs_teacher, loss)
-    return OutputTerms(
-        dict.fromkeys(names.positions(objective), weight),
-        (token_term,) if objective.tokens else (),
-        (on_sequences,) if objective.sequences is not None else (),
-    )
+    *,
+    divergence: losses.Divergence,
+    temperature: float,
+    sequence_name: str | None = None,
+) -> Terms:
+    """A divergence for tokens and classes, times the squared temperature; squared error for scores."""
+    token_term = losses.TokenTerm(name, divergence, temperature, scale=temperature**2)
+    compare = partial(losses.sequence_divergence, divergence=divergence.value, temperature=temperature)
+    return _terms(token_term, _to_teacher(sequence_name or f"sequence_{name}", compare, objective), weight, objective)
+
+
+def _terms(token_term: losses.TokenTerm, on_sequences: SequenceTerm, weight: float, objective: Objective) -> Terms:
+    """The terms that the objective has; none if the weight is 0."""
+    terms = Terms({})
+    if weight != 0 and objective.tokens:
+        terms |= Terms({token_term.name: weight}, token_terms=(token_term,))
+    if weight != 0 and objective.sequences is not None:
+        terms |= Terms({on_sequences.name: weight}, sequence_terms=(on_sequences,))
+    return terms
+
+
+def _to_teacher(name: str, compare: Callable[[Tensor, Tensor, Tensor], LossSum], objective: Objective) -> SequenceTerm:
+    def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
+        assert student.sequence_logits is not None, "the student has no head for sequences"
+        assert teacher is not None
+        assert teacher.sequence_logits is not None, "the teacher has no head for sequences"
+        measure = losses.sequence_score_mse if objective.sequences == "scores" else compare
+        return measure(student.sequence_logits, teacher.sequence_logits, batch.has_target())
+
+    return SequenceTerm(name, True, loss)
 
 
 def _label_loss(student: Outputs, _teacher: Outputs | None, batch: Batch) -> LossSum:
@@ -91,10 +72,3 @@ def _label_loss(student: Outputs, _teacher: Outputs | None, batch: Batch) -> Los
     if batch.targets.is_floating_point():
         return losses.sequence_mse(student.sequence_logits, batch.targets)
     return losses.sequence_cross_entropy(student.sequence_logits, batch.targets)
-
-
-def _logits(student: Outputs, teacher: Outputs | None) -> tuple[Tensor, Tensor]:
-    assert student.sequence_logits is not None, "the student has no head for sequences"
-    assert teacher is not None
-    assert teacher.sequence_logits is not None, "the teacher has no head for sequences"
-    return student.sequence_logits, teacher.sequence_logits

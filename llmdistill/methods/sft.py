@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmdistill.config import RunConfig
 from llmdistill.methods.annotations import PreTrainedConfig
+from llmdistill.methods.entry import MethodEntry
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms
 from llmdistill.models.families import family_of
@@ -34,3 +35,23 @@ def check_seqkd(settings: None, config: RunConfig) -> None:
     """
     if config.data.kind == "text":
         raise ValueError("method seqkd learns answers, but data.kind is text: take kd, or instructions")
+
+
+SFT = MethodEntry(
+    label="SFT",
+    help="cross-entropy on the labels alone, without teacher",
+    build=build_sft,
+    needs_teacher=False,
+    uses_output=True,
+)
+SEQKD = MethodEntry(
+    label="SeqKD",
+    help="sft on answers that the teacher wrote (data.train is what `llmdistill generate` made)",
+    build=build_sft,
+    check=check_seqkd,
+    needs_teacher=False,
+    teacher_writes=True,
+)
+UNTRAINED = MethodEntry(
+    label="untrained", help="no training, only scores", build=build_sft, needs_teacher=False, trains=False
+)

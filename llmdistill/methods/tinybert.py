@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmdistill import losses
 from llmdistill.batch import Aspect
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import check_weights
-from llmdistill.methods.layer_map import LayerPair, check_heads, pair_layers, same_direction, uniform_map
-from llmdistill.methods.layer_terms import score_term, state_term
+from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.layers import (
+    LayerPair,
+    attention_term,
+    check_heads,
+    mse_term,
+    pair_layers,
+    same_direction,
+    uniform_map,
+    weighted,
+)
 from llmdistill.methods.method import Method
-from llmdistill.methods.objective import OutputTerm
 from llmdistill.methods.output import soft_terms
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -35,20 +43,8 @@ class TinybertConfig:
     """Temperature of the soft cross-entropy."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a weight is negative, all weights are 0, or the temperature is not positive.
-        """
-        check_weights("tinybert", self, ("attention", "hidden", "embedding", "soft"))
-        if not self.temperature > 0:
-            raise ValueError(f"tinybert.temperature is {self.temperature}: give a number over 0")
-
-
-SOFT = OutputTerm("soft", "sequence_soft")
-"""Soft cross-entropy on the logits."""
-
-INNER_TERMS: tuple[str, ...] = ("attention", "hidden", "embedding")
+        """Raises ValueError if a weight or the temperature is out of its range."""
+        check_settings("tinybert", self, ("attention", "hidden", "embedding", "soft"))
 
 
 def build_tinybert(
@@ -66,26 +62,24 @@ def build_tinybert(
     causal = same_direction(teacher, student, method="tinybert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     layers = list(enumerate(uniform_map(of_student.num_layers, of_teacher.num_layers)))
-    weights = {name: float(getattr(settings, name)) for name in INNER_TERMS if getattr(settings, name) > 0}
     widths = of_student.hidden_size, of_teacher.hidden_size
-    mapped: tuple[Aspect, ...] = ("hidden", "embedding") if widths[0] != widths[1] else ()
-    projections = {aspect: widths for aspect in mapped if aspect in weights}
+    aspects: tuple[Aspect, ...] = ("hidden", "embedding") if widths[0] != widths[1] else ()
+    projections = {aspect: widths for aspect in aspects if getattr(settings, aspect) > 0}
     terms: list[LayerTerm] = []
-    if "attention" in weights:
+    if settings.attention > 0:
         check_heads(teacher, student, method="tinybert.attention")
         pairs = pair_layers(layers, teacher, student, method="tinybert.attention")
-        terms += [score_term(pair, causal=causal) for pair in pairs]
-    if "hidden" in weights:
-        pairs = [LayerPair(mine, theirs, None) for mine, theirs in layers]
-        terms += [state_term("hidden", "hidden", pair, mapped="hidden" in projections) for pair in pairs]
-    if "embedding" in weights:
-        terms.append(state_term("embedding", "embedding", LayerPair(0, 0, None), mapped="embedding" in projections))
-    output = soft_terms(SOFT, settings.soft, objective, temperature=settings.temperature)
-    return Method(
-        weights={**weights, **output.weights},
-        layer_terms=terms,
-        token_terms=output.token_terms,
-        sequence_terms=output.sequence_terms,
-        shift=causal,
-        projections=projections,
-    )
+        terms += [attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs]
+    pairs = [LayerPair(mine, theirs, None) for mine, theirs in layers]
+    terms += [mse_term("hidden", "hidden", pair, mapped="hidden" in projections) for pair in pairs]
+    terms.append(mse_term("embedding", "embedding", LayerPair(0, 0, None), mapped="embedding" in projections))
+    output = soft_terms("soft", settings.soft, objective, temperature=settings.temperature)
+    return Method(**(weighted(settings, terms) | output)._asdict(), shift=causal, projections=projections)
+
+
+TINYBERT = MethodEntry(
+    label="TinyBERT",
+    help="embedding, attention scores and hidden states of evenly spread layers",
+    settings=TinybertConfig,
+    build=build_tinybert,
+)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import LlamaConfig
 
 from llmdistill.errors import UserError
 from llmdistill.experiments.variants import load_methods, load_suite, suite_names
-from llmdistill.methods.makd import TERMS, MakdConfig, make_makd
+from llmdistill.methods.makd import TERMS, MakdConfig, build_makd
 
 
 def test_methods_come_in_the_order_asked_for() -> None:
@@ -30,7 +31,8 @@ def test_unknown_suite_names_the_known_ones() -> None:
 def terms_of(settings: dict[str, object], num_layers: int = 12) -> tuple[set[str], object, object]:
     """The terms that are left, and the layers (1-based) of matrix and layer losses."""
     own = {key.removeprefix("makd."): value for key, value in settings.items() if key != "method"}
-    method = make_makd(MakdConfig(**own), num_layers, causal=False, gated=True)
+    config = LlamaConfig(num_hidden_layers=num_layers)
+    method = build_makd(MakdConfig(**own), config, config)
     taps = method.student_taps
     matrix = sorted(layer + 1 for layer in taps.get("value", frozenset()))
     layer = sorted(layer + 1 for layer in taps.get("hidden", frozenset()))

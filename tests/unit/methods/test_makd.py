@@ -20,21 +20,27 @@ from transformers import (
 from llmdistill.batch import IGNORE_INDEX, Batch, Outputs, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.methods import Method
-from llmdistill.methods.layer_map import check_same_shape
-from llmdistill.methods.makd import TERMS, MakdConfig, build_makd, make_makd
+from llmdistill.methods.layers import check_same_shape
+from llmdistill.methods.makd import TERMS, MakdConfig, build_makd
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.taps import Recorder
 
 LAYERS = 5  # odd: the lower half has two layers, the upper three
-LLAMA = LlamaConfig(
-    vocab_size=50,
-    hidden_size=16,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=24,
-    max_position_embeddings=32,
-)
+
+
+def llama(num_layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=32,
+    )
+
+
+LLAMA = llama(LAYERS)
 GPT2 = GPT2Config(vocab_size=50, n_embd=16, n_layer=LAYERS, n_head=4, n_positions=32)
 MISTRAL = MistralConfig(**{**LLAMA.to_diff_dict(), "sliding_window": 3, "model_type": "mistral"})
 BERT = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=24)
@@ -251,7 +257,8 @@ def test_other_masks_equal_the_naive_loop(config: PreTrainedConfig) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 def test_each_variant_asks_only_for_what_it_needs(settings: MakdConfig, gated: bool) -> None:
-    method = make_makd(settings, LAYERS, causal=True, gated=gated)
+    config = LLAMA if gated else GPT2
+    method = build_makd(settings, config, config)
     weights = asdict(settings)
     expected: dict[str, set[int]] = {}
     for name in MATRIX:
@@ -267,16 +274,16 @@ def test_each_variant_asks_only_for_what_it_needs(settings: MakdConfig, gated: b
 
 
 def test_terms_and_their_order() -> None:
-    method = make_makd(MakdConfig(label=1.0), 4, causal=True, gated=True)
-    assert tuple(method.weights) == TERMS
-    names = list(make_makd(MakdConfig(), 4, causal=True, gated=False).weights)
+    assert tuple(build_makd(MakdConfig(label=1.0), LLAMA, LLAMA).weights) == TERMS
+    names = list(build_makd(MakdConfig(), GPT2, GPT2).weights)
     assert names == ["query", "key", "value", "ffn_up", "ffn_down", "attention", "hidden", "logits"]
-    one_layer = make_makd(MakdConfig(), 1, causal=True, gated=True)  # the lower half of one layer is empty
-    assert list(one_layer.weights) == ["attention", "hidden", "logits"]
+    one_layer = llama(1)  # its lower half is empty
+    assert list(build_makd(MakdConfig(), one_layer, one_layer).weights) == ["attention", "hidden", "logits"]
 
 
 def test_a_term_is_summed_over_layers_and_counted_once() -> None:
-    method = make_makd(MakdConfig(layer_layers="all", matrix_layers="none", attention=0.0), 3, causal=True, gated=True)
+    settings = MakdConfig(layer_layers="all", matrix_layers="none", attention=0.0)
+    method = build_makd(settings, llama(3), llama(3))
     batch = make_batch()
     student = {layer: torch.full((3, 8, 2), float(layer + 1)) for layer in range(3)}
     teacher = {layer: torch.zeros(3, 8, 2) for layer in range(3)}
@@ -311,9 +318,9 @@ def test_padding_does_not_matter() -> None:
 
 
 def test_needs_teacher() -> None:
-    assert make_makd(MakdConfig(), 4, causal=True, gated=True).needs_teacher
+    assert build_makd(MakdConfig(), LLAMA, LLAMA).needs_teacher
     names = [name for name in TERMS if name != "label"]
-    method = make_makd(MakdConfig(**off(*names), label=1.0), 4, causal=True, gated=True)
+    method = build_makd(MakdConfig(**off(*names), label=1.0), LLAMA, LLAMA)
     assert not method.needs_teacher
     batch = make_batch()
     assert list(terms_of(method, Outputs(torch.zeros(3, 8, 50), Taps()), None, batch)) == ["label"]
@@ -321,7 +328,7 @@ def test_needs_teacher() -> None:
 
 def test_bad_settings() -> None:
     def build(settings: MakdConfig) -> Method:
-        return make_makd(settings, 4, causal=True, gated=True)
+        return build_makd(settings, llama(4), llama(4))
 
     with pytest.raises(UserError, match=r"makd\.matrix_layers is '1-9': the model has 4 layers"):
         build(MakdConfig(matrix_layers="1-9"))

@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from llmdistill.errors import UserError
-from llmdistill.methods.layer_map import named_layer, uniform_map
+from llmdistill.methods.layers import named_layer, parse_layers, uniform_map
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,29 @@ def test_named_layers_count_from_one() -> None:
     for spec in (0, 5, -1):
         with pytest.raises(UserError, match=rf"x is {spec}: the teacher has 4 layers; give one from 1 to 4"):
             named_layer(spec, config, key="x")
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_layers", "expected"),
+    [
+        ("lower", 4, (0, 1)),
+        ("upper", 4, (2, 3)),
+        ("lower", 5, (0, 1)),
+        ("upper", 5, (2, 3, 4)),
+        ("lower", 1, ()),
+        ("upper", 1, (0,)),
+        ("all", 3, (0, 1, 2)),
+        ("none", 3, ()),
+        ("1-3,6", 6, (0, 1, 2, 5)),
+        ("6, 1 - 2", 6, (0, 1, 5)),
+        ("2,2,1-2", 2, (0, 1)),
+    ],
+)
+def test_layers(spec: str, num_layers: int, expected: tuple[int, ...]) -> None:
+    assert parse_layers(spec, num_layers, key="k") == expected
+
+
+@pytest.mark.parametrize("spec", ["", "0", "5", "3-2", "1-", "-2", "1,,2", "middle", "1.5", "²", "1-2-3", "Lower"])
+def test_what_is_no_list_of_layers(spec: str) -> None:
+    with pytest.raises(UserError, match=r"makd\.matrix_layers is .* 4 layers"):
+        parse_layers(spec, 4, key="makd.matrix_layers")

@@ -8,9 +8,9 @@ from references import terms_of
 
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import METHODS, Method, build_method
-from llmdistill.methods.combined import combine
 from llmdistill.methods.distilbert import DistilbertConfig
 from llmdistill.methods.kd import KdConfig
+from llmdistill.methods.method import combine
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.minilmv2 import Minilmv2Config
 from llmdistill.methods.tinybert import TinybertConfig

@@ -1,8 +1,8 @@
-"""Chooses the layers of student and teacher to compare, and checks that the two models can be compared."""
+"""The layers of student and teacher to compare, checks that they can be compared, and the terms on a pair of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Literal, NamedTuple
 
@@ -11,6 +11,7 @@ from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
+from llmdistill.methods.method import Terms
 from llmdistill.models.families import family_of, shape_of
 
 
@@ -34,6 +35,43 @@ def uniform_map(student_layers: int, teacher_layers: int) -> list[int]:
         max(1, (2 * layer * teacher_layers + student_layers) // (2 * student_layers)) - 1
         for layer in range(1, student_layers + 1)
     ]
+
+
+def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
+    """The layers (0-based, ascending) that a setting names.
+
+    Args:
+        spec: lower (1..L/2, rounded down), upper (the rest), all, none, or numbers counted from 1 such as "1-3,6".
+        num_layers: L.
+        key: the name of the setting, for the error message.
+
+    Raises:
+        UserError: the text has none of these forms, or it names a layer that does not exist.
+    """
+    half = num_layers // 2
+    named = {"lower": range(half), "upper": range(half, num_layers), "all": range(num_layers), "none": range(0)}
+    text = spec.strip()
+    if text in named:
+        return tuple(named[text])
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        bounds = (first, last) if dash else (first, first)
+        # ASCII only: str.isdigit also takes ² and the like, which int() refuses.
+        if not all(bound.isascii() and bound.isdigit() for bound in bounds):
+            raise _bad(key, spec, num_layers)
+        low, high = int(bounds[0]), int(bounds[1])
+        if not 1 <= low <= high <= num_layers:
+            raise _bad(key, spec, num_layers)
+        layers.update(range(low - 1, high))
+    return tuple(sorted(layers))
+
+
+def _bad(key: str, spec: str, num_layers: int) -> UserError:
+    return UserError(
+        f"{key} is {spec!r}: the model has {num_layers} layers; give lower, upper, all, none, or layers from 1 to "
+        f"{num_layers} such as 1-3,6"
+    )
 
 
 def named_layer(spec: int | Literal["last"], teacher: PreTrainedConfig, *, key: str) -> int:
@@ -122,16 +160,61 @@ def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, me
             )
 
 
-def attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
-    """The inputs of one layer's attention, from its taps."""
-    return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
-
-
 def layer_term(
-    name: str, aspects: Collection[Aspect], pair: LayerPair, loss: Callable[[Taps, Taps, Tensor], LossSum]
+    name: str, pair: LayerPair, loss: Callable[[Taps, Taps, Tensor], LossSum], *aspects: Aspect
 ) -> LayerTerm:
     """A term that needs the same aspects from both layers of a pair."""
     of_student, of_teacher = (
         frozenset((aspect, layer) for aspect in aspects) for layer in (pair.student, pair.teacher)
     )
     return LayerTerm(name, of_student, of_teacher, loss)
+
+
+def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: bool) -> LayerTerm:
+    """`attention`: a loss on the queries and keys of both layers, such as `losses.attention_kl`.
+
+    Args:
+        pair: layers with the same number of query heads and the same window.
+        loss: a function of the attention of student and teacher, the attention mask, `causal` and `window`.
+        causal: whether the models are decoders.
+    """
+
+    def of_taps(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        return loss(
+            _attention_of(student, pair.student),
+            _attention_of(teacher, pair.teacher),
+            mask,
+            causal=causal,
+            window=pair.window,
+        )
+
+    return layer_term("attention", pair, of_taps, "query", "key")
+
+
+def _attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
+    return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
+
+
+def mse_term(name: str, aspect: Aspect, pair: LayerPair, *, mapped: bool = False, normalize: bool = False) -> LayerTerm:
+    """MSE of each token's features at one place of both models: MaKD eq. 13, 15, 16; TinyBERT eq. 8, 9.
+
+    Args:
+        name: the name of the term.
+        aspect: the features to compare.
+        pair: the layers.
+        mapped: whether a learnt matrix maps the student's width to the teacher's; without it both widths are the same.
+        normalize: whether to divide the error by the variance of the teacher's features at that token.
+    """
+
+    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        of_student = student.projected[aspect] if mapped else getattr(student, aspect)
+        of_teacher = getattr(teacher, aspect)[pair.teacher]
+        return losses.matrix_mse(of_student[pair.student], of_teacher, mask, normalize=normalize)
+
+    return layer_term(name, pair, loss, aspect)
+
+
+def weighted(settings: object, terms: Iterable[LayerTerm]) -> Terms:
+    """The terms with a weight over 0. The weight of a term is the setting of the same name."""
+    kept = [term for term in terms if getattr(settings, term.name) > 0]
+    return Terms({term.name: float(getattr(settings, term.name)) for term in kept}, kept)
