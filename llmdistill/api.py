@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,11 +22,9 @@ from llmdistill.data.in_memory import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.distillation import distil as distil_plans
-from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.convert import compress_model
 from llmdistill.files import new_folder
-from llmdistill.models.configs import load_config
-from llmdistill.models.load import load_model
+from llmdistill.models.load import copy_companions, load_model
 from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_of
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import init_distributed, on_main
@@ -88,13 +86,13 @@ def compress(
         source = locate(str(model))
         if on is None and torch.cuda.is_available():
             on = torch.device("cuda")
-        teacher = load(local_folder(source), load_config(source))
+        teacher = load_model(source, dtype="auto", head="saved")
         student = compress_model(teacher, chosen, method, device=on, in_place=True)
         if folder is not None:
             student.save_pretrained(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            copy_companions(local_folder(source), folder)
+            copy_companions(source, folder)
         return student
 
 
@@ -172,7 +170,7 @@ def distill(
         plans = make_plans(config)
         distil_plans(plans, plans[0].task.read(plans[0].models), world)
         folder = Path(str(config.output_dir))
-        trained = load(folder / "student", load_config(folder / "student")).to(cast(Any, world.device))
+        trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
     log = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return Distilled(
         student=trained.eval(),

@@ -79,9 +79,9 @@ def compress(arguments: Sequence[str]) -> None:
     import torch
 
     from llmdistill.embedded import locate
-    from llmdistill.factorize import compress as compress_folder
-    from llmdistill.factorize import summarise
-    from llmdistill.factorize.kronecker_search import needs_search, search_folder, table
+    from llmdistill.factorize.convert import compress as compress_folder
+    from llmdistill.factorize.plan import summarise
+    from llmdistill.factorize.search import needs_search, search, table
 
     quiet_transformers()
     settings, model, method = build(parsed, FactorizeConfig), locate(parsed.model), parsed.method
@@ -90,7 +90,7 @@ def compress(arguments: Sequence[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
     if needs_search(settings, method):
-        found = search_folder(model, settings, device=device)
+        found = search(model, settings, device=device)
         settings = found[0].settings
     elif parsed.candidates:
         raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
@@ -151,7 +151,7 @@ def export(arguments: Sequence[str]) -> None:
     parsed = parse(parser, arguments)
     if not parsed.dense:
         raise UserError("--dense is missing: a student is a Hugging Face model already; add --dense to merge it")
-    from llmdistill.factorize import export_dense
+    from llmdistill.factorize.export import export_dense
 
     quiet_transformers()
     _show(export_dense(Path(parsed.model), Path(parsed.output)), parsed.json)

@@ -117,14 +117,15 @@ def bert_row(row: dict[str, Any], device: torch.device) -> Work:
     from transformers import BertConfig, BertModel
 
     from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize import factorize, plan
+    from llmdistill.factorize.convert import factorize
+    from llmdistill.factorize.plan import plan
 
     torch.manual_seed(0)
     model = BertModel(BertConfig(num_hidden_layers=row["layers"]))
     shapes = {"*.attention.*": "384x48", "*.intermediate.dense": row["up"], "*.output.dense": row["down"]}
-    sizes = plan(model, FactorizeConfig(shapes=shapes), "kronecker")
-    seconds = _seconds(lambda: factorize(model, sizes, method="kronecker", embedding=16, device=device))
-    return Work(None, {"matrices": len(sizes) + 1, "seconds": seconds})
+    planned = plan(model, FactorizeConfig(shapes=shapes, embedding_columns=16), "kronecker")
+    seconds = _seconds(lambda: factorize(model, planned, device=device))
+    return Work(None, {"matrices": len(planned.sizes) + 1, "seconds": seconds})
 
 
 def model_row(row: dict[str, Any], device: torch.device) -> Work:
@@ -132,14 +133,13 @@ def model_row(row: dict[str, Any], device: torch.device) -> Work:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize import compress
+    from llmdistill.factorize.convert import compress
     from llmdistill.factorize.counting import build_reference, layer_linears
-    from llmdistill.factorize.install import features
 
     config = LlamaConfig(**row["config"])
     # Keys and values are narrower than the rank, which `rank` alone would refuse.
-    shapes = {name: features(module) for name, module in layer_linears(build_reference(config)).items()}
-    ranks = {name: row["rank"] for name, (m, n) in shapes.items() if row["rank"] * (n + m) < n * m}
+    linears = layer_linears(build_reference(config))
+    ranks = {name: row["rank"] for name, (m, n) in linears.items() if row["rank"] * (n + m) < n * m}
     settings = FactorizeConfig(ranks=ranks)
     with tempfile.TemporaryDirectory() as folder:
         dense, student = Path(folder) / "dense", Path(folder) / "student"

@@ -112,11 +112,10 @@ def _ids(row: dict[str, Any]) -> torch.Tensor:
 def _kronecker(model: PreTrainedModel, factorize: dict[str, Any]) -> None:
     """Kronecker products of random weights: a call costs the same whatever they hold."""
     from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize import plan
     from llmdistill.factorize.install import install
+    from llmdistill.factorize.plan import plan
 
-    settings = FactorizeConfig(**factorize)
-    install(model, plan(model, settings, "kronecker"), settings.embedding_columns, "kronecker")
+    install(model, plan(model, FactorizeConfig(**factorize), "kronecker"))
 
 
 def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> dict[str, float]:

@@ -68,11 +68,11 @@ def bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
 def low_rank(model: PreTrainedModel, rank: int) -> None:
     """Factorized modules of random weights: a step costs the same whatever they hold."""
     from llmdistill.config import FactorizeConfig
-    from llmdistill.factorize import plan
     from llmdistill.factorize.install import install
-    from llmdistill.factorize.lowrank_modules import LowRankLinear
+    from llmdistill.factorize.modules import LowRankLinear
+    from llmdistill.factorize.plan import plan
 
-    install(model, plan(model, FactorizeConfig(rank=rank)), None)
+    install(model, plan(model, FactorizeConfig(rank=rank)))
     for module in model.modules():
         if isinstance(module, LowRankLinear):
             nn.init.normal_(module.A.weight, std=0.02)

@@ -14,8 +14,8 @@ from llmdistill.embedded import locate
 from llmdistill.experiments.comparison import Findings, Study
 from llmdistill.experiments.launcher import shown_command
 from llmdistill.experiments.trials import Result, Trial
-from llmdistill.factorize.checkpoint import local_folder
 from llmdistill.models.configs import load_config
+from llmdistill.models.load import downloaded
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
 from llmdistill.report.results import Comparison, Row, Run, Sample, SizePoint
@@ -89,7 +89,7 @@ def _base_row(study: Study, findings: Findings, name: str, label: str, model: Pa
         name=name,
         label=label,
         params=scores["params"],
-        checkpoint_bytes=_weight_bytes(local_folder(model)),
+        checkpoint_bytes=_weight_bytes(downloaded(model)),
         runs=[run],
         trials=[],
         terms=[],

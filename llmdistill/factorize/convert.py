@@ -1,71 +1,80 @@
-"""Factorizes loaded weights: a model in place, or the model of a folder into a new folder (MaKD §3.1)."""
+"""Makes students: factorizes a loaded model or the model of a folder (MaKD §3.1), or gives it another shape."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
+from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.budget import describe
-from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
+from llmdistill.factorize.counting import build_reference
+from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
-from llmdistill.factorize.install import base_name, install, matrix, tied_heads, token_embedding
-from llmdistill.factorize.kinds import FactorizationKind, Sigma, Size, kind_of
-from llmdistill.factorize.kronecker_search import needs_search, search, search_folder
+from llmdistill.factorize.install import base_name, install, is_factorized, matrix, tied_heads, token_embedding
+from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
+from llmdistill.factorize.plan import describe, plan, plan_embedding
+from llmdistill.factorize.search import needs_search, search
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
-from llmdistill.models.load import Head, load_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from llmdistill.models.load import Head, auto_class, copy_companions, load_model
+from llmdistill.models.shapes import initialise, parse_shape, shaped_config, teacher_layers
 
 
 @torch.no_grad()
 def factorize(
     model: PreTrainedModel,
-    sizes: Mapping[str, Size],
+    factorization: Factorization,
     *,
-    method: str = "svd",
-    embedding: int | None = None,
     sigma: Sigma = "left",
     device: torch.device | None = None,
     progress: bool = False,
 ) -> None:
-    """Replace the named linears, and optionally the token embedding, by their best approximations, in place.
+    """Replace linears, and optionally the token embedding, by their best approximations, in place.
 
-    svd gives the best approximation of a rank (MaKD eq. 11), kronecker the best of a Kronecker shape (KroneckerBERT eq.
-    2-5). `sizes` is the result of `plan`, `embedding` the rank or the columns; `sigma` is used by svd only. Each matrix
-    is decomposed on `device` (by default where the matrix is), one at a time, so a GPU can be used even if it cannot
-    hold the model. dtype and device of the model stay the same, the arithmetic is fp32 or finer; a tied head stays
-    tied. save_pretrained then writes a student that from_pretrained loads. Raises UserError if the model is already
-    factorized or quantised, or if a matrix has values that are not finite.
+    svd gives the best approximation of a rank (MaKD eq. 11), with the singular values where `sigma` says; kronecker
+    gives the best of a Kronecker shape (KroneckerBERT eq. 2-5). Each matrix is decomposed on `device` (by default where
+    the matrix is), one at a time, so a GPU can be used even if it cannot hold the model. dtype and device of the model
+    stay the same, the arithmetic is fp32 or finer; a tied head stays tied. save_pretrained then writes a student that
+    from_pretrained loads. Raises UserError if the model is already factorized or quantised, or if a matrix has values
+    that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"this {type(model).__name__} is factorized or quantised already; start from the dense teacher")
-    base = model.base_model
-    kind = kind_of(method)
-    names = {base_name(model, name): size for name, size in sizes.items()}
-    silent = None if progress else True  # None: tqdm is silent if there is no terminal
-    factors = {
-        name: _factors(kind.factors, name, matrix(base.get_submodule(name)), size, sigma, device)
-        for name, size in tqdm(names.items(), desc=method, disable=silent)
-    }
-    of_embedding = {} if embedding is None else _embedding_factors(kind, model, embedding, sigma, device)
+    base, kind = model.base_model, kind_of(factorization.method)
+    named = replace(factorization, sizes={base_name(model, name): size for name, size in factorization.sizes.items()})
 
-    install(model, names, embedding, method)
-    for name, values in factors.items():
+    def factors(best: Callable[..., dict[str, Tensor]], name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
+        if not weight.isfinite().all():
+            raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
+        moved = weight if device is None else weight.to(device)
+        return {key: value.to(weight) for key, value in best(moved, size, sigma).items()}
+
+    silent = None if progress else True  # None: tqdm is silent if there is no terminal
+    of_linears = {
+        name: factors(kind.factors, name, matrix(base.get_submodule(name)), size)
+        for name, size in tqdm(named.sizes.items(), desc=named.method, disable=silent)
+    }
+    of_embedding = {}
+    if named.embedding is not None:
+        name, table = _tied_table(model)
+        of_embedding = factors(kind.embedding_factors, name, table, named.embedding)
+
+    install(model, named)
+    for name, values in of_linears.items():
         _fill(base.get_submodule(name), values)
     _fill(model.get_input_embeddings(), of_embedding)
     _unshare_config(model)
-    of_config: dict[str, Any] = {"modules": names, kind.embedding_key: embedding}
-    model.config.quantization_config = FactorizedConfig(method, **of_config)
+    of_config: dict[str, Any] = {"modules": named.sizes, kind.embedding_key: named.embedding}
+    model.config.quantization_config = FactorizedConfig(named.method, **of_config)
 
 
 def compress_model(
@@ -90,24 +99,13 @@ def compress_model(
     """
     if needs_search(settings, method):
         settings = search(model, settings, device=device)[0].settings
-    _, factorization = describe(copy.deepcopy(model.config), settings, method)
-    student = model if in_place else _copy_without(model, factorization.sizes)
-    factorize(
-        student,
-        factorization.sizes,
-        method=method,
-        embedding=factorization.embedding,
-        sigma=settings.sigma,
-        device=device,
-        progress=True,
-    )
+    factorization = plan(build_reference(copy.deepcopy(model.config)), settings, method)
+    student = model
+    if not in_place:  # the copy shares the weights that will be replaced
+        linears = [model.base_model.get_submodule(base_name(model, name)) for name in factorization.sizes]
+        student = copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
+    factorize(student, factorization, sigma=settings.sigma, device=device, progress=True)
     return student.train(model.training)
-
-
-def _copy_without(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
-    """A copy that shares the weights of the named linears with the model, because these will be replaced."""
-    linears = [model.base_model.get_submodule(base_name(model, name)) for name in names]
-    return copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
 
 
 def compress(
@@ -117,7 +115,7 @@ def compress(
     method: str = "svd",
     *,
     device: torch.device | None = None,
-    head: Head | None = None,
+    head: Head = "saved",
 ) -> dict[str, Any]:
     """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarise` does.
 
@@ -128,26 +126,55 @@ def compress(
     """
     config = load_config(model_dir)
     if needs_search(settings, method):
-        settings = search_folder(model_dir, settings, device=device)[0].settings
+        settings = search(model_dir, settings, device=device)[0].settings
     summary, factorization = describe(config, settings, method)
     with new_folder(output_dir) as folder:
-        source = local_folder(model_dir)
-        if head is None:
-            model = load(source, config)
-        else:
-            model = load_model(source, dtype=cast("torch.dtype", "auto"), head=head, new_head=True)
-        factorize(
-            model,
-            factorization.sizes,
-            method=method,
-            embedding=factorization.embedding,
-            sigma=settings.sigma,
-            device=device,
-            progress=True,
-        )
+        model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
+        factorize(model, factorization, sigma=settings.sigma, device=device, progress=True)
         model.save_pretrained(folder)
-        copy_companions(source, folder)
+        copy_companions(model_dir, folder)
     return summary
+
+
+def make_student(
+    teacher_path: str | Path, output: str | Path, settings: StudentConfig, *, seed: int, head: Head
+) -> None:
+    """Write a student with a shape of its own and its teacher's architecture as a new folder, in fp32.
+
+    The tokenizer is copied too. The teacher's weights are read only if `settings.init` uses them.
+
+    Args:
+        teacher_path: folder or hub name.
+        output: the folder to write.
+        settings: shape, init, layers, and the factorization of the token embedding.
+        seed: the seed of the random weights; torch's own generator is not changed.
+        head: the head of the student.
+
+    Raises:
+        UserError: the shape or the layers do not fit the teacher, the teacher cannot be read, or the output is not
+            empty.
+    """
+    assert settings.shape is not None
+    config, shape = load_config(teacher_path), parse_shape(settings.shape)
+    shaped = shaped_config(config, shape)
+    layers = []
+    if settings.init != "random":
+        layers = teacher_layers(settings.layers, shape.depth, config.num_hidden_layers, key="student.layers")
+    with new_folder(output) as folder:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            auto = auto_class(shaped, head)
+            student = cast(PreTrainedModel, auto.from_config(shaped, dtype=torch.float32, trust_remote_code=False))
+        embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
+        if settings.init != "random":
+            teacher = load_model(teacher_path, dtype=torch.float32, head=head)
+            if is_factorized(teacher):
+                merge(teacher)
+            initialise(student, teacher, init=settings.init, layers=layers)
+        if embedding.embedding is not None:
+            factorize(student, embedding)
+        student.save_pretrained(folder)
+        copy_companions(teacher_path, folder)
 
 
 def _unshare_config(model: PreTrainedModel) -> None:
@@ -164,24 +191,8 @@ def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         module.get_parameter(name).copy_(value)
 
 
-def _factors(
-    best: Callable[[Tensor, Any, Sigma], dict[str, Tensor]],
-    name: str,
-    weight: Tensor,
-    size: Size,
-    sigma: Sigma,
-    device: torch.device | None,
-) -> dict[str, Tensor]:
-    """The values of a module's parameters, on the device of the weight."""
-    if not weight.isfinite().all():
-        raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
-    moved = weight if device is None else weight.to(device)
-    return {key: value.to(weight) for key, value in best(moved, size, sigma).items()}
-
-
-def _embedding_factors(
-    kind: FactorizationKind, model: PreTrainedModel, size: int, sigma: Sigma, device: torch.device | None
-) -> dict[str, Tensor]:
+def _tied_table(model: PreTrainedModel) -> tuple[str, Tensor]:
+    """Name and weight of the token embedding. Raises UserError if a head that should share the weight does not."""
     name, embedding = token_embedding(model)
     for head in tied_heads(model, name):
         if model.get_submodule(head).weight is not embedding.weight:
@@ -189,4 +200,4 @@ def _embedding_factors(
                 f"the config ties {head} to the token embedding, but their weights differ; "
                 "set tie_word_embeddings to false in config.json"
             )
-    return _factors(kind.embedding_factors, name, embedding.weight, size, sigma, device)
+    return name, embedding.weight

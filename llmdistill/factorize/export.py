@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.checkpoint import copy_companions, load, local_folder
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.hub import NAME
 from llmdistill.factorize.install import replace
-from llmdistill.factorize.kinds import FACTORISED_EMBEDDINGS, FACTORISED_LINEARS
+from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
+from llmdistill.models.load import copy_companions, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,10 +39,10 @@ def merge(model: PreTrainedModel) -> None:
     with torch.device("meta"):
         stock = type(model)(config)
     for name, module in list(model.named_modules()):
-        if isinstance(module, FACTORISED_LINEARS):
+        if isinstance(module, FactorizedLinear):
             bias = dict(module.named_parameters()).get(module.bias_name)
             replace(model, name, _dense_linear(type(stock.get_submodule(name)), _product(module), bias))
-        elif isinstance(module, FACTORISED_EMBEDDINGS):
+        elif isinstance(module, FactorizedEmbedding):
             table = _product(module)
             replace(model, name, nn.Embedding.from_pretrained(table, freeze=False, padding_idx=module.padding_idx))
     vars(model).pop("_tied_weights_keys", None)
@@ -64,16 +64,17 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
             f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill"
         )
     with new_folder(out_dir) as folder:
-        source = local_folder(student_dir)
-        model = load(source, config)
+        model = load_model(student_dir, dtype="auto", head="saved")
         tolerance = TOLERANCES[model.dtype]
         merge(model)
         params = count_parameters(model)
         model.save_pretrained(folder)
-        copy_companions(source, folder)
+        copy_companions(student_dir, folder)
         del model
-        expected = _outputs(load(source, config, torch.float32))
-        difference = (_outputs(load(folder, load_config(folder), torch.float32)) - expected).abs().max().item()
+        expected, exported = (
+            _outputs(load_model(path, dtype=torch.float32, head="saved")) for path in (student_dir, folder)
+        )
+        difference = (exported - expected).abs().max().item()
         # Not "if difference > limit": a NaN must also be an error.
         if not difference <= tolerance * max(1.0, expected.abs().max().item()):
             raise UserError(
@@ -83,10 +84,10 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
     return {"output": str(out_dir), "params": params, "largest_difference": difference}
 
 
-def _product(module: Any) -> Tensor:
+def _product(module: FactorizedLinear | FactorizedEmbedding) -> Tensor:
     # The product is computed in fp64, so that only the stored matrix is rounded.
-    product: Tensor = module.dense(torch.float64)
-    return product.to(next(module.parameters()).dtype)
+    dense: Tensor = copy.deepcopy(module).double().dense()
+    return dense.to(next(module.parameters()).dtype)
 
 
 def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:

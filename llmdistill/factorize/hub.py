@@ -27,8 +27,6 @@ from llmdistill.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from llmdistill.factorize.kinds import Size
-
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
 
@@ -61,7 +59,7 @@ class FactorizedConfig(QuantizationConfigMixin):
         self.quant_method = quant_method
         self.method = method
         try:
-            self.modules = {name: kind.write_size(kind.read_size(size)) for name, size in (modules or {}).items()}
+            self.modules = {name: kind.read_size(size) for name, size in (modules or {}).items()}
         except (TypeError, ValueError) as error:
             raise _unknown(f"a size that the method {method} does not have ({error})") from error
         setattr(self, kind.embedding_key, embedding.get(kind.embedding_key))
@@ -69,11 +67,10 @@ class FactorizedConfig(QuantizationConfigMixin):
     def install(self, model: PreTrainedModel) -> None:
         """Replace named modules of a dense model by factorized ones with random weights, also on the meta device."""
         from llmdistill.factorize.install import install
-        from llmdistill.factorize.kinds import KINDS
+        from llmdistill.factorize.kinds import KINDS, Factorization
 
-        kind = KINDS[self.method]
-        sizes: dict[str, Size] = {name: kind.read_size(size) for name, size in self.modules.items()}
-        install(model, sizes, getattr(self, kind.embedding_key), self.method)
+        embedding = getattr(self, KINDS[self.method].embedding_key)
+        install(model, Factorization(method=self.method, sizes=self.modules, embedding=embedding))
 
 
 def _unknown(what: str) -> UserError:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.kinds import (
-    FACTORISED_EMBEDDINGS,
-    FACTORISED_LINEARS,
-    FactorizationKind,
-    FactorizedHead,
-    FactorizedLinear,
-    Size,
-    kind_of,
-)
+from llmdistill.factorize.kinds import Factorization, FactorizationKind, Size, kind_of
+from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,18 +40,17 @@ def base_name(model: PreTrainedModel, name: str) -> str:
 
 def is_factorized(model: PreTrainedModel) -> bool:
     """Whether any module of the model is factorized."""
-    return any(isinstance(module, FACTORISED_LINEARS + FACTORISED_EMBEDDINGS) for module in model.modules())
+    return any(isinstance(module, FactorizedLinear | FactorizedEmbedding) for module in model.modules())
 
 
-def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | None, method: str = "svd") -> None:
-    """Replace the named linears, and the token embedding, by factorized modules with random weights, in place.
+def install(model: PreTrainedModel, factorization: Factorization) -> None:
+    """Replace linears, and the token embedding, by factorized modules with random weights, in place.
 
-    `sizes` has a rank or a shape by the name of each linear, in the model or in its base model; `embedding` is the rank
-    or the columns of the token embedding, None keeps it dense. Works on the meta device. Raises UserError if the model
-    has no module of a name, if the module is no linear, or if a size does not fit.
+    Works on the meta device. Raises UserError if the model has no module of a name, if the module is no linear, or if a
+    size does not fit.
     """
-    kind, base = kind_of(method), model.base_model
-    for name, size in sizes.items():
+    kind, base = kind_of(factorization.method), model.base_model
+    for name, size in factorization.sizes.items():
         own_name = base_name(model, name)
         try:
             dense = base.get_submodule(own_name)
@@ -70,17 +63,17 @@ def install(model: PreTrainedModel, sizes: Mapping[str, Size], embedding: int | 
             raise UserError(
                 f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorized"
             )
-        replace(base, own_name, like(kind.linear, dense, size))
-    if embedding is not None:
-        _install_embedding(model, embedding, kind)
+        replace(base, own_name, _like(kind.linear, dense, size))
+    if factorization.embedding is not None:
+        _install_embedding(model, factorization.embedding, kind)
 
 
-def like(make: Any, dense: nn.Module, size: Size) -> Any:
+def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -> FactorizedLinear:
     """A factorized module with random weights, with the shape, dtype, device and the same bias as the dense one."""
     m, n = features(dense)
     weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
-    factorized: FactorizedLinear | FactorizedHead
-    factorized = make(n, m, size, bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    with torch.device(weight.device):
+        factorized = make(n, m, size, bias=bias is not None).to(weight.dtype)
     if bias is not None:
         replace(factorized, factorized.bias_name, bias)
     return factorized
@@ -115,18 +108,13 @@ def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:
 def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKind) -> None:
     name, dense = token_embedding(model)
     heads = tied_heads(model, name)
-    factorized = kind.embedding(
-        dense.num_embeddings,
-        dense.embedding_dim,
-        size,
-        padding_idx=dense.padding_idx,
-        device=dense.weight.device,
-        dtype=dense.weight.dtype,
-    )
+    with torch.device(dense.weight.device):
+        factorized = kind.embedding(dense.num_embeddings, dense.embedding_dim, size, padding_idx=dense.padding_idx)
+    factorized.to(dense.weight.dtype)
     replace(model, name, factorized)
     keys = dict(model._tied_weights_keys or {})
     for head in heads:
-        tied = like(kind.head, model.get_submodule(head), size)
+        tied = _like(kind.head, model.get_submodule(head), size)
         tied.A.weight, tied.B.weight = factorized.B.weight, factorized.A.weight
         replace(model, head, tied)
         del keys[f"{head}.weight"]

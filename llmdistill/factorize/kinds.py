@@ -1,52 +1,62 @@
 """The kinds of factorization, and all their differences in changing, saving, loading and merging models.
 
-A kind is a row of the table at the end. The code that installs, loads, fills and merges modules reads this table and
-has no special cases for a kind.
+The code that installs, loads, fills and merges modules reads the table at the end and has no special cases for a kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
-from llmdistill.factorize.kronecker_modules import KroneckerEmbedding, KroneckerHead, KroneckerLinear
-from llmdistill.factorize.lowrank_modules import LowRankEmbedding, LowRankLinear
+from llmdistill.factorize.modules import (
+    FactorizedEmbedding,
+    FactorizedLinear,
+    KroneckerEmbedding,
+    KroneckerHead,
+    KroneckerLinear,
+    LowRankEmbedding,
+    LowRankLinear,
+)
 from llmdistill.factorize.svd import place_sigma, truncated_svd
 
 Size: TypeAlias = int | KroneckerShape
 """The size of a factorized matrix: a rank, or the shape of its first Kronecker factors."""
 Sigma = Literal["left", "balanced"]
-FactorizedLinear: TypeAlias = LowRankLinear | KroneckerLinear
-FactorizedHead: TypeAlias = LowRankLinear | KroneckerHead
-FactorizedEmbedding: TypeAlias = LowRankEmbedding | KroneckerEmbedding
-FACTORISED_LINEARS = (LowRankLinear, KroneckerLinear, KroneckerHead)
-FACTORISED_EMBEDDINGS = (LowRankEmbedding, KroneckerEmbedding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factorization:
+    """Which matrices of a model are replaced by products, and of which sizes."""
+
+    method: str = "svd"
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    """Rank or shape by the name of the linear, in the model or in its base model; all other linears stay dense."""
+    embedding: int | None = None
+    """Rank or columns of the token embedding; None keeps it dense."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorizationKind:
-    """One kind of factorization. Each of its modules has `dense(dtype)`, each of its linears `bias_name`."""
+    """One kind of factorization."""
 
     embedding_key: str
     """The key of the factorized embedding's size, in settings and in config.json."""
     dense_embedding: int | None
     """The size of the embedding that means a dense table, if there is one."""
-    read_size: Callable[[Any], Any]
+    read_size: Callable[[Any], Size]
     """Reads the size of a matrix from its value in config.json; raises ValueError or TypeError for any other value."""
-    write_size: Callable[[Any], Any]
-    """Writes the size of a matrix as a plain JSON value."""
     linear: Callable[..., FactorizedLinear]
-    """(inputs, outputs, size, *, bias, device, dtype) -> a linear with random weights."""
+    """(inputs, outputs, size, *, bias) -> a linear with random weights."""
     embedding: Callable[..., FactorizedEmbedding]
-    """(vocabulary, width, size, *, padding_idx, device, dtype) -> a token embedding with random weights."""
-    head: Callable[..., FactorizedHead]
-    """(width, vocabulary, size, *, bias, device, dtype) -> a head that can be tied to the embedding: the head's
-    A.weight is the embedding's B.weight, the head's B.weight the embedding's A.weight."""
+    """(vocabulary, width, size, *, padding_idx) -> a token embedding with random weights."""
+    head: Callable[..., FactorizedLinear]
+    """(width, vocabulary, size, *, bias) -> a head that can be tied to the embedding: the head's A.weight is the
+    embedding's B.weight, the head's B.weight the embedding's A.weight."""
     factors: Callable[[Tensor, Any, Sigma], dict[str, Tensor]]
     """(weight (outputs, inputs), size, position of σ) -> the best values of the linear's parameters, by name."""
     embedding_factors: Callable[[Tensor, int, Sigma], dict[str, Tensor]]
@@ -92,7 +102,6 @@ KINDS: dict[str, FactorizationKind] = {
         embedding_key="embedding_rank",
         dense_embedding=None,
         read_size=_rank,
-        write_size=int,
         linear=LowRankLinear,
         embedding=LowRankEmbedding,
         head=LowRankLinear,
@@ -103,7 +112,6 @@ KINDS: dict[str, FactorizationKind] = {
         embedding_key="embedding_columns",
         dense_embedding=1,
         read_size=_shape,
-        write_size=list,
         linear=KroneckerLinear,
         embedding=KroneckerEmbedding,
         head=KroneckerHead,

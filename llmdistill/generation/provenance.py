@@ -7,8 +7,8 @@ from typing import Any
 
 from llmdistill.artifacts import read_record
 from llmdistill.embedded import locate
-from llmdistill.factorize.checkpoint import local_folder
 from llmdistill.fingerprints import file_sha256, fingerprint
+from llmdistill.models.load import downloaded
 
 
 def side_file(data: Path) -> Path:
@@ -60,4 +60,4 @@ def model_fingerprint(path: str | Path) -> str:
     Raises:
         UserError: the folder has no safetensors, or a file is damaged.
     """
-    return fingerprint(local_folder(path))
+    return fingerprint(downloaded(path))

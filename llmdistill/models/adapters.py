@@ -246,7 +246,7 @@ def _refuse_zero3(folder: Path) -> None:
     if is_deepspeed_zero3_enabled():
         raise UserError(
             f"{folder}: an adapter cannot be merged into a base that ZeRO-3 shards while loading: "
-            "write the merged model first (llmdistill.factorize.checkpoint.merge_adapter) and load that"
+            "write the merged model first (llmdistill.models.load.merge_adapter) and load that"
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import (
     AutoModel,
@@ -19,18 +21,45 @@ from transformers import (
 )
 
 from llmdistill.errors import UserError
-from llmdistill.models.adapters import adapter_folder, apply_adapter, cast_parameters
+from llmdistill.files import new_folder
+from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, base_of, cast_parameters
 from llmdistill.models.configs import load_config, local_folder, not_loaded, of_base
 from llmdistill.models.families import family_of
-from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 
-Head = Literal["lm_head", "pretraining", "sequence", "none"]
+Head = Literal["lm_head", "pretraining", "sequence", "none", "saved"]
 """The head of a model: lm_head, the LM head (causal for decoders, masked for encoders); pretraining, the LM head and
-BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without a head."""
+BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without a head; saved, the heads
+of the class that saved the model."""
+
+_GENERATION = ("generation_config.json",)
+_COMPANIONS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+    "*.jinja",
+    *_GENERATION,
+)
+"""The files that belong to a model beside its weights and config.json."""
 
 
 def auto_class(config: PreTrainedConfig, head: Head) -> Any:
-    """The auto class of transformers that loads a model with a head; a decoder has an LM head or a classifier."""
+    """The class of transformers that loads a model with a head; a decoder has an LM head or a classifier.
+
+    Raises:
+        UserError: the head is the saved one, but config.json names no class of transformers.
+    """
+    if head == "saved":
+        name = (config.architectures or [""])[0]
+        found = getattr(transformers, name, None) if name else None
+        if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+            raise UserError(
+                f"config.json names the architecture {name!r}, which transformers {transformers.__version__} lacks"
+            )
+        return found
     if head == "sequence":
         return AutoModelForSequenceClassification
     if family_of(config).causal:
@@ -41,7 +70,7 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
 def load_model(
     path: str | Path,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["auto"],
     device: torch.device | str | None = None,
     head: Head = "lm_head",
     new_head: bool = False,
@@ -51,7 +80,7 @@ def load_model(
 
     Args:
         path: a folder, or a name on the hub; a peft adapter is merged into its base in fp32 and then cast.
-        dtype: dtype of the weights.
+        dtype: dtype of the weights; auto keeps that of the folder (for an adapter, of its base).
         device: device to move the model to; None leaves the model on the device where it was loaded.
         head: the head of the model.
         new_head: whether a head that is missing in the weights is initialised at random (from torch's generator)
@@ -66,14 +95,18 @@ def load_model(
     if adapter is None:
         model = _load_weights(path, dtype, head, new_head, num_classes)
     else:
-        whole = partial(_load_weights, dtype=torch.float32, head=head, new_head=new_head, num_classes=num_classes)
-        model = apply_adapter(of_base(adapter, whole), adapter)
-        cast_parameters(model, dtype)
+        first = dtype if dtype == "auto" else torch.float32
+        whole = partial(_load_weights, dtype=first, head=head, new_head=new_head, num_classes=num_classes)
+        base = of_base(adapter, whole)
+        stored = base.dtype if dtype == "auto" else dtype
+        cast_parameters(base, torch.float32)
+        model = apply_adapter(base, adapter)
+        cast_parameters(model, stored)
     return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
 
 
 def _load_weights(
-    path: str | Path, dtype: torch.dtype, head: Head, new_head: bool, num_classes: int | None
+    path: str | Path, dtype: torch.dtype | str, head: Head, new_head: bool, num_classes: int | None
 ) -> PreTrainedModel:
     config = load_config(path)
     if num_classes is not None:
@@ -95,7 +128,7 @@ def _load_weights(
             raise
         raise not_loaded(path, "weights (safetensors)", error) from error
     model, info = loaded
-    missing = {name for name in info["missing_keys"] if not _may_be_new(model, name, new_head)}
+    missing = {name for name in info["missing_keys"] if head == "saved" or not _may_be_new(model, name, new_head)}
     if missing:  # transformers would initialise them at random
         raise UserError(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: the folder is not a whole checkpoint "
@@ -110,6 +143,7 @@ _WITH_HEAD: dict[Head, str] = {
     "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
     "sequence": " with a classifier",
     "none": "",
+    "saved": "",
 }
 
 
@@ -132,3 +166,48 @@ def build_meta(config: PreTrainedConfig) -> PreTrainedModel:
     auto = AutoModelForCausalLM if family_of(config).causal else AutoModel
     with torch.device("meta"):
         return cast(PreTrainedModel, auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False))
+
+
+def downloaded(path: Path | str) -> Path:
+    """The folder itself, or the folder into which the safetensors and companion files of a hub name are downloaded."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(str(path), allow_patterns=["config.json", CONFIG_FILE, "*.safetensors*", *_COMPANIONS])
+    )
+
+
+def copy_companions(source: Path | str, target: Path) -> None:
+    """Copy tokenizer and generation files that the target does not have yet; for an adapter also those of its base.
+
+    `source` is a folder or a hub name. If both adapter and base have a tokenizer, the adapter's is copied, and no file
+    of the base's tokenizer is mixed in.
+    """
+    folder = downloaded(source)
+    _copy(folder, target, _COMPANIONS)
+    adapter = adapter_folder(folder)
+    if adapter is not None:
+        _copy(downloaded(base_of(adapter)), target, _GENERATION if has_tokenizer(adapter) else _COMPANIONS)
+
+
+def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            if file.is_file() and not (target / file.name).exists():
+                shutil.copy2(file, target / file.name)
+
+
+def merge_adapter(path: Path | str, output: Path | str, dtype: torch.dtype | Literal["auto"] = "auto") -> None:
+    """Merge an adapter into its base and write the model as a new stock folder, tokenizer files included.
+
+    `path` is a folder or a hub name; `auto` keeps the dtype of the base. Raises UserError if `path` is no adapter, if
+    the adapter does not fit, or if `output` is not empty.
+    """
+    adapter = adapter_folder(path)
+    if adapter is None:
+        raise UserError(f"{path}: no adapter there (no {CONFIG_FILE}): give the folder or hub name of one")
+    with new_folder(output) as folder:
+        load_model(adapter, dtype=dtype, head="saved").save_pretrained(folder)
+        copy_companions(adapter, folder)

@@ -16,10 +16,10 @@ from llmdistill.config.keywords import config_of
 from llmdistill.data.in_memory import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
+from llmdistill.models.load import copy_companions
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG

@@ -16,11 +16,10 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize import build_reference, count_parameters, summarise
-from llmdistill.factorize.budget import embedding_size
-from llmdistill.factorize.counting import forward_flops
+from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
+from llmdistill.factorize.plan import plan_embedding, summarise
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.configs import load_config
@@ -279,10 +278,11 @@ def _student(
         if settings.init != "random":
             teacher_layers(settings.layers, shape.depth, shape_of(teacher).num_layers, key="student.layers")
     reference = build_reference(student)
-    embedding = embedding_size(settings.factorize, settings.method)
-    if settings.model is None and embedding is not None:
-        install(reference, {}, embedding, settings.method)
-        how += f", {kind_of(settings.method).embedding_key} {embedding}"
+    if settings.model is None:
+        planned = plan_embedding(reference, settings.factorize, settings.method)
+        install(reference, planned)
+        if planned.embedding is not None:
+            how += f", {kind_of(settings.method).embedding_key} {planned.embedding}"
     params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
     sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
     return student, {**sizes, "forward_flops": forward_flops(reference)}

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Aspect
 from llmdistill.config import LoraConfig, TrainConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.checkpoint import copy_companions
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
+from llmdistill.models.load import copy_companions
 from llmdistill.runtime.distributed import World, barrier
 from llmdistill.runtime.ds_config import resolve_ds_config
 

@@ -17,7 +17,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import EncodedPrompts, LongPrompts, check_lengths, encode_example_prompts
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
-from llmdistill.factorize import count_parameters
+from llmdistill.factorize.counting import count_parameters
 from llmdistill.files import write_json, write_text
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_encoded
 from llmdistill.generation.rows import prompt_row

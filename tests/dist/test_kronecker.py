@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmdistill.factorize import export_dense
+from llmdistill.factorize.export import export_dense
 
 from support import largest_difference, weights
 

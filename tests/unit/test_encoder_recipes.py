@@ -13,7 +13,7 @@ from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMRoberta
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run, recipe_names, recipe_path
-from llmdistill.factorize import build_reference, count_parameters
+from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import KroneckerbertConfig
 from llmdistill.models.families import layers_of

@@ -11,14 +11,10 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import TapRequest
 from llmdistill.embedded import locate
-from llmdistill.factorize import compress
-from llmdistill.factorize.budget import embedding_size
-from llmdistill.factorize.checkpoint import merge_adapter
-from llmdistill.factorize.shape import make_student
+from llmdistill.factorize.convert import compress, make_student
 from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.classifier import read_classifier, set_classifier
-from llmdistill.models.load import load_model
-from llmdistill.models.shapes import parse_shape
+from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.taps import Recorder
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.compile import check_compile, compile_layers
@@ -44,20 +40,10 @@ def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
     settings = plan.config.student
     if settings.shape is None:
         # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
-        head = None if plan.causal else plan.student_head
+        head: Head = "saved" if plan.causal else plan.student_head
         compress(plan.teacher_path, folder, settings.factorize, settings.method, device=device, head=head)
-        return
-    make_student(
-        plan.teacher_path,
-        folder,
-        parse_shape(settings.shape),
-        init=settings.init,
-        layers=settings.layers,
-        embedding=embedding_size(settings.factorize, settings.method),
-        method=settings.method,
-        seed=plan.config.seed,
-        head=plan.student_head,
-    )
+    else:
+        make_student(plan.teacher_path, folder, settings, seed=plan.config.seed, head=plan.student_head)
 
 
 def make_teacher(plan: Plan, world: World) -> LiveTeacher:

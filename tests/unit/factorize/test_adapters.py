@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmdistill.config import FactorizeConfig, LoraConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import compress, export_dense
-from llmdistill.factorize.checkpoint import copy_companions, load, merge_adapter
+from llmdistill.factorize.convert import compress
+from llmdistill.factorize.export import export_dense
 from llmdistill.models.adapters import add_lora
-from llmdistill.models.configs import load_config
-from llmdistill.models.load import load_model
+from llmdistill.models.load import copy_companions, load_model, merge_adapter
 
 CONFIG = LlamaConfig(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2
@@ -94,7 +93,7 @@ def test_adapter_of_a_factorized_student(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "../student"}))
     assert torch.allclose(load_model(adapter, dtype=torch.float32)(TOKENS).logits, expected, atol=1e-5, rtol=0)
     export_dense(adapter, tmp_path / "dense")
-    dense = load(tmp_path / "dense", load_config(tmp_path / "dense"))
+    dense = load_model(tmp_path / "dense", dtype="auto", head="saved")
     assert torch.allclose(dense(TOKENS).logits, expected, atol=1e-5, rtol=0)
 
 

@@ -28,9 +28,11 @@ from transformers import (
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import build_reference, count_parameters, factorize, plan, summarise
-from llmdistill.factorize.counting import layer_linears, parse_target
-from llmdistill.factorize.install import install
+from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
+from llmdistill.factorize.install import features, install
+from llmdistill.factorize.kinds import Factorization
+from llmdistill.factorize.plan import parse_target, plan, summarise
 
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -106,7 +108,7 @@ def test_only_linears_of_the_layers(config: PreTrainedConfig, auto: Any, linears
     found = layer_linears(model)
     assert {name.rsplit(".", 1)[1] for name in found} == linears
     assert all(re.search(r"\.\d+\.", f".{name}") for name in found)  # all have a layer number
-    assert all(model.get_submodule(name) is module for name, module in found.items())
+    assert all(features(model.get_submodule(name)) == shape for name, shape in found.items())
     per_layer = {"gpt2": 4, "bert": 6, "roberta": 6, "xlm-roberta": 6}.get(config.model_type, 7)
     assert len(found) == 2 * per_layer
 
@@ -116,7 +118,7 @@ def test_only_linears_of_the_layers(config: PreTrainedConfig, auto: Any, linears
 def test_target_is_the_largest_rank_below(tie: bool, embedding_rank: int | None) -> None:
     def count(settings: dict[str, Any]) -> int:
         model = tiny_llama(tie_word_embeddings=tie)
-        install(model, plan(model, FactorizeConfig(**settings, embedding_rank=embedding_rank)), embedding_rank)
+        install(model, plan(model, FactorizeConfig(**settings, embedding_rank=embedding_rank)))
         return count_parameters(model)
 
     by_rank = {rank: count({"rank": rank}) for rank in range(1, 16)}
@@ -142,13 +144,15 @@ def test_parse_target_refuses(text: str) -> None:
 
 def test_single_rank_leaves_dense_what_it_would_not_shrink() -> None:
     # 32×16 (k, v) shrinks under rank 10.7, 32×32 (q, o) under 16, 32×48 under 19.2.
-    ranks = plan(tiny_llama(), FactorizeConfig(rank=16))
+    ranks = plan(tiny_llama(), FactorizeConfig(rank=16)).sizes
     assert {name.rsplit(".", 1)[1] for name in ranks} == {"gate_proj", "up_proj", "down_proj"}
     assert set(ranks.values()) == {16}
 
 
 def test_patterns_first_match_counts_and_is_literal() -> None:
-    ranks = plan(tiny_llama(), FactorizeConfig(ranks={"model.layers.0.*.q_proj": 32, "*.q_proj": 4, "*.mlp.*": 7}))
+    ranks = plan(
+        tiny_llama(), FactorizeConfig(ranks={"model.layers.0.*.q_proj": 32, "*.q_proj": 4, "*.mlp.*": 7})
+    ).sizes
     assert ranks["model.layers.0.self_attn.q_proj"] == 32
     assert ranks["model.layers.1.self_attn.q_proj"] == 4
     assert ranks["model.layers.1.mlp.down_proj"] == 7
@@ -185,7 +189,7 @@ def test_out_of_reach_target_names_a_range_that_is_reachable() -> None:
         plan(tiny_llama(), FactorizeConfig(target_params="1000"))
     least, most = re.search(r"give ([\d,]+) to ([\d,]+)", str(caught.value)).groups()  # type: ignore[union-attr]
     for bound, rank in ((least, 1), (most, 19)):
-        ranks = plan(tiny_llama(), FactorizeConfig(target_params=bound.replace(",", "")))
+        ranks = plan(tiny_llama(), FactorizeConfig(target_params=bound.replace(",", ""))).sizes
         assert set(ranks.values()) == {rank}
 
 
@@ -207,7 +211,7 @@ def test_summarise_refuses_what_is_no_model(tmp_path: Path, content: str | None)
 def test_reference_of_a_student_is_factorized(tmp_path: Path) -> None:
     torch.manual_seed(0)
     student = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_DECODER, tie_word_embeddings=True))
-    factorize(student, plan(student, FactorizeConfig(rank=5)), embedding=20)
+    factorize(student, plan(student, FactorizeConfig(rank=5, embedding_rank=20)))
     student.save_pretrained(tmp_path)
     for config in (student.config, AutoConfig.from_pretrained(tmp_path)):
         assert count_parameters(build_reference(config)) == count_parameters(student)
@@ -217,6 +221,6 @@ def test_reference_of_a_student_is_factorized(tmp_path: Path) -> None:
 
 def test_factorized_model_is_refused() -> None:
     model = tiny_llama()
-    install(model, {"layers.0.mlp.up_proj": 4}, None)
+    install(model, Factorization(sizes={"layers.0.mlp.up_proj": 4}))
     with pytest.raises(UserError, match="already"):
         plan(model, FactorizeConfig(rank=4))

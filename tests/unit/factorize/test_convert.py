@@ -22,11 +22,13 @@ from transformers import (
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import compress, count_parameters, factorize, plan, summarise
+from llmdistill.factorize.convert import compress, factorize
+from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import matrix
-from llmdistill.factorize.kinds import FACTORISED_LINEARS
+from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape, most_sums, nearest_kronecker
-from llmdistill.factorize.lowrank_modules import LowRankLinear
+from llmdistill.factorize.modules import FactorizedLinear, LowRankLinear
+from llmdistill.factorize.plan import plan, summarise
 
 
 def tiny(kind: str) -> PreTrainedModel:
@@ -68,7 +70,7 @@ def test_full_rank_changes_nothing(kind: str, sigma: Any) -> None:
     teacher = tiny(kind)
     student = copy.deepcopy(teacher)
     full = {name: min(matrix(module).shape) for name, module in student.named_modules() if name in plan_all(student)}
-    factorize(student, full, sigma=sigma, embedding=32)
+    factorize(student, Factorization(sizes=full, embedding=32), sigma=sigma)
     assert sum(isinstance(module, LowRankLinear) for module in student.modules()) == len(full) + 1  # the tied head
     torch.testing.assert_close(outputs(student), outputs(teacher), rtol=0, atol=2e-5)
 
@@ -81,8 +83,8 @@ def test_all_kronecker_sums_change_nothing(kind: str) -> None:
     for name in plan_all(student):
         m, n = matrix(student.get_submodule(name)).shape
         full[name] = KroneckerShape(8, 4, most_sums(m, n, KroneckerShape(8, 4)))
-    factorize(student, full, method="kronecker")
-    assert sum(isinstance(module, FACTORISED_LINEARS) for module in student.modules()) == len(full)
+    factorize(student, Factorization(method="kronecker", sizes=full))
+    assert sum(isinstance(module, FactorizedLinear) for module in student.modules()) == len(full)
     torch.testing.assert_close(outputs(student), outputs(teacher), rtol=0, atol=2e-5)
 
 
@@ -90,9 +92,9 @@ def test_all_kronecker_sums_change_nothing(kind: str) -> None:
 def test_each_module_is_the_nearest_kronecker_product_and_keeps_its_bias(kind: str) -> None:
     teacher = tiny(kind)
     student = copy.deepcopy(teacher)
-    shapes = plan(student, FactorizeConfig(shapes={"*": "8x4"}, sums=2), "kronecker")
-    factorize(student, shapes, method="kronecker", embedding=4)
-    for name, shape in shapes.items():
+    planned = plan(student, FactorizeConfig(shapes={"*": "8x4"}, sums=2, embedding_columns=4), "kronecker")
+    factorize(student, planned)
+    for name, shape in planned.sizes.items():
         dense: Any = teacher.get_submodule(name)
         factorized: Any = student.get_submodule(name)
         a, b = nearest_kronecker(matrix(dense), shape)
@@ -108,8 +110,8 @@ def test_each_module_is_the_nearest_kronecker_product_and_keeps_its_bias(kind: s
     )
 
 
-def plan_all(model: PreTrainedModel) -> dict[str, int]:
-    return plan(model, FactorizeConfig(ranks={"*": 1}))
+def plan_all(model: PreTrainedModel) -> list[str]:
+    return list(plan(model, FactorizeConfig(ranks={"*": 1})).sizes)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
@@ -119,7 +121,7 @@ def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str) -> 
     ranks = plan(student, FactorizeConfig(rank=5))
     factorize(student, ranks, sigma="left")
     x = torch.randn(3, 32)
-    for name in ranks:
+    for name in ranks.sizes:
         dense, low_rank = teacher.get_submodule(name), student.get_submodule(name)
         assert isinstance(low_rank, LowRankLinear)
         weight = matrix(dense).detach().double().T
@@ -137,7 +139,7 @@ def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind: str) -> 
 def test_dtype_is_kept_and_computed_finer() -> None:
     teacher = tiny("llama").to(torch.bfloat16)
     student = copy.deepcopy(teacher)
-    factorize(student, plan(student, FactorizeConfig(rank=8)), embedding=16)
+    factorize(student, plan(student, FactorizeConfig(rank=8, embedding_rank=16)))
     assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
     name = "model.layers.0.mlp.up_proj"
     weight = matrix(teacher.get_submodule(name)).float().T
@@ -179,7 +181,7 @@ def test_tied_in_config_but_not_in_fact_is_refused() -> None:
     model = tiny("llama")
     model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32))
     with pytest.raises(UserError, match="lm_head"):
-        factorize(model, {}, embedding=8)
+        factorize(model, Factorization(embedding=8))
 
 
 @pytest.mark.parametrize(("kind", "auto"), [("llama", AutoModelForCausalLM), ("bert", AutoModelForMaskedLM)])
@@ -190,7 +192,7 @@ def test_compress_from_folder_to_folder(tmp_path: Path, kind: str, auto: Any) ->
     settings = FactorizeConfig(rank=6, embedding_rank=16)
     summary = compress(tmp_path / "teacher", tmp_path / "new/student", settings)
     student = auto.from_pretrained(tmp_path / "new/student")
-    factorize(teacher, plan(teacher, settings), embedding=16)
+    factorize(teacher, plan(teacher, settings))
     assert torch.equal(outputs(student), outputs(teacher))
     assert (tmp_path / "new/student/tokenizer.json").read_text() == "{}"
     if kind == "llama":  # counted on the causal LM; an encoder's base model differs from the one with its head
@@ -204,7 +206,7 @@ def test_compress_to_kronecker_products(tmp_path: Path) -> None:
     settings = FactorizeConfig(shapes={"*": "8x4"}, embedding_columns=4)
     summary = compress(tmp_path / "teacher", tmp_path / "student", settings, "kronecker")
     student = AutoModelForMaskedLM.from_pretrained(tmp_path / "student")
-    factorize(teacher, plan(teacher, settings, "kronecker"), method="kronecker", embedding=4)
+    factorize(teacher, plan(teacher, settings, "kronecker"))
     assert torch.equal(outputs(student), outputs(teacher))
     assert summary["student_params"] == summarise(tmp_path / "teacher", settings, "kronecker")["student_params"]
 

@@ -25,8 +25,10 @@ from transformers.pytorch_utils import Conv1D
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import export, export_dense, factorize, plan
-from llmdistill.factorize.budget import embedding_size
+from llmdistill.factorize import export
+from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.export import export_dense
+from llmdistill.factorize.plan import plan
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -68,7 +70,7 @@ METHODS = pytest.mark.parametrize("method", SETTINGS)
 
 def factorized(model: PreTrainedModel, method: str) -> PreTrainedModel:
     settings = FactorizeConfig(**SETTINGS[method])
-    factorize(model, plan(model, settings, method), method=method, embedding=embedding_size(settings, method))
+    factorize(model, plan(model, settings, method))
     return model
 
 

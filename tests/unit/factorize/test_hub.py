@@ -31,8 +31,10 @@ from transformers import (
 import llmdistill
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import count_parameters, factorize, hub, plan
-from llmdistill.factorize.budget import embedding_size
+from llmdistill.factorize import hub
+from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.counting import count_parameters
+from llmdistill.factorize.plan import plan
 
 DECODER = {
     "hidden_size": 32,
@@ -95,8 +97,7 @@ def make_student(
             parameter.add_(0.1 * torch.randn_like(parameter))
     of_linears, of_embedding = SETTINGS[method]
     settings = FactorizeConfig(**of_linears, **(of_embedding if embedding else {}))
-    sizes = plan(model, settings, method)
-    factorize(model, sizes, method=method, embedding=embedding_size(settings, method))
+    factorize(model, plan(model, settings, method))
     return model
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from llmdistill.errors import UserError
 from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.kronecker import KroneckerShape, kronecker_flops
-from llmdistill.factorize.kronecker_modules import (
+from llmdistill.factorize.modules import (
     KroneckerEmbedding,
     KroneckerHead,
     KroneckerLinear,
@@ -39,7 +39,7 @@ def kron_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def make(m: int, n: int, m1: int, n1: int, sums: int, *, bias: bool = True) -> KroneckerLinear:
-    module = KroneckerLinear(n, m, KroneckerShape(m1, n1, sums), bias=bias, dtype=torch.float64)
+    module = KroneckerLinear(n, m, KroneckerShape(m1, n1, sums), bias=bias).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     return module
@@ -98,7 +98,8 @@ def test_without_bias_and_in_any_layout() -> None:
 def test_flops_are_those_of_equation_7(m: int, n: int, m1: int, n1: int, sums: int) -> None:
     """torch counts 2 k for a product over k numbers, eq. 7 its k products and k - 1 sums."""
     shape = KroneckerShape(m1, n1, sums)
-    module = KroneckerLinear(n, m, shape, bias=True, device=torch.device("meta"))
+    with torch.device("meta"):
+        module = KroneckerLinear(n, m, shape, bias=True)
     with FlopCounterMode(display=False) as counter:
         module(torch.empty(5, n, device="meta"))
     assert counter.get_total_flops() / 5 == pytest.approx(kronecker_flops(m, n, shape), rel=0.05)
@@ -141,7 +142,7 @@ def test_svd_is_the_case_of_a_column_and_a_row() -> None:
 
 @pytest.mark.parametrize("columns", [1, 4, 12])
 def test_embedding_rows_are_products(columns: int) -> None:
-    embedding = KroneckerEmbedding(20, 12, columns, dtype=torch.float64)
+    embedding = KroneckerEmbedding(20, 12, columns).double()
     nn.init.normal_(embedding.B.weight)
     ids = torch.tensor([[3, 0, 19], [7, 7, 1]])
     rows = embedding(ids)
@@ -163,9 +164,9 @@ def test_padding_row_gets_no_gradient() -> None:
 
 
 def test_tied_head_gives_the_logits_of_the_dense_table() -> None:
-    embedding = KroneckerEmbedding(20, 12, 4, dtype=torch.float64)
+    embedding = KroneckerEmbedding(20, 12, 4).double()
     nn.init.normal_(embedding.B.weight)
-    head = KroneckerHead(12, 20, 4, bias=True, dtype=torch.float64)
+    head = KroneckerHead(12, 20, 4, bias=True).double()
     head.A.weight, head.B.weight = embedding.B.weight, embedding.A.weight
     hidden = torch.randn(2, 3, 12, dtype=torch.float64)
     table = embedding.dense()

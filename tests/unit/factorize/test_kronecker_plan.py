@@ -20,9 +20,11 @@ from transformers import (
 
 from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import count_parameters, plan, summarise
+from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
+from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape
+from llmdistill.factorize.plan import plan, summarise
 
 LLAMA = LlamaConfig(
     hidden_size=32,
@@ -100,13 +102,13 @@ def test_count_is_that_of_the_model(config: PreTrainedConfig) -> None:
     settings = FactorizeConfig(shapes={"*": "8x4"}, sums=2, embedding_columns=4)
     summary = summarise(config, settings, "kronecker")
     model = meta(config)
-    install(model, plan(model, settings, "kronecker"), 4, "kronecker")
+    install(model, plan(model, settings, "kronecker"))
     assert count_parameters(model) == summary["student_params"]
 
 
 def test_patterns_first_match_counts_and_dense_stays() -> None:
     shapes = {"*.layers.0.*.q_proj": "dense", "*.q_proj": "4x2", "*.mlp.*": "2x2"}
-    sizes = plan(meta(LLAMA), FactorizeConfig(shapes=shapes, sums=2), "kronecker")
+    sizes = plan(meta(LLAMA), FactorizeConfig(shapes=shapes, sums=2), "kronecker").sizes
     assert "model.layers.0.self_attn.q_proj" not in sizes
     assert sizes["model.layers.1.self_attn.q_proj"] == KroneckerShape(4, 2, 2)
     assert sizes["model.layers.1.mlp.down_proj"] == KroneckerShape(2, 2, 2)
@@ -176,7 +178,7 @@ def test_adapters_on_kronecker_products_are_refused_before_a_run() -> None:
 
 def test_factorized_model_is_refused() -> None:
     model = meta(LLAMA)
-    install(model, {"layers.0.mlp.up_proj": KroneckerShape(2, 2)}, None, "kronecker")
+    install(model, Factorization(method="kronecker", sizes={"layers.0.mlp.up_proj": KroneckerShape(2, 2)}))
     for method, settings in (("svd", {"rank": 4}), ("kronecker", {"shapes": {"*": "2x2"}})):
         with pytest.raises(UserError, match="already"):
             plan(model, FactorizeConfig(**settings), method)

@@ -25,12 +25,14 @@ from transformers import (
 from llmdistill.cli import main
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import compress, kronecker_options, summarise
+from llmdistill.factorize import options
+from llmdistill.factorize.convert import compress
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
-from llmdistill.factorize.install import base_name, features, matrix
+from llmdistill.factorize.install import base_name, matrix
 from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_flops, nearest_kronecker
-from llmdistill.factorize.kronecker_options import Options, make_groups, undominated
-from llmdistill.factorize.kronecker_search import combine, search
+from llmdistill.factorize.options import Options, make_groups, undominated
+from llmdistill.factorize.plan import summarise
+from llmdistill.factorize.search import combine, search
 
 WIDTH, FFN, TOKENS = 8, 12, 20
 
@@ -66,9 +68,8 @@ def every_combination(model: PreTrainedModel, sums: int) -> Iterator[tuple[int, 
     """Parameters, FLOPs, squared error relative to each group's mean square, and the shapes of attention, feed-forward
     and embedding."""
     reference = build_reference(model.config)
-    linears = layer_linears(reference)
-    sizes = {name: features(module) for name, module in linears.items()}
-    weights = {name: matrix(model.base_model.get_submodule(name)).detach() for name in linears}
+    sizes = layer_linears(reference)
+    weights = {name: matrix(model.base_model.get_submodule(name)).detach() for name in sizes}
     table = model.get_input_embeddings().weight.detach()
     fixed = count_parameters(reference) - sum(m * n for m, n in sizes.values()) - table.numel()
 
@@ -96,8 +97,8 @@ def every_combination(model: PreTrainedModel, sums: int) -> Iterator[tuple[int, 
         error = missed(table, KroneckerShape(TOKENS, WIDTH // columns)) / float(table.double().square().mean())
         return TOKENS * WIDTH // columns + columns, 0, error
 
-    attention = [name for name in linears if ".attention." in name]
-    ffn = [name for name in linears if ".attention." not in name]
+    attention = [name for name in sizes if ".attention." in name]
+    ffn = [name for name in sizes if ".attention." not in name]
     groups = [
         [(cost(attention, shape), shape) for shape in choices(WIDTH, WIDTH)],
         [(cost(ffn, shape), shape) for shape in choices(FFN, WIDTH)],
@@ -151,7 +152,7 @@ def test_groups_are_sizes_apart_by_part() -> None:
     }
     for config in (llama, square, gpt2):
         reference = build_reference(config)
-        linears = {name: features(module) for name, module in layer_linears(reference).items()}
+        linears = layer_linears(reference)
         groups = make_groups(reference, linears)
         assert {group.label: len(group.members) for group in groups} == labels[config.model_type]
         for group in groups:
@@ -167,9 +168,9 @@ def test_errors_of_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
         layer.load_state_dict(layers[0].state_dict())
     settings = FactorizeConfig(target_params="70%")
     found = search(model, settings)[0]
-    monkeypatch.setattr(kronecker_options, "SAMPLED_LAYERS", 7)
+    monkeypatch.setattr(options, "SAMPLED_LAYERS", 7)
     assert search(model, settings)[0].relative_error == pytest.approx(found.relative_error, rel=1e-5)
-    monkeypatch.setattr(kronecker_options, "EXACT_SIDE", 0)  # the randomised SVD
+    monkeypatch.setattr(options, "EXACT_SIDE", 0)  # the randomised SVD
     state = torch.get_rng_state()
     assert search(model, settings)[0].relative_error == pytest.approx(found.relative_error, rel=1e-3)
     assert torch.equal(torch.get_rng_state(), state)

@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from llmdistill.config import FactorizeConfig
+from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import factorize, plan
-from llmdistill.factorize.kronecker_modules import KroneckerEmbedding
-from llmdistill.factorize.lowrank_modules import LowRankEmbedding
-from llmdistill.factorize.shape import make_student
-from llmdistill.models.shapes import parse_shape
+from llmdistill.factorize.convert import factorize, make_student
+from llmdistill.factorize.modules import KroneckerEmbedding, LowRankEmbedding
+from llmdistill.factorize.plan import plan
+from llmdistill.models.load import Head
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -32,7 +32,6 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 64,
     "vocab_size": 40,
 }
-DEFAULTS: dict[str, Any] = {"init": "random", "layers": "spread", "embedding": None, "seed": 0, "head": "lm_head"}
 
 
 @pytest.fixture
@@ -44,9 +43,11 @@ def bert(tmp_path: Path) -> Path:
     return tmp_path / "teacher"
 
 
-def make(teacher: Path, output: Path, shape: str = "2x16x2", **settings: Any) -> Any:
-    make_student(teacher, output, parse_shape(shape), **{**DEFAULTS, **settings})
-    return AutoModelForPreTraining.from_pretrained(output) if settings.get("head") == "pretraining" else output
+def make(
+    teacher: Path, output: Path, shape: str = "2x16x2", seed: int = 0, head: Head = "lm_head", **settings: Any
+) -> Any:
+    make_student(teacher, output, StudentConfig(shape=shape, **settings), seed=seed, head=head)
+    return AutoModelForPreTraining.from_pretrained(output) if head == "pretraining" else output
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -84,24 +85,30 @@ def test_weights_of_the_teacher_and_its_heads(bert: Path, tmp_path: Path) -> Non
 
 
 def test_low_rank_embedding(bert: Path, tmp_path: Path) -> None:
-    student = make(bert, tmp_path / "student", embedding=8, head="pretraining")
+    student = make(bert, tmp_path / "student", factorize=FactorizeConfig(embedding_rank=8), head="pretraining")
     embedding = student.get_input_embeddings()
     assert isinstance(embedding, LowRankEmbedding)
     assert embedding.A.weight.shape == (40, 8)
     assert student(input_ids=torch.arange(3, 9).view(1, 6))[0].shape == (1, 6, 40)
     with pytest.raises(UserError, match="embedding_rank 17 does not fit the token embedding, a 40×16 matrix"):
-        make(bert, tmp_path / "other", embedding=17)
+        make(bert, tmp_path / "other", factorize=FactorizeConfig(embedding_rank=17))
     assert not (tmp_path / "other").exists()
 
 
 def test_kronecker_embedding(bert: Path, tmp_path: Path) -> None:
-    student = make(bert, tmp_path / "student", embedding=4, method="kronecker", head="pretraining")
+    student = make(
+        bert,
+        tmp_path / "student",
+        method="kronecker",
+        factorize=FactorizeConfig(embedding_columns=4),
+        head="pretraining",
+    )
     embedding = student.get_input_embeddings()
     assert isinstance(embedding, KroneckerEmbedding)
     assert embedding.A.weight.shape == (40, 4)
     assert student.cls.predictions.decoder.B.weight is embedding.A.weight
     with pytest.raises(UserError, match="embedding_columns: 5 columns do not divide the width 16"):
-        make(bert, tmp_path / "other", embedding=5, method="kronecker")
+        make(bert, tmp_path / "other", method="kronecker", factorize=FactorizeConfig(embedding_columns=5))
     assert not (tmp_path / "other").exists()
 
 

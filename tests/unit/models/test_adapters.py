@@ -27,7 +27,8 @@ from transformers import (
 
 from llmdistill.config import LoraConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import factorize
+from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.kinds import Factorization
 from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
@@ -52,7 +53,8 @@ def factorized(config: PreTrainedConfig) -> PreTrainedModel:
     model = build(config)
     base = model.base_model
     ends = ("q_proj", "up_proj", "c_attn", "c_fc")
-    factorize(model, {name: 5 for name, _ in base.named_modules() if name.endswith(ends)})
+    sizes = {name: 5 for name, _ in base.named_modules() if name.endswith(ends)}
+    factorize(model, Factorization(sizes=sizes))
     return model
 
 

@@ -24,6 +24,7 @@ from transformers import (
 
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Taps
 from llmdistill.factorize.install import install
+from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.distilbert import DistilbertConfig
@@ -150,7 +151,8 @@ def test_makd_learns_a_kronecker_student(family: str) -> None:
     """Taps see the products' outputs, the tied head gives its losses, and a step on them makes the loss smaller."""
     student = make(family, 1)
     names = [name for name, module in student.base_model.named_modules() if name.endswith(ENDS)]
-    install(student, dict.fromkeys(names, KroneckerShape(4, 2, 2)), 4, "kronecker")
+    sizes = dict.fromkeys(names, KroneckerShape(4, 2, 2))
+    install(student, Factorization(method="kronecker", sizes=sizes, embedding=4))
     assert len(names) == {"llama": 14, "gpt2": 8, "bert": 12}[family]
     teacher, batch, method = make(family, 0), make_batch(family), method_of("makd", family)
     ways = both_ways(method, student, teacher, batch)
@@ -204,7 +206,7 @@ def test_factorized_embedding_and_its_tied_head() -> None:
     students = [make("gpt2", 1) for _ in range(2)]
     for student in students:
         torch.manual_seed(3)
-        install(student, {}, 8)
+        install(student, Factorization(embedding=8))
         for parameter in student.parameters():
             nn.init.normal_(parameter, std=0.2)
         student.tie_weights()

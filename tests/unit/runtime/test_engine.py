@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig, LoraConfig, TrainConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize import compress
+from llmdistill.factorize.convert import compress
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
 from llmdistill.run.checkpoints import load_checkpoint, save_checkpoint

@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from llmdistill.errors import UserError
-from llmdistill.factorize import count_parameters
+from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
+from llmdistill.factorize.kinds import Factorization
 from llmdistill.models.load import build_meta
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import measure_speed, parameter_split
@@ -86,7 +87,7 @@ def test_factors_count_as_what_they_stand_for(config: PreTrainedConfig) -> None:
     dense = parameter_split(model)
     name = "h.1.mlp.c_fc" if config.model_type == "gpt2" else "encoder.layer.1.intermediate.dense"
     wide = model.base_model.get_submodule(name).bias.numel()
-    install(model, {name: 3}, embedding=5)
+    install(model, Factorization(sizes={name: 3}, embedding=5))
     split = parameter_split(model)
     assert split["embedding"] == 30 * 5 + 5 * 16
     assert split["transformer"] == dense["transformer"] - 16 * wide + 3 * (16 + wide)

@@ -18,7 +18,7 @@ from llmdistill.commands.glue import main
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue import study
-from llmdistill.factorize import compress
+from llmdistill.factorize.convert import compress
 
 DEV = Path("predictions/student/dev.tsv")
 QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "4", "--batch_size", "16", "--speed", "false"]

@@ -13,21 +13,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.budget import check_settings
-from llmdistill.factorize.checkpoint import load, local_folder
-from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, parse_target
-from llmdistill.factorize.install import features, is_factorized, token_embedding
+from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
+from llmdistill.factorize.install import is_factorized, token_embedding
 from llmdistill.factorize.kronecker import dense_flops
-from llmdistill.factorize.kronecker_options import (
+from llmdistill.factorize.options import (
     Group,
     Options,
     embedding_costs,
@@ -37,11 +36,9 @@ from llmdistill.factorize.kronecker_options import (
     make_groups,
     undominated,
 )
-from llmdistill.factorize.kronecker_plan import DENSE, check_choice, check_embedding
+from llmdistill.factorize.plan import DENSE, check_settings, parse_target, plan_embedding
 from llmdistill.models.configs import load_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from llmdistill.models.load import load_model
 
 CANDIDATES = 10
 """Number of the best combinations that are reported."""
@@ -79,46 +76,38 @@ def needs_search(settings: FactorizeConfig, method: str) -> bool:
     return method == "kronecker" and settings.target_params is not None
 
 
-def search_folder(
-    model_dir: Path | str, settings: FactorizeConfig, *, device: torch.device | None = None
-) -> list[Candidate]:
-    """Run `search` on the weights of a folder. Also raises UserError if the folder cannot be read."""
-    check_settings(settings, "kronecker")
-    check_choice(settings)
-    config = load_config(model_dir)
-    reference = build_reference(config)
-    parse_target(settings.target_params or "", count_parameters(reference))  # checked before the weights are read
-    _share(settings.max_flops)
-    return search(load(local_folder(model_dir), config), settings, device=device)
-
-
 @torch.no_grad()
-def search(model: PreTrainedModel, settings: FactorizeConfig, *, device: torch.device | None = None) -> list[Candidate]:
+def search(
+    model: PreTrainedModel | Path | str, settings: FactorizeConfig, *, device: torch.device | None = None
+) -> list[Candidate]:
     """The combinations of shapes within target_params and max_flops that have the smallest error, best first.
 
     The errors of linears are measured on a few layers, from their largest singular values by a randomised SVD; the
     error of the embedding is exact. Raises UserError if settings do not fit the model, or if no combination reaches the
-    target; the message then gives the smallest possible number.
+    target; the message then gives the smallest possible number. The weights of a folder or hub name are read only after
+    these checks.
     """
     check_settings(settings, "kronecker")
-    check_choice(settings)
-    reference = build_reference(model.config)
+    assert settings.target_params is not None
+    reference = build_reference(model.config if isinstance(model, PreTrainedModel) else load_config(model))
     if is_factorized(reference):
-        raise UserError(f"this {type(model).__name__} is factorized already; start from the dense teacher")
-    check_embedding(reference, settings.embedding_columns)
-    linears = {name: features(module) for name, module in layer_linears(reference).items()}
+        raise UserError(f"this {type(reference).__name__} is factorized already; start from the dense teacher")
+    plan_embedding(reference, settings, "kronecker")
+    linears = layer_linears(reference)
     all_flops = sum(dense_flops(m, n) for m, n in linears.values())
     share = _share(settings.max_flops)
     most_flops = _NO_BOUND if share is None else int(share * all_flops)
     _, embedding = token_embedding(reference)
     fixed = count_parameters(reference) - sum(m * n for m, n in linears.values()) - embedding.weight.numel()
-    target = parse_target(settings.target_params or "", count_parameters(reference))
+    target = parse_target(settings.target_params, count_parameters(reference))
 
     groups = make_groups(reference, linears)
     costs = [embedding_costs(embedding.num_embeddings, embedding.embedding_dim, settings.embedding_columns)]
     costs += [group_costs(group, settings.sums) for group in groups]
     _check_reach(settings, costs, fixed, target, all_flops, most_flops)
     fitting = [_fitting(costs, number, target - fixed, most_flops) for number in range(len(costs))]
+    if not isinstance(model, PreTrainedModel):
+        model = load_model(model, dtype="auto", head="saved")
     options = [embedding_errors(model, fitting[0], device)]
     for group, of_group in tqdm(list(zip(groups, fitting[1:], strict=True)), desc="shapes", disable=None):
         options.append(group_errors(model, group, of_group, device))

@@ -1,0 +1,287 @@
+"""Decides the size of each factorized matrix from the settings, and counts the parameters and FLOPs of the student.
+
+A model on the meta device is enough.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, replace
+from decimal import Decimal
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.counting import Shape, build_reference, count_parameters, forward_flops, layer_linears
+from llmdistill.factorize.install import install, is_factorized, tied_heads, token_embedding
+from llmdistill.factorize.kinds import Factorization, kind_of
+from llmdistill.factorize.kronecker import KroneckerShape, check_shape, dense_flops, kronecker_flops, parse_kronecker
+from llmdistill.factorize.modules import check_columns
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import auto_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "svd": ("rank", "ranks", "target_params", "embedding_rank", "sigma"),
+    "kronecker": ("shapes", "target_params", "embedding_columns", "sums", "max_flops"),
+}
+"""Method -> the settings that it uses; those before the setting of the embedding exclude each other."""
+DENSE = "dense"
+"""Replaces a shape in the settings: linears that match the pattern stay dense."""
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_Value = TypeVar("_Value")
+
+
+def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> Factorization:
+    """The sizes of the linears that are to be factorized, by module name, and of the token embedding.
+
+    All other linears stay dense. With a single rank, given or computed from a target, so does a linear that would not
+    become smaller: k (n + m) >= n m. Ranks and shapes by pattern are used exactly as given. Raises UserError if the
+    settings are those of another method, contradict each other or do not fit the model, if the model is already
+    factorized, and for a target of kronecker, whose `search` needs the weights.
+    """
+    check_settings(settings, method)
+    if is_factorized(model):
+        raise UserError(f"this {type(model).__name__} is factorized already; start from the dense teacher")
+    embedding = plan_embedding(model, settings, method)
+    return replace(embedding, sizes=_ranks(model, settings) if method == "svd" else _shapes(model, settings))
+
+
+def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: str) -> Factorization:
+    """The factorization of the token embedding alone. Raises UserError if its size does not fit the model."""
+    kind = kind_of(method)
+    size: int | None = getattr(settings, kind.embedding_key)
+    if size is not None:
+        vocabulary, width = token_embedding(model)[1].weight.shape
+        if method == "svd":
+            _check_rank("embedding_rank", "the token embedding", size, (vocabulary, width))
+        else:
+            check_columns(size, width, where="embedding_columns")
+    return Factorization(method=method, embedding=None if size == kind.dense_embedding else size)
+
+
+def check_settings(settings: FactorizeConfig, method: str) -> None:
+    """Raises UserError for a setting that only another method uses, and for settings that contradict each other."""
+    embedding_key, own = kind_of(method).embedding_key, SETTINGS[method]
+    for field in fields(FactorizeConfig):
+        value = getattr(settings, field.name)
+        if field.name not in own and value != field.default:
+            others = [other for other, names in SETTINGS.items() if field.name in names]
+            default = "null" if field.default is None else field.default
+            raise UserError(
+                f"{field.name} is a setting of the method {' or '.join(others)}, but the method is {method}, which "
+                f"takes {', '.join(own)}: set {field.name} back to {default}, or change the method"
+            )
+    exclusive = own[: own.index(embedding_key)]
+    given = [key for key in exclusive if getattr(settings, key) is not None]
+    if len(given) > 1 or not (given or getattr(settings, embedding_key) is not None):
+        raise UserError(
+            f"give exactly one of {', '.join(exclusive[:-1])} and {exclusive[-1]} (or {embedding_key} alone) for the "
+            f"method {method}, not {' and '.join(given) or 'none'}; null takes one back that a recipe sets"
+        )
+    if settings.max_flops is not None and settings.target_params is None:
+        raise UserError(
+            "max_flops bounds the search that target_params starts, and there is none: give target_params or leave "
+            "max_flops out"
+        )
+
+
+def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str = "svd") -> dict[str, Any]:
+    """Summarise a planned factorization, from the config.json of a folder (or a config) alone, without weights.
+
+    Keys: method, model_type, teacher_params, student_params, ratio, forward_flops (of the student, for one token),
+    dense (linears of the layers that stay dense); for svd rank (None if ranks differ), ranks by module, embedding_rank;
+    for kronecker shapes by module ([m1, n1, sums]), embedding_columns, flops_per_token and teacher_flops_per_token (of
+    the layers' linears, by eq. 7). Parameters are counted in the base model for encoders, and in the causal language
+    model for decoders.
+    """
+    return describe(model, settings, method)[0]
+
+
+def describe(
+    model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str
+) -> tuple[dict[str, Any], Factorization]:
+    """The result of `summarise`, and the factorization itself."""
+    config = load_config(model) if isinstance(model, Path | str) else model
+    reference = build_reference(config)
+    teacher_params, linears = count_parameters(reference), layer_linears(reference)
+    planned = plan(reference, settings, method)
+    install(reference, planned)
+    student_params = count_parameters(reference)
+    summary = {
+        "method": method,
+        "model_type": config.model_type,
+        "teacher_params": teacher_params,
+        "student_params": student_params,
+        "ratio": student_params / teacher_params,
+        "forward_flops": forward_flops(reference),
+        **(_describe_ranks(planned.sizes) if method == "svd" else _describe_shapes(linears, planned.sizes)),
+        "dense": [name for name in linears if name not in planned.sizes],
+        kind_of(method).embedding_key: planned.embedding,
+    }
+    return summary, planned
+
+
+def _describe_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
+    distinct = set(ranks.values())
+    return {"rank": distinct.pop() if len(distinct) == 1 else None, "ranks": ranks}
+
+
+def _describe_shapes(linears: Mapping[str, Shape], shapes: Mapping[str, Any]) -> dict[str, Any]:
+    dense = {name: dense_flops(m, n) for name, (m, n) in linears.items()}
+    changed = {name: kronecker_flops(*linears[name], shape) for name, shape in shapes.items()}
+    return {
+        "flops_per_token": sum((dense | changed).values()),
+        "teacher_flops_per_token": sum(dense.values()),
+        "shapes": {name: list(shape) for name, shape in shapes.items()},
+    }
+
+
+def parse_target(text: str | int, teacher_params: int) -> int:
+    """Parse "690000000", "0.69B", "77.25M" or "62%" (of the teacher). Raises UserError for other forms."""
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([KMB%]?)\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise UserError(f"target_params {text!r} is no number of parameters; write 690000000, 0.69B, 77.25M or 62%")
+    number, suffix = Decimal(match[1].replace("_", "")), match[2].upper()
+    target = int(number * teacher_params / 100) if suffix == "%" else int(number * _SUFFIXES[suffix])
+    if target >= teacher_params:
+        raise UserError(
+            f"target_params {text} is not below the model's own {teacher_params:,}; nothing would be compressed"
+        )
+    return target
+
+
+def _by_pattern(
+    patterns: Mapping[str, _Value], names: Collection[str], *, key: str
+) -> Iterator[tuple[str, str, _Value]]:
+    """Each name with the first pattern that matches it and its value. Raises UserError for a pattern without match."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or list(names)[:3]
+            raise UserError(
+                f"pattern {pattern!r} in {key} matches no linear of the transformer layers; the nearest are "
+                f"{', '.join(near)} (a pattern covers the whole name: *.q_proj)"
+            )
+    for name in names:
+        first = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+        if first is not None:
+            yield name, first, patterns[first]
+
+
+def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
+    """The rank of each linear that svd factorizes."""
+    linears = layer_linears(model)
+    if settings.ranks is not None:
+        ranks = {}
+        for name, pattern, rank in _by_pattern(settings.ranks, linears, key="ranks"):
+            _check_rank(f"ranks[{pattern!r}]", name, rank, linears[name])
+            ranks[name] = rank
+        return ranks
+    if settings.target_params is not None:
+        rank = _largest_rank(model, linears, settings)
+    elif settings.rank is not None:
+        rank = settings.rank
+        for name, shape in linears.items():
+            _check_rank("rank", name, rank, shape)
+    else:
+        return {}
+    ranks = {name: rank for name, (m, n) in linears.items() if rank * (n + m) < n * m}
+    if not ranks:
+        raise UserError(
+            f"rank {rank} makes no matrix smaller; the largest that does in this model is {_largest_useful(linears)}"
+        )
+    return ranks
+
+
+def _check_rank(key: str, module: str, rank: int, shape: Shape) -> None:
+    m, n = shape
+    if not 1 <= rank <= min(n, m):
+        raise UserError(
+            f"{key} {rank} does not fit {module}, a {m}×{n} matrix: its rank can be from 1 to {min(n, m)}; "
+            "take a smaller one, or give ranks by module pattern"
+        )
+
+
+def _largest_rank(model: PreTrainedModel, linears: Mapping[str, Shape], settings: FactorizeConfig) -> int:
+    """The largest single rank with which the model stays within target_params."""
+    assert settings.target_params is not None
+    target = parse_target(settings.target_params, count_parameters(model))
+    fixed = count_parameters(model) - sum(n * m for m, n in linears.values())
+    if settings.embedding_rank is not None:
+        # A tied head shares the factors as it shared the table, an untied head stays dense.
+        vocabulary, width = token_embedding(model)[1].weight.shape
+        fixed += settings.embedding_rank * (vocabulary + width) - vocabulary * width
+
+    def total(rank: int) -> int:
+        return fixed + sum(min(n * m, rank * (n + m)) for m, n in linears.values())
+
+    largest = _largest_useful(linears)
+    rank = bisect_right(range(1, largest + 1), target, key=total)
+    if rank == 0:
+        remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"
+        raise UserError(
+            f"target_params {settings.target_params} ({target:,}) is out of reach: ranks 1 to {largest} give "
+            f"{total(1):,} to {total(largest):,} parameters; raise the target, or {remedy} (embedding_rank)"
+        )
+    return rank
+
+
+def _largest_useful(linears: Mapping[str, Shape]) -> int:
+    return max((n * m - 1) // (n + m) for m, n in linears.values())
+
+
+def _shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, KroneckerShape]:
+    """The shape of each linear that becomes a sum of Kronecker products."""
+    if settings.target_params is not None:
+        raise UserError(
+            f"target_params {settings.target_params} with the method kronecker needs the weights: run llmdistill "
+            "compress --method kronecker --target_params with it, and give its output as student.model or the shapes "
+            "it prints as student.factorize.shapes"
+        )
+    if settings.shapes is None:
+        return {}
+    linears = layer_linears(model)
+    _refuse_dense_head(model, settings.shapes, linears, settings.embedding_columns)
+    shapes = {}
+    for name, pattern, text in _by_pattern(settings.shapes, linears, key="shapes"):
+        if text != DENSE:
+            key = f"shapes[{pattern!r}]"
+            shapes[name] = parse_kronecker(text, settings.sums, key=key)
+            check_shape(shapes[name], *linears[name], where=f"{key} {text} for {name}")
+    return shapes
+
+
+def _refuse_dense_head(
+    model: PreTrainedModel, shapes: Mapping[str, str], linears: Collection[str], columns: int | None
+) -> None:
+    """Raises UserError if the settings keep a head dense that has no own matrix, as it is tied to the embedding."""
+    asked = [
+        pattern
+        for pattern, text in shapes.items()
+        if text == DENSE and not any(fnmatchcase(name, pattern) for name in linears)
+    ]
+    if columns in (None, 1) or not asked:
+        return
+    whole = model
+    if model.get_output_embeddings() is None:  # the model that papers count has no head if it is an encoder
+        with torch.device("meta"):
+            whole = auto_class(model.config, "lm_head").from_config(model.config, trust_remote_code=False)
+    name, _ = token_embedding(whole)
+    for head in tied_heads(whole, name):
+        for pattern in asked:
+            if fnmatchcase(head, pattern):
+                raise UserError(
+                    f"shapes[{pattern!r}] asks {head} to stay dense, but it is tied to the token embedding, which "
+                    f"embedding_columns {columns} compresses: leave one of the two out, or untie "
+                    "them (tie_word_embeddings false in the teacher's config.json)"
+                )
