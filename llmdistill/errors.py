@@ -1,4 +1,6 @@
-"""The exception whose message is shown to the user, and an exception that is converted to it."""
+"""The exception whose message is shown to the user, an exception that is converted to it, and a common check."""
+
+from __future__ import annotations
 
 
 class UserError(ValueError):
@@ -15,3 +17,13 @@ class FieldError(ValueError):
     The message begins with the name of the field. The settings may be used alone or as part of a run configuration, so
     the code that builds them adds the prefix that the user types before the name.
     """
+
+
+def check_least(
+    settings: object, least: float, *keys: str, prefix: str = "", error: type[ValueError] = ValueError
+) -> None:
+    """Raise an error if one of these settings is below its least value; a setting may be None."""
+    for key in keys:
+        value = getattr(settings, key)
+        if value is not None and value < least:
+            raise error(f"{prefix}{key} is {value}: give {least} or more")

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
+from llmdistill.config import ResponseConfig
 from llmdistill.config.command_line import build, parse
-from llmdistill.generation.settings import ResponseConfig
 from llmdistill.runtime.terminal import quiet_transformers
 
 

@@ -7,17 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from llmdistill.config.data import DataConfig, TaskConfig, TextConfig
+from llmdistill.config.generation import GenerationConfig, ResponseConfig
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
-from llmdistill.config.scoring import GenerationConfig
 from llmdistill.config.student import FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
 from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.training import TrainConfig
+from llmdistill.errors import check_least
 
 __all__ = [
     "DataConfig",
     "FactorizeConfig",
     "GenerationConfig",
     "LoraConfig",
+    "ResponseConfig",
     "RunConfig",
     "StudentConfig",
     "TaskConfig",
@@ -66,8 +68,7 @@ class RunConfig:
         Raises:
             ValueError: a number is out of its range.
         """
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}: give 0 or more")
+        check_least(self, 0, "seed")
         if self.train.epochs is not None and self.data.kind == "instructions":
             raise ValueError("train.epochs counts passes over a text, but data.kind is instructions: give train.steps")
         if len(set(self.methods())) < len(self.methods()):

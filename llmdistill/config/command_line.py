@@ -1,4 +1,7 @@
-"""Builds a configuration from recipe and command line; an unknown key is an error that names the nearest key."""
+"""Builds a configuration from recipe and command line, or in Python from settings by name.
+
+An unknown key is an error that names the nearest key.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ import argparse
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from llmdistill.config import RunConfig
+from llmdistill.config import DataConfig, RunConfig, TrainConfig
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
-from llmdistill.config.strict import check_keys, flattened, is_known, keys_of, nearest, one_sentence
+from llmdistill.config.strict import check_keys, flattened, nearest, one_sentence
 from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
@@ -50,9 +53,8 @@ def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
     parser.add_argument("--extends", type=str | None, help=_EXTENDS)
     parser.add_argument("--dry_run", action="store_true", help="Resolve everything without weights or data, and stop.")
     parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object.")
-    parser.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # the launcher adds it; the environment has it too
+    # The launcher adds this flag; the environment has it too.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     add_config(parser, RunConfig, dict(methods))
     return parser
 
@@ -111,12 +113,8 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     Raises:
         UserError: a key is unknown, or a value does not fit.
     """
-    known = keys_of(parser)
-    for argument in arguments:
-        if argument.startswith("--") and argument != "--":
-            key = argument[2:].split("=")[0]
-            if key not in ("help", "print_config") and not is_known(key, known):
-                raise UserError(f"--{key}: there is no such setting{nearest(key, known, '--')}")
+    flags = [word[2:].split("=")[0] for word in arguments if word.startswith("--") and word != "--"]
+    check_keys(parser, [flag for flag in flags if flag != "print_config"], prefix="--")
     try:
         return parser.parse_args(_bracketed(parser, arguments))
     except (ArgumentError, ValueError, TypeError) as error:
@@ -151,35 +149,42 @@ def _as_list(value: str) -> str:
     return value if value.startswith(("[", "--")) or value == "null" else f"[{value}]"
 
 
-def build(parsed: Any, kind: type[_Config], methods: MethodTable | None = None, *, prefix: str = "") -> _Config:
-    """Build the frozen configuration from a parsed command line, nested sections included.
+def build(
+    values: Namespace | Mapping[str, Any], kind: type[_Config], methods: MethodTable | None = None, *, prefix: str = ""
+) -> _Config:
+    """Build a frozen configuration with its nested sections and check it.
 
     Args:
-        parsed: the result of the parser.
+        values: what the parser returns, or the plain JSON values of `to_dict`; other keys in it are ignored.
         kind: the class of the configuration.
-        methods: the methods given to `add_config`, if it added the settings.
+        methods: all methods, if the configuration has a section for each of them (see `add_config`).
         prefix: what the user types before the name of a field, for error messages.
 
     Raises:
         UserError: settings contradict each other.
     """
-    own = [field for field in fields(kind) if methods is None or field.name != "method_settings"]  # type: ignore[arg-type]
-    values = {field.name: _part(field, getattr(parsed, field.name), prefix) for field in own}
+    given = values.as_dict() if isinstance(values, Namespace) else values
+    built: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        part = field.default_factory
+        if field.name in given:
+            value = given[field.name]
+            # The type of a nested section is the default factory of its field.
+            built[field.name] = build(value, part, prefix=f"{prefix}{field.name}.") if is_dataclass(part) else value  # type: ignore[type-var]
+    if "betas" in built:
+        built["betas"] = tuple(built["betas"])
     if methods is not None:
-        values["method_settings"] = {
-            name: build(getattr(parsed, name), kind, prefix=f"{prefix}{name}.") for name, kind in _sections(methods)
+        built["method_settings"] = {
+            name: build(given.get(name, {}), settings, prefix=f"{prefix}{name}.")
+            for name, settings in _sections(methods)
         }
-    return checked(kind, values, methods, prefix=prefix)
+    return checked(kind, built, methods, prefix=prefix)
 
 
 def checked(
     kind: type[_Config], values: Mapping[str, Any], methods: MethodTable | None = None, *, prefix: str = ""
 ) -> _Config:
-    """Build a configuration from the values of its fields and check it.
-
-    Raises:
-        UserError: settings contradict each other.
-    """
+    """Build a configuration from the values of its fields and check it; a UserError if settings contradict."""
     try:
         config: Any = kind(**values)
         if methods is not None:
@@ -196,13 +201,6 @@ def _sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
     return [(name, method.settings) for name, method in methods.items() if method.settings is not None]
 
 
-def _part(field: Field[Any], value: Any, prefix: str) -> Any:
-    """The value of a field. The type of a nested section is the default factory of its field."""
-    if not is_dataclass(field.default_factory):
-        return value
-    return build(value, field.default_factory, prefix=f"{prefix}{field.name}.")
-
-
 def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
     """Returns a section of a configuration with some values changed. The values are checked like those of a recipe.
 
@@ -217,31 +215,73 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(type(section), None)
     prefix = f"{key}." if key else ""
-    check_keys(parser, values, prefix=prefix)
-    try:
-        parsed = parser.parse_object({**asdict(section), **values})  # type: ignore[call-overload]
-    except (ArgumentError, ValueError, TypeError) as error:
-        raise UserError(f"{prefix}{one_sentence(str(error))}") from error
+    parsed = _parse_values(parser, values, asdict(section), prefix)  # type: ignore[call-overload]
     return build(parsed, type(section), prefix=prefix)
 
 
-def set_value(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set one value of a configuration that is given as plain JSON values.
+def _parse_values(parser: ArgumentParser, values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> Any:
+    """Parse values by dotted key; a UserError if a key is unknown, or a value does not fit."""
+    check_keys(parser, values, prefix=prefix)
+    try:
+        return parser.parse_object({**defaults, **values})
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise UserError(f"{prefix}{one_sentence(str(error))}") from error
+
+
+def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable) -> RunConfig:
+    """Build the configuration of a run in Python; a setting that is in neither argument has its default.
 
     Args:
-        values: the result of `to_dict`.
-        key: the dotted key.
-        value: the new value.
+        settings: by dotted key, as on the command line: `{"train.micro_batch_size": 8, "kd.temperature": 2.0}`.
+        keywords: by the setting's own name, which is searched in the run, in `train`, in `data`, and in the settings of
+            the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`.
+        methods: all methods, by name.
 
     Raises:
-        UserError: the setting does not exist.
+        UserError: a key is unknown, a value does not fit, or settings contradict each other.
     """
+    method = str(settings.get("method", ""))
+    own = _sections({method: methods[method]}) if method in methods else []
+    keys: dict[str, str] = {}
+    for section, kind in [*own, ("data", DataConfig), ("train", TrainConfig)]:  # the last one wins
+        keys |= {field.name: f"{section}.{field.name}" for field in fields(kind)}
+    keys |= {field.name: field.name for field in fields(RunConfig) if not is_dataclass(field.default_factory)}
+    values = {**settings, **{keys.get(name, name): value for name, value in keywords.items()}}
+    return build(_parse_values(run_parser(methods), values, {}, ""), RunConfig, methods)
+
+
+def method_settings(
+    names: Sequence[str], settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable
+) -> dict[str, Any]:
+    """Build the settings of some methods, by the method's name.
+
+    Args:
+        names: the methods, the main method first.
+        settings: by dotted key: `{"minilm.attention": 2.0}`.
+        keywords: settings of the main method, by their own names.
+        methods: all methods, by name.
+
+    Raises:
+        UserError: none of these methods has the setting, or a value does not fit.
+    """
+    given: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in {**settings, **{f"{names[0]}.{name}": each for name, each in keywords.items()}}.items():
+        method, _, name = key.partition(".")
+        if method not in given or methods[method].settings is None:
+            raise UserError(f"{key}: there is no such setting of {' and '.join(names)}; leave it out")
+        given[method][name] = value
+    sections = _sections({name: methods[name] for name in names})
+    return {name: changed(kind(), given[name], key=name) for name, kind in sections}
+
+
+def set_value(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set one value, by its dotted key, in the result of `to_dict`; a UserError if there is no such setting."""
     *parents, name = key.split(".")
     block: Any = values
     for parent in parents:
         block = block.get(parent) if isinstance(block, dict) else None
     if not isinstance(block, dict) or name not in block:
-        raise UserError(f"{key}: there is no such setting{nearest(key, dict.fromkeys(flattened(values), False), '')}")
+        raise UserError(f"{key}: there is no such setting{nearest(key, flattened(values))}")
     block[name] = value
 
 
@@ -251,35 +291,6 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     values |= values.pop("method_settings")
     values["train"]["betas"] = list(values["train"]["betas"])
     return values
-
-
-def config_from_dict(values: Mapping[str, Any], methods: MethodTable) -> RunConfig:
-    """Build the configuration from the result of `to_dict`, with the checks of its sections.
-
-    Raises:
-        UserError: settings contradict each other.
-    """
-    built = _parts(RunConfig, {name: value for name, value in values.items() if name not in methods})
-    built["method_settings"] = {
-        name: _from_dict(kind, values.get(name, {}), f"{name}.") for name, kind in _sections(methods)
-    }
-    return checked(RunConfig, built, methods)
-
-
-def _from_dict(kind: type[_Config], values: Mapping[str, Any], prefix: str) -> _Config:
-    return checked(kind, _parts(kind, values, prefix), prefix=prefix)
-
-
-def _parts(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a configuration's fields, with nested sections built."""
-    parts = {field.name: field.default_factory for field in fields(kind) if is_dataclass(field.default_factory)}
-    built = {
-        name: _from_dict(parts[name], value, f"{prefix}{name}.") if name in parts else value  # type: ignore[arg-type]
-        for name, value in values.items()
-    }
-    if "betas" in built:
-        built["betas"] = tuple(built["betas"])
-    return built
 
 
 def scores_asked(config: RunConfig) -> dict[str, Any]:

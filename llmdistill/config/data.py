@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmdistill.errors import check_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
@@ -32,17 +34,12 @@ class TextConfig:
     $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a share is out of its range.
-        """
+        """Raise a ValueError if a share is out of its range."""
         if not 0 < self.mask_share < 1:
             raise ValueError(f"data.text.mask_share is {self.mask_share}: give a share between 0 and 1, 0.15 is usual")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"data.text.fraction is {self.fraction}: give a share over 0 and up to 1, 0.1 for a tenth")
-        if self.valid_sequences < 1:
-            raise ValueError(f"data.text.valid_sequences is {self.valid_sequences}: give 1 or more")
+        check_least(self, 1, "valid_sequences", prefix="data.text.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +58,8 @@ class TaskConfig:
     numbers. Default: yes if the method recommends it and both classifiers have the same shape."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number is out of its range.
-        """
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"data.task.limit is {self.limit}: give 1 or more")
+        """Raise a ValueError if a number is out of its range."""
+        check_least(self, 1, "limit", prefix="data.task.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +108,7 @@ class DataConfig:
     """Settings if kind is task."""
 
     def __post_init__(self) -> None:
-        """Check the limits.
-
-        Raises:
-            ValueError: the limits contradict each other.
-        """
+        """Raise a ValueError if the limits contradict each other."""
         if self.kind == "text":
             self._check_text()
         elif self.kind == "task":
@@ -160,12 +148,7 @@ class DataConfig:
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")
 
     def _check_unused(self) -> None:
-        for key, off in (
-            ("tests", {}),
-            ("on_policy", 0),
-            ("streaming", False),
-            ("bucket_steps", 1),
-            ("packing", False),
-        ):
-            if getattr(self, key) != off:
+        defaults = DataConfig()
+        for key in ("tests", "on_policy", "streaming", "bucket_steps", "packing"):
+            if getattr(self, key) != getattr(defaults, key):
                 raise ValueError(f"data.{key} is for instructions, but data.kind is {self.kind}: leave it out")

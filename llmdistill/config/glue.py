@@ -52,11 +52,7 @@ class GlueConfig(GridConfig):
         return [default if self.method is None else self.method, *self.also]
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number is out of its range, or the methods contradict the teacher or each other.
-        """
+        """Raise a ValueError if a number is out of its range, or the methods contradict the teacher or each other."""
         super().__post_init__()
         self._check_list("tasks", self.tasks, wanted="such as rte,cola")
         self._check_list("tsne", self.tsne, wanted="such as runs/glue/TEACHER")

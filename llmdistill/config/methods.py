@@ -7,31 +7,25 @@ from typing import Any, Protocol
 
 
 class MethodInfo(Protocol):
-    """What the configuration needs to know of one method; `MethodEntry` explains each field."""
+    """The fields of `methods.entry.MethodEntry` that the configuration uses; that class explains them."""
 
     @property
-    def help(self) -> str:
-        """A description of the method in a few words."""
+    def help(self) -> str: ...
 
     @property
-    def settings(self) -> type[Any] | None:
-        """The dataclass of its settings, if any."""
+    def settings(self) -> type[Any] | None: ...
 
     @property
-    def needs_teacher(self) -> bool:
-        """Whether the method needs a teacher during training."""
+    def needs_teacher(self) -> bool: ...
 
     @property
-    def on_policy(self) -> bool:
-        """Whether the student can learn from answers that it generates itself."""
+    def on_policy(self) -> bool: ...
 
     @property
-    def searches_layer(self) -> bool:
-        """Whether the method can search for the teacher's layer."""
+    def searches_layer(self) -> bool: ...
 
     @property
-    def check(self) -> Any:
-        """Checks the method's settings against those of a run."""
+    def check(self) -> Any: ...
 
 
 MethodTable = Mapping[str, MethodInfo]
@@ -43,11 +37,7 @@ def with_teacher(known: MethodTable) -> list[str]:
 
 
 def check_names(key: str, names: Collection[str], allowed: Collection[str]) -> None:
-    """Check that all methods in a setting exist.
-
-    Raises:
-        ValueError: a method does not exist.
-    """
+    """Raise a ValueError if a setting names a method that is not allowed."""
     for name in names:
         if name not in allowed:
             raise ValueError(f"{key}: {name!r} does not fit; expected {', '.join(allowed)}")

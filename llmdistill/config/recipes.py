@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.strict import flattened, is_known, keys_of, nearest
+from llmdistill.config.strict import check_keys, flattened
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
@@ -23,11 +23,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name_or_path: str) -> Path:
-    """The path of a recipe: a shipped recipe by its name, any other by its path.
-
-    Raises:
-        UserError: the recipe does not exist.
-    """
+    """The path of a recipe, a shipped one by its name, any other by its path; a UserError if it does not exist."""
     if name_or_path in recipe_names():
         return RECIPES / f"{name_or_path}.yaml"
     path = Path(name_or_path)
@@ -47,7 +43,7 @@ def extended(parser: ArgumentParser, path: Path) -> list[Path]:
         UserError: a recipe does not exist or is invalid, or recipes extend each other in a circle.
     """
     files = [path]
-    while (base := check_recipe(parser, files[0]).get("extends")) is not None:
+    while (base := _read(parser, files[0]).get("extends")) is not None:
         file = recipe_path(base) if base in recipe_names() else files[0].parent / str(base)
         if not file.is_file():
             raise UserError(f"{files[0]}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
@@ -57,12 +53,8 @@ def extended(parser: ArgumentParser, path: Path) -> list[Path]:
     return files
 
 
-def check_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
-    """Check that the file of a recipe is YAML without unknown keys, and return its own settings.
-
-    Raises:
-        UserError: names the file, the key and the nearest known key.
-    """
+def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
+    """The settings in the file of a recipe; a UserError if it is not YAML or has an unknown key."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -71,8 +63,5 @@ def check_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
         raise UserError(f"{path}{line}: not valid YAML; mend it or choose another --recipe") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: a recipe is a mapping of settings, as in the shipped ones; this is not")
-    known = keys_of(parser)
-    for key in flattened(values):
-        if not is_known(key, known):
-            raise UserError(f"{path}: {key}: there is no such setting{nearest(key, known, '')}")
+    check_keys(parser, flattened(values), where=f"{path}: ")
     return values

@@ -12,39 +12,29 @@ from jsonargparse import ArgumentParser
 from llmdistill.errors import UserError
 
 
-def check_keys(parser: ArgumentParser, keys: Iterable[str], *, prefix: str = "") -> None:
-    """Check that all keys are settings of the parser.
+def check_keys(parser: ArgumentParser, keys: Iterable[str], *, where: str = "", prefix: str = "") -> None:
+    """Raise a UserError for the first key that is no setting of the parser; it names the nearest known key.
 
-    Raises:
-        UserError: names the unknown key, with the prefix before it, and the nearest known key.
+    A key below a mapping with free keys, such as data.tests, is a setting too.
     """
-    known = keys_of(parser)
-    for key in keys:
-        if not is_known(key, known):
-            raise UserError(f"{prefix}{key}: there is no such setting{nearest(key, known, prefix)}")
-
-
-def keys_of(parser: ArgumentParser) -> dict[str, bool]:
-    """All keys of a parser, each with whether it is a mapping with free keys below it."""
-    return {
+    known = {
         option.removeprefix("--"): "dict[" in str(getattr(action, "_typehint", ""))
         for action in parser._actions
         for option in action.option_strings
         if option.startswith("--")
     }
+    for key in keys:
+        parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
+        if key not in known and not any(known.get(parent, False) for parent in parents):
+            raise UserError(f"{where}{prefix}{key}: there is no such setting{nearest(key, known, prefix)}")
 
 
-def is_known(key: str, known: dict[str, bool]) -> bool:
-    """Whether a parser has the key itself, or a mapping with free keys above the key."""
-    parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
-    return key in known or any(known.get(parent, False) for parent in parents)
-
-
-def nearest(key: str, known: dict[str, bool], prefix: str) -> str:
+def nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
     """A hint at the known key nearest to an unknown one: by the whole name, else by its last part alone."""
-    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    names = list(known)
+    found = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     last = key.rsplit(".", 1)[-1]
-    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}  # if equal, the first wins: the run's own
+    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}  # if equal, the first wins: the run's own
     same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
     if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
         found = [by_last[same_last[0]]]

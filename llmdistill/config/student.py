@@ -61,11 +61,7 @@ class LoraConfig:
     including the two factors of a factorized linear."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number is out of its range.
-        """
+        """Raise a ValueError if a number is out of its range."""
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"student.lora.rank is {self.rank}: give 1 or more, or leave it out to train all weights")
         if not 0 <= self.dropout < 1:
@@ -117,11 +113,7 @@ class StudentConfig:
     """The adapters."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: the student has adapters but no linears for them.
-        """
+        """Raise a ValueError if the student has adapters but no linears for them."""
         if self.method == "kronecker" and self.lora.rank is not None and self.model is None and self.shape is None:
             raise ValueError(
                 "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are "

@@ -55,11 +55,7 @@ class GridConfig:
     """The text before the name of a setting as a user types it."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number is out of its range.
-        """
+        """Raise a ValueError if a number is out of its range."""
         for key in ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -114,11 +110,7 @@ class TasksConfig(GridConfig):
     prefix: ClassVar[str] = "tasks."
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number is out of its range, there is no row, or a row occurs twice.
-        """
+        """Raise a ValueError if a number is out of its range, there is no row, or a row occurs twice."""
         super().__post_init__()
         if not self.rows or len(set(self.rows)) < len(self.rows):
             raise ValueError(f"tasks.rows is {self.rows}: give two_stages, no_pretraining, no_kd, or some, each once")

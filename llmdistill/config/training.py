@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmdistill.errors import check_least
+
 DEFAULT_STEPS = 1000
 """The number of steps if neither steps nor epochs is given."""
 
@@ -64,27 +66,12 @@ class TrainConfig:
     """Number of checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a number is out of its range.
-        """
-        for key in (
-            "steps",
-            "epochs",
-            "global_batch_size",
-            "micro_batch_size",
-            "log_every",
-            "validate_every",
-            "save_every",
-            "keep_checkpoints",
-        ):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"train.{key} is {value}: give 1 or more")
-        for key in ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"train.{key} is {getattr(self, key)}: give 0 or more")
+        """Raise a ValueError if a number is out of its range."""
+        sizes = ("steps", "epochs", "global_batch_size", "micro_batch_size")
+        rhythms = ("log_every", "validate_every", "save_every", "keep_checkpoints")
+        check_least(self, 1, *sizes, *rhythms, prefix="train.")
+        rates = ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm")
+        check_least(self, 0, *rates, prefix="train.")
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"train.warmup_ratio is {self.warmup_ratio}: give a share between 0 and 1")
         if self.warmup_ratio is not None and self.warmup_steps != 0:

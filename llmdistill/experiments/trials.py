@@ -11,7 +11,7 @@ import yaml
 
 from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import config_from_dict, set_value, to_dict
+from llmdistill.config.command_line import build, set_value, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import digest
@@ -173,7 +173,7 @@ def make_trial(
     folder = "-".join([name, *_pairs(settings, ""), f"seed{values['seed']}", digest(identity)[:8]])
     values["output_dir"] = str(root / "trials" / folder)
     shown = " ".join([name if title is None else title, *_pairs(settings, "="), f"seed={values['seed']}"])
-    return Trial(shown, settings, values["seed"], config_from_dict(values, METHODS))
+    return Trial(shown, settings, values["seed"], build(values, RunConfig, METHODS))
 
 
 def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:

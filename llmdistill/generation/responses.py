@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import EncodedPrompts, check_lengths, encode_example_prompts
 from llmdistill.data.sources import read_prompts
@@ -37,7 +38,6 @@ from llmdistill.generation.decode import (
 from llmdistill.generation.parts import append_batch, claim_output, parts_folder, read_batches, remove_parts
 from llmdistill.generation.provenance import model_fingerprint, read_provenance, side_file
 from llmdistill.generation.rows import answered_row, prompt_row
-from llmdistill.generation.settings import ResponseConfig
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
-from llmdistill.config.keywords import config_of
+from llmdistill.config.command_line import config_of
 from llmdistill.data.in_memory import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Positions
-from llmdistill.config.keywords import method_settings
+from llmdistill.config.command_line import method_settings
 from llmdistill.config.methods import check_names, with_teacher
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method, build_method

@@ -22,7 +22,7 @@ from llmdistill.config import (
     TeacherConfig,
     TrainConfig,
 )
-from llmdistill.config.command_line import config_from_dict, set_value, to_dict
+from llmdistill.config.command_line import build, set_value, to_dict
 from llmdistill.config.glue import GlueConfig
 from llmdistill.data.pairs import encode_pairs
 from llmdistill.errors import UserError
@@ -101,7 +101,7 @@ class TaskStudy:
         values |= {name: asdict(part) for name, part in config.method_settings.items() if name in methods}
         for key, value in config.run_settings.items():
             set_value(values, key, value)
-        return config_from_dict(values, METHODS)
+        return build(values, RunConfig, METHODS)
 
     def teacher_run(self) -> RunConfig:
         """Return the run that only scores the teacher."""

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import config_from_dict, parse_run, scores_asked
+from llmdistill.config.command_line import build, parse_run, scores_asked
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
 from llmdistill.experiments.comparison import Study, conduct
@@ -242,8 +242,9 @@ def test_sizes_train_the_chosen_settings_once_more(make_study):
 
 def test_choice_needs_validation(make_study):
     study = make_study(StandIn())
-    recipe = config_from_dict(
+    recipe = build(
         {**yaml.safe_load(json.dumps(_plain(study.recipe))), "data": {**_plain(study.recipe)["data"], "valid": None}},
+        RunConfig,
         METHODS,
     )
     with pytest.raises(UserError, match=r"data\.valid is missing"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig
 
+from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import encode_prompts, render_prompt
 from llmdistill.data.sources import read_examples, read_prompts
@@ -19,7 +20,6 @@ from llmdistill.generation.decode import Decoding, generate_encoded
 from llmdistill.generation.parts import parts_folder
 from llmdistill.generation.provenance import model_fingerprint, side_file
 from llmdistill.generation.responses import generate_responses
-from llmdistill.generation.settings import ResponseConfig
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from llmdistill.config import ResponseConfig
 from llmdistill.errors import UserError
 from llmdistill.generation import responses
 from llmdistill.generation.provenance import side_file
 from llmdistill.generation.responses import generate_responses
-from llmdistill.generation.settings import ResponseConfig
 from llmdistill.generation.vllm_engine import choose_engine, shares
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
