@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded, Example, encode, render_prompt
+from llmdistill.data.instruct import Encoded, Example, encode, encode_example_prompts, render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
 from llmdistill.generation.decode import Decoding, generate
@@ -144,10 +144,11 @@ def score(folder: Path) -> dict[str, float]:
     scores = {}
     for split in corpus.TESTS:
         examples = read_examples(FOLDER / "data" / f"{split}.jsonl")
+        prompts = encode_example_prompts(examples, tokenizer, max_prompt_length=MAX_PROMPT_LENGTH, long_prompts="error")
         result = generate(
             model,
             tokenizer,
-            [render_prompt(example) for example in examples],
+            prompts.ids,
             Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80),
             max_prompt_length=MAX_PROMPT_LENGTH,
             max_length=MAX_LENGTH,

@@ -16,7 +16,7 @@ from llmdistill.experiments.trials import Progress, Result, Trial, make_trial
 from llmdistill.experiments.variants import Variant
 from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
-from llmdistill.generation.provenance import read_provenance
+from llmdistill.generation.answers_file import read_provenance
 from llmdistill.methods import METHODS
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.data.instruct import check_lengths, encode_prompts
-from llmdistill.errors import UserError
+from llmdistill.data.instruct import check_lengths
+from llmdistill.errors import UserError, check_least
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,13 @@ class Decoding:
     """Prompts generated at once on each rank."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            UserError: a number is out of range.
-        """
+        """Raise a UserError if a number is out of its range."""
         if not self.temperature > 0:
             raise UserError(f"temperature is {self.temperature}: give a number over 0 (or decode greedily)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: give a number over 0 and up to 1")
-        for key, least in (("top_k", 0), ("no_repeat_ngram_size", 0), ("batch_size", 1)):
-            if getattr(self, key) < least:
-                raise UserError(f"{key} is {getattr(self, key)}: give {least} or more")
+        check_least(self, 0, "top_k", "no_repeat_ngram_size", error=UserError)
+        check_least(self, 1, "batch_size", error=UserError)
 
 
 @dataclass(frozen=True)
@@ -100,40 +95,6 @@ class HuggingFaceEngine:
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
-    settings: Decoding,
-    *,
-    max_prompt_length: int,
-    max_length: int,
-    seed: int,
-    rank: int = 0,
-    world_size: int = 1,
-    synced: bool = False,
-    long_prompts: Literal["error", "truncate"] = "error",
-) -> GenerationResult:
-    """Generate answers to prompts given as text; see generate_encoded.
-
-    Raises:
-        UserError: a prompt is too long, unless long_prompts is "truncate".
-    """
-    encoded = encode_prompts(prompts, tokenizer, max_prompt_length=max_prompt_length, long_prompts=long_prompts)
-    return generate_encoded(
-        model,
-        tokenizer,
-        encoded.ids,
-        settings,
-        max_prompt_length=max_prompt_length,
-        max_length=max_length,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        synced=synced,
-    )
-
-
-def generate_encoded(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     prompt_ids: list[list[int]],
     settings: Decoding,
     *,
@@ -168,7 +129,8 @@ def generate_encoded(
         rows = answer_batch(engine, prompt_ids, batches, number, seed)
         if number < len(batches):
             answers.update(rows)
-    _synchronize(model.device)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
     gathered, seconds = _gather(answers, time.perf_counter() - started, world_size)
     rows_in_order = [gathered[index] for index in range(len(prompt_ids))]
     texts = decode_answers(rows_in_order, tokenizer)
@@ -264,11 +226,6 @@ def _own_random_state(device: torch.device, state: int) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(state)
         yield
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def new_tokens(

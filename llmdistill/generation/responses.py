@@ -6,6 +6,7 @@ The generation can be resumed, and a provenance record beside the answers says w
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -24,39 +24,37 @@ from llmdistill.data.instruct import EncodedPrompts, check_lengths, encode_examp
 from llmdistill.data.sources import read_prompts
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.factorize.checkpoint import local_folder
 from llmdistill.files import write_json, write_text
-from llmdistill.fingerprints import content_fingerprint, file_sha256
-from llmdistill.generation.decode import (
-    Decoding,
-    Engine,
-    HuggingFaceEngine,
-    answer_batch,
-    check_context,
-    decode_answers,
-    plan_batches,
-)
-from llmdistill.generation.parts import append_batch, claim_output, parts_folder, read_batches, remove_parts
-from llmdistill.generation.provenance import model_fingerprint, read_provenance, side_file
-from llmdistill.generation.rows import answered_row, prompt_row
+from llmdistill.fingerprints import content_fingerprint, file_sha256, fingerprint
+from llmdistill.generation import answers_file, decode
+from llmdistill.generation.answers_file import parts_folder, side_file
+from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main
+from llmdistill.runtime.distributed import (
+    TORCH_DTYPES,
+    World,
+    barrier,
+    best_dtype,
+    broadcast_object,
+    default_device,
+    on_main,
+)
 
 Log = Callable[[str], None]
 
 _BATCH_SIZES = {"hf": 32, "vllm": 1024}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """One request with all settings resolved."""
 
     teacher: str
-    folder: Path
     data: str
     output: Path
     settings: ResponseConfig
@@ -68,10 +66,6 @@ class _Job:
     batches: list[list[int]]
     tokenizer: PreTrainedTokenizerBase
     world: World
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.settings.max_length - self.settings.max_prompt_length
 
 
 def generate_responses(
@@ -106,8 +100,8 @@ def generate_responses(
         UserError: the settings, prompts or model are invalid (found before the weights are loaded), or the output
             belongs to another request.
     """
-    job = _prepare(model, data, output, settings, world or _alone())
-    request, finished, done = _claim(job)
+    job = _prepare(model, data, output, settings, world or World(rank=0, size=1, device=default_device()))
+    request, finished, done = on_main(lambda: _claim(job), job.world)
     say = log or (lambda _: None)
     if finished:
         say(f"{output} holds these answers already; nothing to do.")
@@ -119,12 +113,8 @@ def generate_responses(
         barrier()
         if job.world.is_main:
             _finish(job, request)
-    record = read_provenance(output) if job.world.is_main else None
+    record = answers_file.read_provenance(output) if job.world.is_main else None
     return dict(broadcast_object(record))
-
-
-def _alone() -> World:
-    return World(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, world: World) -> _Job:
@@ -134,14 +124,20 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     engine = choose_engine(
         settings.engine, folder, no_repeat_ngram_size=settings.no_repeat_ngram_size, world_size=world.size
     )
-    settings = replace(
-        settings,
-        engine=engine,
-        dtype=_number_format(world.device) if settings.dtype == "auto" else settings.dtype,
-        batch_size=_BATCH_SIZES[engine] if settings.batch_size is None else settings.batch_size,
+    dtype = best_dtype(world.device) if settings.dtype == "auto" else settings.dtype
+    batch_size = _BATCH_SIZES[engine] if settings.batch_size is None else settings.batch_size
+    decoding = Decoding(
+        sample=settings.decoding == "sample",
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        batch_size=batch_size,
     )
-    decoding = _decoding(settings)
-    _check_model(folder, settings.max_length)
+    config = load_config(folder)
+    if not family_of(config).causal:
+        raise UserError(f"{folder}: {config.model_type} models do not generate text; give a causal language model")
+    decode.check_context(config, settings.max_length)
     examples = read_prompts(locate(data))[: settings.limit]
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
@@ -151,62 +147,29 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     )
     return _Job(
         teacher=model,
-        folder=folder,
         data=data,
         output=output,
-        settings=settings,
+        settings=replace(settings, engine=engine, dtype=dtype, batch_size=batch_size),
         decoding=decoding,
         examples=[examples[index] for index in prompts.kept],
         prompts=prompts,
-        batches=plan_batches(prompts.ids, decoding.batch_size),
+        batches=decode.plan_batches(prompts.ids, batch_size),
         tokenizer=tokenizer,
         world=world,
     )
 
 
-def _number_format(device: torch.device) -> Any:
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-
-
-def _decoding(settings: ResponseConfig) -> Decoding:
-    assert settings.batch_size is not None
-    return Decoding(
-        sample=settings.decoding == "sample",
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        no_repeat_ngram_size=settings.no_repeat_ngram_size,
-        batch_size=settings.batch_size,
-    )
-
-
-def _check_model(folder: Path, max_length: int) -> None:
-    config = load_config(folder)
-    if not family_of(config).causal:
-        raise UserError(f"{folder}: {config.model_type} models do not generate text; give a causal language model")
-    check_context(config, max_length)
-
-
 def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
-    """Return the request, whether its output is finished, and the finished batches, as rank 0 finds them."""
-
-    def look() -> tuple[dict[str, Any], bool, set[int]]:
-        request = _request(job)
-        finished = claim_output(job.output, request)
-        return request, finished, set() if finished else set(read_batches(job.output))
-
-    return on_main(look, job.world)
-
-
-def _request(job: _Job) -> dict[str, Any]:
-    """Return everything that determines the answers."""
-    return {
-        "teacher_fingerprint": model_fingerprint(job.folder),
-        "data_fingerprint": content_fingerprint([prompt_row(example) for example in job.examples]),
+    """Return the request, whether its output is finished, and the finished batches."""
+    request = {
+        "teacher_fingerprint": fingerprint(local_folder(locate(job.teacher))),
+        "data_fingerprint": content_fingerprint([answers_file.prompt_row(example) for example in job.examples]),
         # The ids of the prompts also depend on the tokenizer and its chat template.
         "prompt_ids_fingerprint": content_fingerprint(job.prompts.ids),
         "settings": asdict(job.settings),
     }
+    finished = answers_file.claim_output(job.output, request)
+    return request, finished, set() if finished else set(answers_file.read_batches(job.output))
 
 
 def _answer(job: _Job, left: list[int]) -> None:
@@ -226,30 +189,31 @@ def _answer(job: _Job, left: list[int]) -> None:
     ) as bar:
         for turn, number in enumerate(share):
             rows = answer_batch(engine, job.prompts.ids, job.batches, number, job.settings.seed)
-            append_batch(job.output, job.world.rank, number, rows)
+            answers_file.append_batch(job.output, job.world.rank, number, rows)
             together = left[turn * job.world.size : (turn + 1) * job.world.size]
             bar.update(sum(len(job.batches[other]) for other in together))
 
 
 def _load_engine(job: _Job) -> Engine:
-    dtype = _DTYPES[job.settings.dtype]
-    if job.settings.engine == "vllm":
-        return VllmEngine(
-            job.folder,
-            job.tokenizer,
-            job.decoding,
-            max_new_tokens=job.max_new_tokens,
-            max_length=job.settings.max_length,
-            dtype=dtype,
-            seed=job.settings.seed,
-        )
-    model = load_model(job.folder, dtype=dtype, device=job.world.device)
-    return HuggingFaceEngine(model, job.tokenizer, job.decoding, max_new_tokens=job.max_new_tokens)
+    settings, folder, dtype = job.settings, locate(job.teacher), TORCH_DTYPES[job.settings.dtype]
+    room = settings.max_length - settings.max_prompt_length
+    if settings.engine == "hf":
+        model = load_model(folder, dtype=dtype, device=job.world.device)
+        return HuggingFaceEngine(model, job.tokenizer, job.decoding, max_new_tokens=room)
+    return VllmEngine(
+        folder,
+        job.tokenizer,
+        job.decoding,
+        max_new_tokens=room,
+        max_length=settings.max_length,
+        dtype=dtype,
+        seed=settings.seed,
+    )
 
 
 def _finish(job: _Job, request: dict[str, Any]) -> None:
     """Write the file, then its record, then remove the parts; an interruption in between loses nothing."""
-    answers = {index: ids for rows in read_batches(job.output).values() for index, ids in rows.items()}
+    answers = {index: ids for rows in answers_file.read_batches(job.output).values() for index, ids in rows.items()}
     missing = len(job.examples) - len(answers)
     if missing:
         raise UserError(
@@ -257,8 +221,8 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
             "start the command again to have them redone"
         )
     rows = [answers[index] for index in range(len(job.examples))]
-    texts = decode_answers(rows, job.tokenizer)
-    lines = [answered_row(example, text) for example, text in zip(job.examples, texts, strict=True)]
+    texts = decode.decode_answers(rows, job.tokenizer)
+    lines = [answers_file.answered_row(example, text) for example, text in zip(job.examples, texts, strict=True)]
     write_text(job.output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     record = {
         "teacher": job.teacher,
@@ -276,7 +240,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
         "output_sha256": file_sha256(job.output),
     }
     write_json(side_file(job.output), record)
-    remove_parts(job.output)
+    shutil.rmtree(parts_folder(job.output), ignore_errors=True)
 
 
 def _versions(*packages: str) -> dict[str, str]:

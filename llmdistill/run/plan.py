@@ -28,8 +28,9 @@ from llmdistill.models.load import Head
 from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies
 from llmdistill.objective import Objective
+from llmdistill.runtime.distributed import TORCH_DTYPES
 from llmdistill.runtime.ds_config import read_ds_config
-from llmdistill.runtime.engine import TORCH_DTYPES, BatchSplit, split_batch, student_ds_config
+from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, Task
 

@@ -17,7 +17,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.load import copy_companions
-from llmdistill.runtime.distributed import World, barrier
+from llmdistill.runtime.distributed import World, barrier, best_dtype, default_device
 from llmdistill.runtime.ds_config import resolve_ds_config
 
 
@@ -55,10 +55,7 @@ def resolve_dtype(wanted: str, ds_config: dict[str, Any]) -> str:
     in_file = ds_config.get("bf16", {}).get("enabled", "auto")
     if in_file != "auto":
         return "bf16" if in_file else "fp32"
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
-
-
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return best_dtype(default_device())
 
 
 def student_ds_config(

@@ -19,8 +19,8 @@ from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.files import write_json, write_text
-from llmdistill.generation.decode import Decoding, GenerationResult, generate_encoded
-from llmdistill.generation.rows import prompt_row
+from llmdistill.generation.answers_file import prompt_row
+from llmdistill.generation.decode import Decoding, GenerationResult, generate
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.tasks.rouge import rouge_l
@@ -79,7 +79,7 @@ def score_set(
     passes: dict[str, GenerationResult] = {}
     scores: list[float] = []
     for name, seed in _passes(settings).items():
-        passes[name] = generate_encoded(
+        passes[name] = generate(
             model,
             tokenizer,
             prompts.ids,

@@ -22,7 +22,7 @@ from llmdistill.data.validation import validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import fingerprint
-from llmdistill.generation.provenance import check_teacher
+from llmdistill.generation.answers_file import check_teacher
 from llmdistill.models.families import family_of
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective

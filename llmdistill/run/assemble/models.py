@@ -18,8 +18,8 @@ from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.taps import Recorder
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.compile import check_compile, compile_layers
-from llmdistill.runtime.distributed import World, on_main
-from llmdistill.runtime.engine import TORCH_DTYPES, add_projectors, build_engine
+from llmdistill.runtime.distributed import TORCH_DTYPES, World, on_main
+from llmdistill.runtime.engine import add_projectors, build_engine
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 

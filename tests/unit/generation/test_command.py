@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmdistill.cli import main
-from llmdistill.generation.provenance import side_file
+from llmdistill.generation.answers_file import side_file
 
 LIMITS = ("--max_prompt_length", "60", "--max_length", "70", "--dtype", "fp32", "--engine", "hf")
 

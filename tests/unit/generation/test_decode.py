@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from llmdistill.data.instruct import encode_prompts
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import (
     Decoding,
@@ -26,7 +28,6 @@ from llmdistill.generation.decode import (
     answer_batch,
     decode_answers,
     generate,
-    generate_encoded,
     plan_batches,
 )
 
@@ -78,6 +79,14 @@ def tiny_model(kind: str, *, scale: float = 6.0) -> PreTrainedModel:
     return model.eval()
 
 
+def answers_to(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], settings: Decoding, **limits: Any
+) -> GenerationResult:
+    long_prompts, length = limits.pop("long_prompts", "error"), limits["max_prompt_length"]
+    ids = encode_prompts(prompts, tokenizer, max_prompt_length=length, long_prompts=long_prompts).ids
+    return generate(model, tokenizer, ids, settings, **limits)
+
+
 def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngram: int) -> list[int]:
     """One prompt, no padding, no cache, an n-gram of prompt and answer never twice."""
     ids = list(prompt_ids)
@@ -98,7 +107,7 @@ def naive_greedy(model: PreTrainedModel, prompt_ids: list[int], limit: int, ngra
 def test_batching_and_left_padding_do_not_change_greedy_answers(kind: str, ngram: int) -> None:
     model, tokenizer = tiny_model(kind), character_tokenizer()
     settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram)
-    result = generate(model, tokenizer, PROMPTS, settings, **LIMITS)
+    result = answers_to(model, tokenizer, PROMPTS, settings, **LIMITS)
     expected = [naive_greedy(model, ids, 30, ngram) for ids in tokenizer(PROMPTS)["input_ids"]]
     texts = tokenizer.batch_decode(expected, skip_special_tokens=True)
     assert result.texts == [text.strip() for text in texts]
@@ -111,7 +120,7 @@ def test_every_answer_has_the_same_room_whatever_the_prompt() -> None:
     model = tiny_model("llama")
     model.get_output_embeddings().weight.data[END] = 0  # no end token where another scores above 0
     settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
-    result = generate(model, tokenizer, ["a", "b" * 30], settings, max_prompt_length=30, max_length=41, seed=0)
+    result = answers_to(model, tokenizer, ["a", "b" * 30], settings, max_prompt_length=30, max_length=41, seed=0)
     assert result.tokens == 22
 
 
@@ -119,7 +128,7 @@ def test_every_answer_has_the_same_room_whatever_the_prompt() -> None:
 def test_shipped_generation_settings_do_not_count(decoding: str) -> None:
     model, tokenizer = tiny_model("llama"), character_tokenizer()
     settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=2)
-    expected = generate(model, tokenizer, PROMPTS, settings, **LIMITS).texts
+    expected = answers_to(model, tokenizer, PROMPTS, settings, **LIMITS).texts
     shipped = model.generation_config
     for key, value in {
         "do_sample": decoding == "greedy",
@@ -133,7 +142,7 @@ def test_shipped_generation_settings_do_not_count(decoding: str) -> None:
         "min_new_tokens": 20,
     }.items():
         setattr(shipped, key, value)
-    assert generate(model, tokenizer, PROMPTS, settings, **LIMITS).texts == expected
+    assert answers_to(model, tokenizer, PROMPTS, settings, **LIMITS).texts == expected
     assert model.generation_config is shipped
 
 
@@ -145,7 +154,7 @@ def test_sampling_follows_the_models_own_distribution() -> None:
     ids = tokenizer("Hello")["input_ids"]
     settings = Decoding(sample=True, no_repeat_ngram_size=6, batch_size=1000)
     limits = {"max_prompt_length": 10, "max_length": 11}
-    texts = generate_encoded(model, tokenizer, [ids] * count, settings, seed=4, **limits).texts
+    texts = generate(model, tokenizer, [ids] * count, settings, seed=4, **limits).texts
     assert len({text for text in texts if text}) > 75
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
@@ -162,7 +171,7 @@ def test_batches_of_the_plan_answer_alone_as_they_do_together() -> None:
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
     settings = Decoding(sample=True, batch_size=2)
     ids = tokenizer(PROMPTS)["input_ids"]
-    together = generate_encoded(model, tokenizer, ids, settings, **LIMITS)
+    together = generate(model, tokenizer, ids, settings, **LIMITS)
     batches = plan_batches(ids, 2)
     assert [[len(ids[index]) for index in batch] for batch in batches] == [[1, 5], [11, 19], [30]]
     engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=30)
@@ -226,7 +235,7 @@ def test_samples_depend_on_the_seed_alone() -> None:
 
     def sample(seed: int) -> list[str]:
         limits = {"max_prompt_length": 30, "max_length": 60}
-        return generate(model, tokenizer, PROMPTS, settings, seed=seed, **limits).texts
+        return answers_to(model, tokenizer, PROMPTS, settings, seed=seed, **limits).texts
 
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
@@ -240,7 +249,7 @@ def test_samples_depend_on_the_seed_alone() -> None:
 
 def test_equal_prompts_in_different_batches_get_different_samples() -> None:
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
-    result = generate(
+    result = answers_to(
         model, tokenizer, ["Hello"] * 4, Decoding(sample=True, no_repeat_ngram_size=6, batch_size=2), **LIMITS
     )
     assert len(set(result.texts)) == 4
@@ -251,7 +260,7 @@ def test_model_and_tokenizer_are_left_as_they_were() -> None:
     model.transformer.h[1].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     tokenizer.padding_side = "right"
-    generate(model, tokenizer, PROMPTS, GREEDY, **LIMITS)
+    answers_to(model, tokenizer, PROMPTS, GREEDY, **LIMITS)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert tokenizer.padding_side == "right"
 
@@ -271,7 +280,7 @@ def test_answers_are_cut_at_the_end_token_and_counted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         tokenizer, "batch_decode", lambda rows, **_: ["".join(tokenizer.convert_ids_to_tokens(row)) for row in rows]
     )
-    result = generate(
+    result = answers_to(
         model, tokenizer, ["ccc", "a", "bb"], Decoding(sample=True, no_repeat_ngram_size=6, batch_size=3), **LIMITS
     )
     assert result.texts == ["goes on forever", "ok", "hm"]
@@ -282,18 +291,18 @@ def test_long_prompts_and_misfits_are_refused() -> None:
     model, tokenizer = tiny_model("gpt2"), character_tokenizer()
     limits = {"max_prompt_length": 20, "max_length": 60, "seed": 0}
     with pytest.raises(UserError, match="1 of 5 prompts are longer"):
-        generate(model, tokenizer, PROMPTS, GREEDY, **limits)
-    cut = generate(model, tokenizer, PROMPTS, GREEDY, long_prompts="truncate", **limits)
-    assert cut.texts[-1] == generate(model, tokenizer, ["x" * 20], GREEDY, **limits).texts[0]
+        answers_to(model, tokenizer, PROMPTS, GREEDY, **limits)
+    cut = answers_to(model, tokenizer, PROMPTS, GREEDY, long_prompts="truncate", **limits)
+    assert cut.texts[-1] == answers_to(model, tokenizer, ["x" * 20], GREEDY, **limits).texts[0]
     with pytest.raises(UserError, match=r"max_length=200 is beyond the model's context of 128"):
-        generate(model, tokenizer, PROMPTS, GREEDY, max_prompt_length=30, max_length=200, seed=0)
+        answers_to(model, tokenizer, PROMPTS, GREEDY, max_prompt_length=30, max_length=200, seed=0)
     encoder = BertForMaskedLM(
         BertConfig(
             vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
         )
     )
     with pytest.raises(UserError, match="bert models do not generate"):
-        generate(encoder, tokenizer, PROMPTS, GREEDY, **LIMITS)
+        answers_to(encoder, tokenizer, PROMPTS, GREEDY, **LIMITS)
 
 
 def run_rank(folder: str) -> None:
@@ -301,7 +310,7 @@ def run_rank(folder: str) -> None:
     rank = torch.distributed.get_rank()
     model, tokenizer = tiny_model("llama"), character_tokenizer()
     results = {
-        (decoding, synced, size): generate(
+        (decoding, synced, size): answers_to(
             model,
             tokenizer,
             PROMPTS,
@@ -328,7 +337,7 @@ def test_two_ranks_give_the_texts_of_one(rank_server: RankServer, tmp_path: Path
     assert by_rank[0] == by_rank[1]
     for (decoding, _, size), (texts, tokens) in by_rank[0].items():
         settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=size)
-        alone: GenerationResult = generate(model, tokenizer, PROMPTS, settings, **LIMITS)
+        alone: GenerationResult = answers_to(model, tokenizer, PROMPTS, settings, **LIMITS)
         assert texts == alone.texts
         assert tokens == alone.tokens
 

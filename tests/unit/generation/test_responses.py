@@ -14,11 +14,10 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import encode_prompts, render_prompt
 from llmdistill.data.sources import read_examples, read_prompts
 from llmdistill.errors import UserError
-from llmdistill.fingerprints import file_sha256
+from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.generation import responses
-from llmdistill.generation.decode import Decoding, generate_encoded
-from llmdistill.generation.parts import parts_folder
-from llmdistill.generation.provenance import model_fingerprint, side_file
+from llmdistill.generation.answers_file import parts_folder, side_file
+from llmdistill.generation.decode import Decoding, generate
 from llmdistill.generation.responses import generate_responses
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
@@ -75,7 +74,7 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
     assert 0 < unfinished < len(examples), "the teacher must finish some and not others"
     expected = {
         "teacher": str(teacher),
-        "teacher_fingerprint": model_fingerprint(teacher),
+        "teacher_fingerprint": fingerprint(teacher),
         "data": str(data),
         "prompts": 7,
         "dropped": 0,
@@ -92,12 +91,12 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(
     assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
 
 
-def test_samples_are_those_of_generate_encoded(teacher: Path, data: Path, tmp_path: Path) -> None:
+def test_samples_are_those_of_generate(teacher: Path, data: Path, tmp_path: Path) -> None:
     generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", SETTINGS)
     model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
     prompts = [render_prompt(example) for example in read_examples(data)]
     ids = encode_prompts(prompts, tokenizer, max_prompt_length=60, long_prompts="error").ids
-    expected = generate_encoded(model, tokenizer, ids, Decoding(sample=True, batch_size=2), seed=4, **LIMITS)
+    expected = generate(model, tokenizer, ids, Decoding(sample=True, batch_size=2), seed=4, **LIMITS)
     assert [row["output"] for row in rows(tmp_path / "a.jsonl")] == expected.texts
     assert len(set(expected.texts)) > 3
 

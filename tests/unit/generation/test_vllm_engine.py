@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from llmdistill.config import ResponseConfig
 from llmdistill.errors import UserError
 from llmdistill.generation import responses
-from llmdistill.generation.provenance import side_file
+from llmdistill.generation.answers_file import side_file
 from llmdistill.generation.responses import generate_responses
 from llmdistill.generation.vllm_engine import choose_engine, shares
 from llmdistill.models.load import load_model

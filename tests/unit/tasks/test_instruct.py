@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmdistill.commands.evaluate import default_output, main, set_names
 from llmdistill.config import GenerationConfig
-from llmdistill.data.instruct import Example, render_prompt
+from llmdistill.data.instruct import Example, encode_example_prompts
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import generate
 from llmdistill.tasks.answers import decoding_of, evaluate_model, score_set, score_sets
@@ -76,7 +76,8 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(
     lines: list[str] = []
     path = tmp_path / "new" / "set.jsonl"
     score = score_set(model, tokenizer, SHORT, settings, predictions_path=path, log=lines.append, **LIMITS)
-    prompts = [render_prompt(example) for example in SHORT]
+    limit = LIMITS["max_prompt_length"]
+    prompts = encode_example_prompts(SHORT, tokenizer, max_prompt_length=limit, long_prompts="error").ids
     decoding = decoding_of(settings)
     texts = [generate(model, tokenizer, prompts, decoding, seed=seed, **LIMITS).texts for seed in (10, 20, 30)]
     expected = [rouge_l(answers, [example.outputs for example in SHORT]) for answers in texts]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.fingerprints import file_sha256
-from llmdistill.generation.provenance import check_teacher, model_fingerprint, read_provenance, side_file
+from llmdistill.fingerprints import file_sha256, fingerprint
+from llmdistill.generation.answers_file import check_teacher, read_provenance, side_file
 
 
 def write_record(data: Path, **record: object) -> None:
@@ -15,7 +15,7 @@ def write_record(data: Path, **record: object) -> None:
 
 
 def test_the_teacher_that_wrote_the_answers_passes_and_another_does_not(teacher: Path, data: Path) -> None:
-    hash_now = model_fingerprint(teacher)
+    hash_now = fingerprint(teacher)
     write_record(data, teacher="gpt2-xl", teacher_fingerprint=hash_now)
     assert check_teacher(data, teacher) is None
     write_record(data, teacher="gpt2-xl", teacher_fingerprint="sha256:abc")
@@ -27,7 +27,7 @@ def test_the_teacher_that_wrote_the_answers_passes_and_another_does_not(teacher:
 def test_answers_of_unknown_or_changed_origin_are_said_to_be(teacher: Path, data: Path) -> None:
     assert "there is no prompts.jsonl.provenance.json beside it" in (check_teacher(data, teacher) or "")
     assert "there is no train.jsonl.provenance.json" in (check_teacher("embedded:train", teacher) or "")
-    write_record(data, teacher="t", teacher_fingerprint=model_fingerprint(teacher))
+    write_record(data, teacher="t", teacher_fingerprint=fingerprint(teacher))
     before = file_sha256(data)
     data.write_text(data.read_text() + "\n")
     said = check_teacher(data, teacher)

@@ -1,0 +1,159 @@
+"""The file of a teacher's answers: its rows, the record of who wrote it, and the finished batches before it exists.
+
+OUTPUT.provenance.json beside the finished file says which model wrote it. Until then OUTPUT.parts holds request.json
+with the request, and rank-R.jsonl with one line per batch, {"batch": number, "rows": {prompt: token ids}}. It does not
+matter which rank wrote a line, so the generation can be resumed on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from llmdistill.artifacts import compare_records, read_record
+from llmdistill.data.examples import Example
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.factorize.checkpoint import local_folder
+from llmdistill.files import write_json
+from llmdistill.fingerprints import file_sha256, fingerprint
+
+Rows = dict[int, list[int]]
+"""Index of a prompt -> its new tokens."""
+
+
+def prompt_row(example: Example) -> dict[str, Any]:
+    """Return an example without its answers; the keys are those of the form in which it was read."""
+    if example.messages:
+        return {"messages": [{"role": role, "content": content} for role, content in example.messages]}
+    if example.raw_prompt is not None:
+        return {"prompt": example.raw_prompt}
+    return {"instruction": example.instruction, "input": example.input}
+
+
+def answered_row(example: Example, answer: str) -> dict[str, Any]:
+    """Return an example with this answer, in the form in which the example was read."""
+    row = prompt_row(example)
+    if example.messages:
+        return {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+    return {**row, "completion" if "prompt" in row else "output": answer}
+
+
+def side_file(data: Path) -> Path:
+    """Return the path of the provenance record of a file of answers."""
+    return data.with_name(f"{data.name}.provenance.json")
+
+
+def read_provenance(data: str | Path) -> dict[str, Any] | None:
+    """Read the provenance record of a file of answers; None if there is none, a UserError if it is damaged."""
+    return read_record(side_file(Path(data)), remedy="generate the answers again, or remove it")
+
+
+def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
+    """Check that the teacher wrote the answers in `data`; returns a warning if that is not certain, else None.
+
+    Raises:
+        UserError: the teacher is not a model folder, or the record beside the data cannot be read.
+    """
+    path = locate(str(data))
+    record = read_provenance(path)
+    if record is None:
+        return (
+            f"{data}: there is no {side_file(path).name} beside it, so nothing says which model wrote its answers; "
+            "`llmdistill generate` makes both."
+        )
+    said = []
+    own, recorded = fingerprint(local_folder(locate(str(teacher)))), record.get("teacher_fingerprint")
+    if own != recorded:
+        said.append(
+            f"{data}: its answers were written by {record.get('teacher')} ({recorded}), not by the teacher "
+            f"{teacher} ({own})."
+        )
+    now = file_sha256(path) if path.is_file() else "missing"
+    if now != record.get("output_sha256"):
+        said.append(
+            f"{data}: it changed after it was generated (sha256 {record.get('output_sha256')} then, {now} now), "
+            f"so {side_file(path).name} does not tell who wrote what it holds."
+        )
+    return " ".join(said) or None
+
+
+def parts_folder(output: Path) -> Path:
+    """Return the folder of the finished batches of an output file."""
+    return output.with_name(f"{output.name}.parts")
+
+
+def claim_output(output: Path, request: dict[str, Any]) -> bool:
+    """Check that an output is unused or belongs to this request; returns True if it is already finished.
+
+    Args:
+        output: the file of answers to write.
+        request: everything that determines the answers, as plain JSON values.
+
+    Raises:
+        UserError: the output or its parts belong to another request, or the output was changed.
+    """
+    parts = parts_folder(output)
+    asked = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
+    if output.exists():
+        record = read_provenance(output) if output.is_file() else None
+        if record is not None:
+            _check_finished(output, record, request)
+            shutil.rmtree(parts, ignore_errors=True)
+            return True
+        if asked is None:
+            raise UserError(
+                f"{output} exists and has no {side_file(output).name}: `llmdistill generate` did not write it; "
+                "choose another --output"
+            )
+    if asked is not None:
+        subject = f"{parts} holds batches of another request"
+        remedy = "choose another --output, or remove that folder"
+        compare_records(asked, request, finished=False, subject=subject, remedy=remedy)
+    elif any(parts.glob("rank-*.jsonl")):
+        raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
+    else:
+        write_json(parts / "request.json", request)
+    side_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
+    for file in parts.glob("rank-*.jsonl"):
+        _drop_torn_line(file)
+    return False
+
+
+def _check_finished(output: Path, record: dict[str, Any], request: dict[str, Any]) -> None:
+    same = {key: record.get(key) for key in request}
+    subject = f"{output} holds the answers to another request"
+    compare_records(same, request, finished=True, subject=subject, remedy="choose another --output")
+    if file_sha256(output) != record.get("output_sha256"):
+        raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
+
+
+def _drop_torn_line(file: Path) -> None:
+    """Drop an incomplete last line, which an interrupted write leaves; its batch is generated again."""
+    content = file.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with file.open("r+b") as opened:
+            opened.truncate(whole)
+
+
+def append_batch(output: Path, rank: int, number: int, rows: Rows) -> None:
+    """Append a finished batch to the file of this rank."""
+    with (parts_folder(output) / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"batch": number, "rows": rows}, separators=(",", ":")) + "\n")
+
+
+def read_batches(output: Path) -> dict[int, Rows]:
+    """Read every finished batch, by its number."""
+    batches: dict[int, Rows] = {}
+    for path in sorted(parts_folder(output).glob("rank-*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            for n, line in enumerate(file, start=1):
+                try:
+                    entry = json.loads(line)
+                    batches[entry["batch"]] = {int(index): ids for index, ids in entry["rows"].items()}
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise UserError(f"{path}:{n}: not a finished batch; remove the line to have it redone") from error
+    return batches
