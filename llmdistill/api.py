@@ -28,8 +28,7 @@ from llmdistill.models.load import copy_companions, load_model
 from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_of
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import init_distributed, on_main
-from llmdistill.runtime.guest import guest
-from llmdistill.runtime.terminal import quiet_libraries
+from llmdistill.runtime.terminal import guest, quiet_libraries
 from llmdistill.tasks.answers import check_sets, score_sets
 from llmdistill.tasks.text import score_texts
 

@@ -16,8 +16,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
-from llmdistill.runtime.exit import exit_code
-from llmdistill.runtime.terminal import quiet_transformers
+from llmdistill.runtime.terminal import exit_code, quiet_transformers
 
 LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_addr", "master_port")
 """Flags that are passed on to the deepspeed launcher; each flag takes a value."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmdistill.config import command_line
 from llmdistill.methods import METHODS
-from llmdistill.runtime.exit import exit_code
+from llmdistill.runtime.terminal import exit_code
 
 # All other modules are imported where they are used, so that --help and argument errors do not wait for torch, and a
 # dry run does not wait for DeepSpeed or the libraries of the reports.

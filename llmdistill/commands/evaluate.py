@@ -16,8 +16,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.errors import UserError
-from llmdistill.runtime.exit import exit_code
-from llmdistill.runtime.terminal import quiet_transformers
+from llmdistill.runtime.terminal import exit_code, quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, suite_sets
 
 if TYPE_CHECKING:

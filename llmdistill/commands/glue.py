@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config.command_line import add_config, build, parse
 from llmdistill.config.glue import GlueConfig
 from llmdistill.methods import METHODS
-from llmdistill.runtime.exit import exit_code
+from llmdistill.runtime.terminal import exit_code
 
 
 def build_parser(prog: str) -> ArgumentParser:

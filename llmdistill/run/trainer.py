@@ -22,8 +22,7 @@ from llmdistill.methods import Method
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.runtime.distributed import World, all_reduce_sum
-from llmdistill.runtime.engine import set_learning_rate
-from llmdistill.runtime.schedule import learning_rate
+from llmdistill.runtime.engine import learning_rate
 
 
 class Student(Protocol):
@@ -71,7 +70,8 @@ class Trainer:
         since = _Since(self.world.device, list(self.method.weights))
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
         for step in range(start, self.settings.steps):
-            set_learning_rate(self.engine, learning_rate(self.settings, step))
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = learning_rate(self.settings, step)
             # The seed depends on the step, so a resumed run draws the same random numbers.
             torch.manual_seed(_mix(self.seed, step, self.world.rank))
             micro_batches = self.loader.micro_batches(step)

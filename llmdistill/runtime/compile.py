@@ -8,8 +8,6 @@ they are single kernels already.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
@@ -23,19 +21,11 @@ from torch.utils._triton import has_triton
 from llmdistill.errors import UserError
 from llmdistill.models.families import layers_of
 from llmdistill.models.taps import Recorder
+from llmdistill.runtime.distributed import has_compiler
 
 
 def check_compile(device: torch.device, *, student_stage: int, teacher_sharding: str) -> None:
-    """Check that models can be compiled in this run on this machine.
-
-    Args:
-        device: where the models run.
-        student_stage: the student's ZeRO stage.
-        teacher_sharding: the value of the setting `teacher.sharding`.
-
-    Raises:
-        UserError: the parameters are sharded, or a compiler is missing.
-    """
+    """Check that models can be compiled on this machine; a UserError if they are sharded, or a compiler is missing."""
     if student_stage == 3 or teacher_sharding == "zero3":
         which = "ds_config: zero_optimization.stage 3" if student_stage == 3 else "teacher.sharding zero3"
         raise UserError(
@@ -44,7 +34,7 @@ def check_compile(device: torch.device, *, student_stage: int, teacher_sharding:
         )
     if device.type == "cuda" and not has_triton():
         raise UserError("train.compile is true, but Triton is missing: install it, or set train.compile to false")
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", "clang++")):
+    if not has_compiler("clang++"):
         raise UserError(
             "train.compile is true, but no C++ compiler was found: install one (Debian and Ubuntu: apt-get install "
             "g++), or set train.compile to false"
@@ -59,13 +49,6 @@ def compile_layers(recorder: Recorder, *, backend: str = "inductor") -> None:
     layer runs whenever a tensor may be recorded or a gradient computed. Generation and scoring run the original layer,
     because their cache grows by one token per call. The results equal those of the original layers up to rounding and,
     with dropout, other random numbers.
-
-    Args:
-        recorder: the recorder of the model.
-        backend: the backend of torch.compile.
-
-    Raises:
-        AssertionError: a layer is already compiled.
     """
     for layer in layers_of(recorder.model):
         assert "forward" not in vars(layer), "the layers are compiled already"

@@ -53,17 +53,21 @@ class World:
         return self.rank == 0
 
 
+def has_compiler(*more: str) -> bool:
+    """Return whether there is a C++ compiler: $CXX, c++, g++ or another one that the caller accepts."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", *more))
+
+
 def init_distributed(command: str = "") -> World:
     """Join the process group that the launcher describes in the environment; without a launcher, be rank 0 of 1.
 
-    Args:
-        command: the command or Python call that started the run, for the reports.
+    `command` is the command or Python call that started the run, for the reports.
 
     Raises:
         UserError: DeepSpeed must compile its extension, and there is no C++ compiler.
     """
     on_cpu = not torch.cuda.is_available()
-    if on_cpu and not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++")):
+    if on_cpu and not has_compiler():
         raise UserError(
             "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
             "install one (Debian and Ubuntu: apt-get install g++)"

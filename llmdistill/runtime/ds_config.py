@@ -1,8 +1,4 @@
-"""The DeepSpeed configuration: the file's values, with the run's values where the file has "auto".
-
-Each setting has one owner. If the file and the run set different values for the same setting, a UserError is raised,
-because it is unclear which value is right.
-"""
+"""The DeepSpeed configuration: the file's values, with the run's values where the file has "auto"."""
 
 from __future__ import annotations
 
@@ -16,15 +12,14 @@ from llmdistill.errors import UserError
 
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 """The DeepSpeed configuration of a run that does not name one."""
+_OPTIONAL = "tensorboard"
+"""Block that a configuration gets no values for if it does not have it."""
 SHIPPED = Path(str(resources.files("llmdistill") / "ds_configs"))
 """Folder of the configurations shipped with the package; in a checkout it is a link to ds_configs/ in its root."""
 
 
 def ds_config_path(name_or_path: str) -> Path:
-    """Return the file of a DeepSpeed configuration, given by its path or by the name of a shipped configuration.
-
-    The name of a shipped configuration is zero2, zero2.json or, as in a checkout, ds_configs/zero2.json. An existing
-    file with this path has priority.
+    """Return the file of a path, or else of a shipped configuration: zero2, zero2.json or ds_configs/zero2.json.
 
     Raises:
         UserError: the file does not exist.
@@ -62,15 +57,13 @@ def read_ds_config(path: str) -> dict[str, Any]:
     return config
 
 
-def resolve_ds_config(
-    config: dict[str, Any], owned: dict[str, Any], path: str, optional: tuple[str, ...] = ("tensorboard",)
-) -> dict[str, Any]:
+def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) -> dict[str, Any]:
     """Return a copy in which each "auto" is replaced by the run's value.
 
     Args:
         config: the configuration in the file.
         owned: the run's values by dotted key, such as ``{"optimizer.params.lr": 1e-4}``. If the file lacks the block of
-            a key, the block is added, unless `optional` names it.
+            a key, the block is added, unless it is an optional one.
         path: the file, for error messages.
 
     Raises:
@@ -79,7 +72,7 @@ def resolve_ds_config(
     resolved = copy.deepcopy(config)
     for key, value in owned.items():
         *parents, name = key.split(".")
-        if parents and parents[0] in optional and parents[0] not in resolved:
+        if parents[:1] == [_OPTIONAL] and _OPTIONAL not in resolved:
             continue
         block = resolved
         for parent in parents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size
     """Derive the accumulation steps from the global batch size, so that the number of ranks does not change the run.
 
     Raises:
-        UserError: the global batch size is not divisible; the message proposes the nearest size that is.
+        UserError: the global batch size is not divisible.
     """
     unit = (micro_batch_size or 1) * world_size
     if global_batch_size % unit != 0:
@@ -61,11 +62,7 @@ def resolve_dtype(wanted: str, ds_config: dict[str, Any]) -> str:
 def student_ds_config(
     ds_config: dict[str, Any], path: str, settings: TrainConfig, split: BatchSplit, *, output_dir: str
 ) -> dict[str, Any]:
-    """Return the complete DeepSpeed configuration of the student.
-
-    Raises:
-        UserError: the file and the run set different values.
-    """
+    """Return the student's complete DeepSpeed configuration; a UserError if the file and the run contradict."""
     dtype = resolve_dtype(settings.dtype, ds_config)
     owned: dict[str, Any] = {
         "train_batch_size": settings.global_batch_size,
@@ -133,10 +130,15 @@ def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: Tr
     return engine
 
 
-def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate
+def learning_rate(settings: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step (0-based): linear warm-up, then the decay to the minimum at the last step."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1 - progress
+    return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share
 
 
 def full_state_dict(engine: Any, world: World) -> dict[str, Tensor] | None:

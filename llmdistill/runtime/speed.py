@@ -96,29 +96,30 @@ def measure_speed(
         seed: the seed of the tokens.
 
     Raises:
-        UserError: a number is below 1 (warmup: below 0), or the length exceeds the number of positions of a model.
+        UserError: the length exceeds the number of positions of a model.
     """
     assert models
-    _check_numbers(batch_size=batch_size, length=length, repeats=repeats, warmup=warmup)
+    assert min(batch_size, length, repeats) >= 1
     for name, model in models.items():
         _check_length(name, model, length)
     # Use only token ids that every model has.
     high = min(model.config.vocab_size for model in models.values())
     rng = np.random.default_rng(seed)
     batches = [torch.from_numpy(rng.integers(high, size=(rows, length))) for rows in (1, batch_size)]
+    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in models}
     modes = {name: model.training for name, model in models.items()}
     try:
         for model in models.values():
             model.eval()
-        seconds = _time_in_turn(models, batches, repeats, warmup)
+        for turn in range(warmup + repeats):
+            for kind, batch in enumerate(batches):
+                for name, model in models.items():
+                    passed = _time_forward(model, batch.to(model.device))
+                    if turn >= warmup:
+                        seconds[name][kind].append(passed)
     finally:
         for name, model in models.items():
             model.train(modes[name])
-    return _speeds(seconds, batch_size)
-
-
-def _speeds(seconds: Mapping[str, list[list[float]]], batch_size: int) -> dict[str, Speed]:
-    """Compute the speeds from the seconds of each pass with one sequence and with a whole batch."""
     timings = {name: (_timing(alone), _timing(whole)) for name, (alone, whole) in seconds.items()}
     base = next(iter(timings.values()))
     return {
@@ -133,12 +134,6 @@ def _speeds(seconds: Mapping[str, list[list[float]]], batch_size: int) -> dict[s
     }
 
 
-def _check_numbers(*, warmup: int, **positive: int) -> None:
-    for name, value, least in [("warmup", warmup, 0), *((name, value, 1) for name, value in positive.items())]:
-        if value < least:
-            raise UserError(f"{name} is {value}: give {least} or more")
-
-
 def _check_length(name: str, model: PreTrainedModel, length: int) -> None:
     positions = getattr(model.config, "max_position_embeddings", None)
     # RoBERTa numbers its positions from the padding token id + 1.
@@ -148,21 +143,6 @@ def _check_length(name: str, model: PreTrainedModel, length: int) -> None:
             positions = table.num_embeddings - table.padding_idx - 1
     if positions is not None and length > positions:
         raise UserError(f"length is {length}: {name} has positions for {positions} tokens; give {positions} or less")
-
-
-def _time_in_turn(
-    models: Mapping[str, PreTrainedModel], batches: list[Tensor], repeats: int, warmup: int
-) -> dict[str, list[list[float]]]:
-    """Return the seconds of each pass, by model and batch."""
-    placed = {name: [batch.to(model.device) for batch in batches] for name, model in models.items()}
-    seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name in models}
-    for turn in range(warmup + repeats):
-        for kind in range(len(batches)):
-            for name, model in models.items():
-                passed = _time_forward(model, placed[name][kind])
-                if turn >= warmup:
-                    seconds[name][kind].append(passed)
-    return seconds
 
 
 @torch.inference_mode()

@@ -145,7 +145,7 @@ def test_sharded_parameters_are_refused(stage: int, sharding: str, said: str) ->
 
 
 def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UserError, match=r"no C\+\+ compiler was found"):
         check_compile(CPU, student_stage=2, teacher_sharding="replicated")
     monkeypatch.setattr(compiling, "has_triton", lambda: False)

@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from llmdistill.config import TrainConfig
-from llmdistill.runtime.schedule import learning_rate
+from llmdistill.runtime.engine import learning_rate
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

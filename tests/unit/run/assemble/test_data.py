@@ -19,7 +19,7 @@ from llmdistill.run import assemble
 from llmdistill.run.describe import describe, estimate, headline
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
-from llmdistill.runtime.schedule import learning_rate
+from llmdistill.runtime.engine import learning_rate
 
 ROOT = Path(__file__).resolve().parents[4]
 TOKENS = [f"w{number}" for number in range(20)]
