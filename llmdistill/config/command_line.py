@@ -170,7 +170,7 @@ def build(
         if field.name in given:
             value = given[field.name]
             # The type of a nested section is the default factory of its field.
-            built[field.name] = build(value, part, prefix=f"{prefix}{field.name}.") if is_dataclass(part) else value  # type: ignore[type-var]
+            built[field.name] = build(value, part, prefix=f"{prefix}{field.name}.") if is_dataclass(part) else value
     if "betas" in built:
         built["betas"] = tuple(built["betas"])
     if methods is not None:
@@ -243,7 +243,8 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
     method = str(settings.get("method", ""))
     own = _sections({method: methods[method]}) if method in methods else []
     keys: dict[str, str] = {}
-    for section, kind in [*own, ("data", DataConfig), ("train", TrainConfig)]:  # the last one wins
+    sections: list[tuple[str, type[Any]]] = [*own, ("data", DataConfig), ("train", TrainConfig)]  # the last one wins
+    for section, kind in sections:
         keys |= {field.name: f"{section}.{field.name}" for field in fields(kind)}
     keys |= {field.name: field.name for field in fields(RunConfig) if not is_dataclass(field.default_factory)}
     values = {**settings, **{keys.get(name, name): value for name, value in keywords.items()}}
