@@ -16,9 +16,9 @@ from llmdistill.artifacts import compare_records, read_record
 from llmdistill.data.examples import Example
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize.checkpoint import local_folder
 from llmdistill.files import write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
+from llmdistill.models.load import downloaded
 
 Rows = dict[int, list[int]]
 """Index of a prompt -> its new tokens."""
@@ -65,7 +65,7 @@ def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
             "`llmdistill generate` makes both."
         )
     said = []
-    own, recorded = fingerprint(local_folder(locate(str(teacher)))), record.get("teacher_fingerprint")
+    own, recorded = fingerprint(downloaded(locate(str(teacher)))), record.get("teacher_fingerprint")
     if own != recorded:
         said.append(
             f"{data}: its answers were written by {record.get('teacher')} ({recorded}), not by the teacher "

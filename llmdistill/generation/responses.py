@@ -24,7 +24,6 @@ from llmdistill.data.instruct import EncodedPrompts, check_lengths, encode_examp
 from llmdistill.data.sources import read_prompts
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize.checkpoint import local_folder
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import content_fingerprint, file_sha256, fingerprint
 from llmdistill.generation import answers_file, decode
@@ -33,7 +32,7 @@ from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, an
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
-from llmdistill.models.load import load_model
+from llmdistill.models.load import downloaded, load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import (
     TORCH_DTYPES,
@@ -162,7 +161,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
 def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
     """Return the request, whether its output is finished, and the finished batches."""
     request = {
-        "teacher_fingerprint": fingerprint(local_folder(locate(job.teacher))),
+        "teacher_fingerprint": fingerprint(downloaded(locate(job.teacher))),
         "data_fingerprint": content_fingerprint([answers_file.prompt_row(example) for example in job.examples]),
         # The ids of the prompts also depend on the tokenizer and its chat template.
         "prompt_ids_fingerprint": content_fingerprint(job.prompts.ids),
