@@ -89,8 +89,8 @@ def relation_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     """Values of both models, 12 heads of 64 each, cut anew."""
     from plain_losses import relation_kl_plain as naive
 
-    from llmdistill.losses.relation import RelationInputs
-    from llmdistill.losses.relation import relation_kl as fused
+    from llmdistill.losses.attention import RelationInputs
+    from llmdistill.losses.attention import relation_kl as fused
 
     tokens = row["tokens"]
     student, teacher = (draw(1, 12, tokens, 64, learnt=learnt) for learnt in (True, False))
@@ -105,7 +105,8 @@ def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     from plain_losses import token_losses_plain
 
     from llmdistill.losses.divergence import FORWARD_KL
-    from llmdistill.losses.head import HeadInputs, TokenTerm, token_losses
+    from llmdistill.losses.head import HeadInputs, token_losses
+    from llmdistill.losses.terms import TokenTerm
 
     rows, vocabulary, width = row["tokens"], row["vocabulary"], 768
     student, teacher = (

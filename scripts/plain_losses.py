@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.batch import LossSum
-from llmdistill.losses.attention import AttentionInputs, Direction
+from llmdistill.losses.attention import AttentionInputs, Direction, RelationInputs, repeat_heads, side_by_side
 from llmdistill.losses.divergence import LOG_FLOOR
-from llmdistill.losses.head import HeadInputs, TokenLosses, TokenTerm
-from llmdistill.losses.relation import RelationInputs, repeat_heads, side_by_side
+from llmdistill.losses.head import HeadInputs, TokenLosses
+from llmdistill.losses.terms import TokenTerm
 
 
 def token_losses_plain(

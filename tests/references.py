@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from llmdistill.batch import IGNORE_INDEX, Batch, LossSum, Outputs, predicted_labels
 from llmdistill.losses.divergence import output_divergence
-from llmdistill.losses.head import TokenTerm
+from llmdistill.losses.terms import TokenTerm
 from llmdistill.methods import Method
 
 

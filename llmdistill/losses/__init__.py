@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 # ruff: noqa: F401  (these imports are for type checkers; __getattr__ loads the same names)
 
 if TYPE_CHECKING:
-    from llmdistill.losses.attention import AttentionInputs, attention_kl, attention_score_mse
+    from llmdistill.losses.attention import (
+        AttentionInputs,
+        RelationInputs,
+        attention_kl,
+        attention_score_mse,
+        relation_kl,
+        repeat_heads,
+        side_by_side,
+    )
     from llmdistill.losses.divergence import (
         FORWARD_KL,
         REVERSE_KL,
@@ -39,10 +47,8 @@ if TYPE_CHECKING:
         skew_reverse_kl_with_derivative,
         total_variation,
     )
-    from llmdistill.losses.head import HeadInputs, TokenLosses, TokenTerm, token_losses
-    from llmdistill.losses.hidden import hidden_cosine, hidden_mse
-    from llmdistill.losses.matrix import matrix_mse
-    from llmdistill.losses.relation import RelationInputs, relation_kl, repeat_heads, side_by_side
+    from llmdistill.losses.features import hidden_cosine, hidden_mse, matrix_mse
+    from llmdistill.losses.head import HeadInputs, TokenLosses, token_losses
     from llmdistill.losses.sequence import (
         sequence_cross_entropy,
         sequence_divergence,
@@ -50,24 +56,25 @@ if TYPE_CHECKING:
         sequence_score_mse,
         sequence_soft_cross_entropy,
     )
-    from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, SequenceTerm, add_losses
+    from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, SequenceTerm, TokenTerm, add_losses
 
 _NAMES = {
-    "attention": ("AttentionInputs", "attention_kl", "attention_score_mse"),
+    "attention": (
+        *("AttentionInputs", "RelationInputs", "attention_kl", "attention_score_mse", "relation_kl", "repeat_heads"),
+        "side_by_side",
+    ),
     "divergence": (
         *("FORWARD_KL", "REVERSE_KL", "SOFT_CROSS_ENTROPY", "TOTAL_VARIATION", "Divergence", "jsd_with_derivative"),
         *("forward_kl", "jsd", "output_divergence", "reverse_kl", "skew_forward_kl", "skew_forward_kl_with_derivative"),
         *("skew_reverse_kl", "skew_reverse_kl_with_derivative", "total_variation"),
     ),
-    "head": ("HeadInputs", "TokenLosses", "TokenTerm", "token_losses"),
-    "hidden": ("hidden_cosine", "hidden_mse"),
-    "matrix": ("matrix_mse",),
-    "relation": ("RelationInputs", "relation_kl", "repeat_heads", "side_by_side"),
+    "features": ("hidden_cosine", "hidden_mse", "matrix_mse"),
+    "head": ("HeadInputs", "TokenLosses", "token_losses"),
     "sequence": (
         *("sequence_cross_entropy", "sequence_divergence", "sequence_mse", "sequence_score_mse"),
         "sequence_soft_cross_entropy",
     ),
-    "terms": ("LayerTerm", "Losses", "RunningTerms", "SequenceTerm", "add_losses"),
+    "terms": ("LayerTerm", "Losses", "RunningTerms", "SequenceTerm", "TokenTerm", "add_losses"),
 }
 """Module -> the names that are imported from it."""
 

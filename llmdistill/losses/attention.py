@@ -1,8 +1,8 @@
-"""Losses on the attention of student and teacher, computed from queries and keys: KL divergence, or MSE of scores."""
+"""Losses on the attention of student and teacher, and on relations among their queries, keys and values."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,21 @@ from llmdistill.batch import LossSum
 from llmdistill.losses.fused.block_rows import AttentionKind
 from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
 from llmdistill.losses.fused.triton import available
+from llmdistill.losses.gradient import with_gradient
 
-__all__ = ["AttentionInputs", "Direction", "attention_kl", "attention_score_mse"]
+__all__ = ["AttentionInputs", "Direction", "RelationInputs", "attention_kl", "attention_score_mse", "relation_kl"]
 
 Direction = Literal["student_teacher", "teacher_student"]
 """student_teacher is KL(A^S‖A^T), as in MaKD; teacher_student is KL(A^T‖A^S), as in MiniLM."""
+
+
+class RelationInputs(NamedTuple):
+    """The two sides of one relation; for Q-Q, K-K and V-V both are the same tensor."""
+
+    left: Tensor
+    """Queries (B, H, T, D), or keys or values (B, G, T, D). Each row gives a distribution over the rows of `right`."""
+    right: Tensor
+    """Queries, keys or values. The numbers of heads of both sides may differ if one number divides the other."""
 
 
 def attention_kl(
@@ -45,7 +55,7 @@ def attention_kl(
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
     """
-    return _layer_loss(direction, student, teacher, attention_mask, causal=causal, window=window)
+    return _layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window))
 
 
 def attention_score_mse(
@@ -58,47 +68,93 @@ def attention_score_mse(
 ) -> LossSum:
     """TinyBERT eq. 7: squared error of one layer's attention scores before the softmax, summed over real queries.
 
-    KroneckerBERT uses the same attention loss. The error of a query is the mean over the keys that the query can see,
-    so that neither padding nor a mask changes the scale. Student and teacher need the same number of query heads H;
-    head width D and key heads G may differ.
+    KroneckerBERT uses the same attention loss. The error of a query is the mean over heads and over the keys that the
+    query can see, so that neither padding nor a mask changes the scale. The arguments are those of `attention_kl`.
+    """
+    return _layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window))
+
+
+def relation_kl(
+    student: RelationInputs,
+    teacher: RelationInputs,
+    attention_mask: Tensor,
+    *,
+    relation_heads: int,
+    causal: bool,
+    window: int | None = None,
+) -> LossSum:
+    """MiniLMv2 eq. 6-8: KL(R^T‖R^S) of one layer, mean over relation heads, summed over the rows of real tokens.
+
+    All heads of a side are concatenated and split again into `relation_heads` relation heads. Their width d_r may
+    differ between student and teacher. The relation is R = softmax(left · rightᵀ / √d_r). Depth, width and number of
+    heads of the two models may differ, as long as `relation_heads` divides the width of both.
+
+    Grouped-query attention: if the sides of a mixed relation (Q-K) have different numbers of heads, the heads of the
+    smaller side are repeated first, so that head h meets group h // (H/G), as in the attention itself. With
+    relation_heads = H, Q-K is then the attention distribution (scaled by 1/√D), and this loss is `attention_kl` with
+    direction teacher_student. In K-K, V-V and K-V both sides have the same number of heads and keep the width G·D.
 
     Args:
-        student: queries and keys of the student.
-        teacher: queries and keys of the teacher.
-        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch, the number (from 1) of the token's
-            sequence. A token sees only tokens of its own sequence.
-        causal: if True, a token sees only itself and the tokens before it.
-        window: a token sees only the last `window` positions, including its own; None for no limit.
+        student: both sides of the student's relation.
+        teacher: both sides of the teacher's relation.
+        attention_mask, causal, window: as in `attention_kl`.
+        relation_heads: number of relation heads; must divide the width of each side (after the repetition above) of
+            student and teacher.
 
     Returns:
-        The sum over real queries of the mean over heads and visible keys, and the number of real tokens.
+        The sum over real tokens of the mean over relation heads, and the number of real tokens.
     """
-    return _layer_loss("score_mse", student, teacher, attention_mask, causal=causal, window=window)
+    of_student, of_teacher = _relation(student, relation_heads), _relation(teacher, relation_heads)
+    return attention_kl(
+        of_student, of_teacher, attention_mask, causal=causal, window=window, direction="teacher_student"
+    )
+
+
+def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """(B, G, T, D) as (B, heads, T, D): repeats each head heads/G times in a row, as in grouped-query attention."""
+    groups = tensor.shape[1]
+    assert heads % groups == 0, f"{heads} heads are no multiple of {groups}"
+    return tensor if heads == groups else tensor.repeat_interleave(heads // groups, dim=1)
+
+
+def side_by_side(tensor: Tensor) -> Tensor:
+    """(B, H, T, D) as (B, T, H·D): concatenates the heads."""
+    return tensor.transpose(1, 2).flatten(2)
+
+
+def _relation(sides: RelationInputs, relation_heads: int) -> AttentionInputs:
+    """The relation as attention inputs with relation heads: (B, R, T, d_r) on both sides, scaled by 1/√d_r."""
+    heads, fewest = (choose(side.shape[1] for side in sides) for choose in (max, min))
+    assert heads % fewest == 0, f"{heads} heads are no multiple of {fewest}"
+    if sides.left is sides.right:
+        left_BRTD = right_BRTD = _cut(sides.left, relation_heads)  # One tensor object gets one gradient.
+    elif heads == relation_heads:
+        left_BRTD, right_BRTD = repeat_heads(sides.left, heads), sides.right  # Grouped keys stay grouped.
+    else:
+        left_BRTD, right_BRTD = (_cut(repeat_heads(side, heads), relation_heads) for side in sides)
+    return AttentionInputs(left_BRTD, right_BRTD, left_BRTD.shape[-1] ** -0.5)
+
+
+def _cut(heads_BHTD: Tensor, relation_heads: int) -> Tensor:
+    flat_BTF = side_by_side(heads_BHTD)
+    width = flat_BTF.shape[-1]
+    assert width % relation_heads == 0, f"{relation_heads} relation heads do not divide a width of {width}"
+    return flat_BTF.unflatten(-1, (relation_heads, width // relation_heads)).transpose(1, 2)
 
 
 def _layer_loss(
-    kind: AttentionKind,
-    student: AttentionInputs,
-    teacher: AttentionInputs,
-    attention_mask: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
+    kind: AttentionKind, student: AttentionInputs, teacher: AttentionInputs, visibility: Visibility
 ) -> LossSum:
     heads = student.query.shape[1]
     assert heads == teacher.query.shape[1], "student and teacher must have the same number of heads"
     for inputs in (student, teacher):
         groups = inputs.key.shape[1]
         assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
-    visibility = Visibility(attention_mask, causal, window)
-    if torch.is_grad_enabled() and (student.query.requires_grad or student.key.requires_grad):
-        both = student.key is student.query
-        total = _LayerLoss.apply(
-            student.query, None if both else student.key, student.scaling, teacher, kind, visibility
-        )
-    else:
-        total = _loss(kind, student, teacher, visibility, query_grad=False, key_grad=False).sum
-    return LossSum(total, (attention_mask != 0).sum())
+    query_grad, key_grad = (torch.is_grad_enabled() and x.requires_grad for x in (student.query, student.key))
+    key_grad = key_grad and student.key is not student.query  # one tensor has one gradient
+    loss = _loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+    total = with_gradient(loss.sum, (student.query, loss.query_grad), (student.key, loss.key_grad))
+    return LossSum(total, (visibility.segments_BT != 0).sum())
 
 
 def _loss(
@@ -114,49 +170,11 @@ def _loss(
     types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
     if not available(student.query.device) or torch.float64 in types:
         return block_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
-    from llmdistill.losses.fused.triton_attention import Sides, attention_loss  # importing it requires Triton
+    from llmdistill.losses.fused.triton_attention import attention_loss  # importing it requires Triton
 
-    both = student.key is student.query
-    loss = attention_loss(
-        kind,
-        Sides(*student),
-        Sides(*teacher),
-        visibility.segments_BT,
-        causal=visibility.causal,
-        window=visibility.window,
-        query_grad=query_grad,
-        key_grad=key_grad or (both and query_grad),
-    )
-    if both and query_grad:
-        assert loss.query_grad is not None
-        assert loss.key_grad is not None
-        return BlockLoss(loss.sum, loss.query_grad + loss.key_grad, None)
-    return BlockLoss(*loss)
-
-
-class _LayerLoss(torch.autograd.Function):
-    """Computes the gradient in the forward pass, so that the saved tensors are no larger than the inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor | None,
-        scaling: float,
-        teacher: AttentionInputs,
-        kind: AttentionKind,
-        visibility: Visibility,
-    ) -> Tensor:
-        student = AttentionInputs(query, query if key is None else key, scaling)
-        query_grad, key_grad = ctx.needs_input_grad[:2]
-        loss = _loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
-        ctx.save_for_backward(loss.query_grad, loss.key_grad)
-        return loss.sum
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("the losses on attention have no second derivative (create_graph=True)")
-        (of_sum,) = incoming
-        of_query, of_key = (None if x is None else x * of_sum.to(x.dtype) for x in ctx.saved_tensors)
-        return of_query, of_key, None, None, None, None
+    if student.key is not student.query or not query_grad:
+        return attention_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+    loss = attention_loss(kind, student, teacher, visibility, query_grad=True, key_grad=True)
+    assert loss.query_grad is not None
+    assert loss.key_grad is not None
+    return BlockLoss(loss.sum, loss.query_grad + loss.key_grad, None)

@@ -83,32 +83,30 @@ TOTAL_VARIATION = Divergence(
 
 def jsd_with_derivative(beta: float) -> Divergence:
     """`jsd` with this β. M depends on S too; the other terms cancel, so that ∂/∂log q = (1-β) q (log q - log m)."""
-    return Divergence(partial(jsd, beta=beta), partial(_jsd_derivative, beta=beta), "jsd", beta)
+
+    def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return (1 - beta) * log_q.exp() * (log_q - _log_mix(log_p, log_q, beta))
+
+    return Divergence(partial(jsd, beta=beta), derivative, "jsd", beta)
 
 
 def skew_forward_kl_with_derivative(alpha: float) -> Divergence:
     """`skew_forward_kl` with this α; ∂/∂log q = -p (1-α) q / m."""
-    value, derivative = partial(skew_forward_kl, alpha=alpha), partial(_skew_forward_kl_derivative, alpha=alpha)
-    return Divergence(value, derivative, "skew_forward_kl", alpha)
+
+    def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return -(1 - alpha) * (log_p + log_q - _log_mix(log_p, log_q, alpha)).exp()
+
+    return Divergence(partial(skew_forward_kl, alpha=alpha), derivative, "skew_forward_kl", alpha)
 
 
 def skew_reverse_kl_with_derivative(alpha: float) -> Divergence:
     """`skew_reverse_kl` with this α; ∂/∂log q = q (log q - log m + 1 - α q / m)."""
-    value, derivative = partial(skew_reverse_kl, alpha=alpha), partial(_skew_reverse_kl_derivative, alpha=alpha)
-    return Divergence(value, derivative, "skew_reverse_kl", alpha)
 
+    def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
+        log_ratio = log_q - _log_mix(log_q, log_p, alpha)
+        return log_q.exp() * (log_ratio + 1 - alpha * log_ratio.exp())
 
-def _jsd_derivative(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    return (1 - beta) * log_q.exp() * (log_q - _log_mix(log_p, log_q, beta))
-
-
-def _skew_forward_kl_derivative(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
-    return -(1 - alpha) * (log_p + log_q - _log_mix(log_p, log_q, alpha)).exp()
-
-
-def _skew_reverse_kl_derivative(log_p: Tensor, log_q: Tensor, alpha: float) -> Tensor:
-    log_ratio = log_q - _log_mix(log_q, log_p, alpha)
-    return log_q.exp() * (log_ratio + 1 - alpha * log_ratio.exp())
+    return Divergence(partial(skew_reverse_kl, alpha=alpha), derivative, "skew_reverse_kl", alpha)
 
 
 def output_divergence(

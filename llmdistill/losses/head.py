@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import HeadInputs
-from llmdistill.losses.fused.head_chunk import TokenTerm, chunk_losses
-
-__all__ = ["HeadInputs", "TokenLosses", "TokenTerm", "token_losses"]
+from llmdistill.losses.fused.head_chunk import chunk_losses
+from llmdistill.losses.terms import TokenTerm
 
 _CPU_CHUNK = 256
 """Rows of a chunk on the CPU. Each chunk reads and writes the whole gradient of the weight; with 128 rows this takes

@@ -11,7 +11,7 @@ from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Taps
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmdistill.losses.head import TokenTerm
+    from llmdistill.losses.divergence import Divergence
 
 Tap = tuple[Aspect, int]
 """An aspect and a layer (0-based)."""
@@ -28,6 +28,19 @@ class LayerTerm:
     """The taps that the term needs from the teacher."""
     loss: Callable[[Taps, Taps, Tensor], LossSum]
     """Function of the student's taps, the teacher's taps, and the attention mask (B, T)."""
+
+
+@dataclass(frozen=True)
+class TokenTerm:
+    """A loss term on tokens."""
+
+    name: str
+    divergence: Divergence | None
+    """Divergence from the teacher's distribution; None for the cross-entropy of the labels."""
+    temperature: float = 1.0
+    """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
+    scale: float = 1.0
+    """Factor: t² for distillation divergences (Hinton et al. 2015, §2), 1 for MaKD's soft cross-entropy (eq. 18)."""
 
 
 @dataclass(frozen=True)

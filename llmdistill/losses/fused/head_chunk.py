@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTROPY, Divergence
 from llmdistill.losses.fused.triton import available
+from llmdistill.losses.terms import TokenTerm
 
 _BLOCK_BYTES = 1 << 19
 """Bytes of one buffer for each thread. With this size the four buffers of a block of rows stay in a core's L2 cache."""
 
 _DOUBTFUL = 1e3
 """If the divergence of a row is larger than this bound, or NaN, LOG_FLOOR may affect the row."""
-
-
-@dataclass(frozen=True)
-class TokenTerm:
-    """One token term: a loss on tokens."""
-
-    name: str
-    divergence: Divergence | None
-    """Divergence from the teacher's distribution; None for the cross-entropy of the labels."""
-    temperature: float = 1.0
-    """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
-    scale: float = 1.0
-    """Factor: t² for distillation divergences (Hinton et al. 2015, §2), 1 for MaKD's soft cross-entropy (eq. 18)."""
 
 
 def chunk_losses(
@@ -56,10 +43,11 @@ def chunk_losses(
     Returns:
         (C,), in the dtype of the factors.
     """
-    if available(student_NV.device) and student_NV.element_size() <= 4:
-        kernel_terms = _kernel_terms(terms)
-        if kernel_terms is not None:
-            return _by_kernel(student_NV, teacher_NV, labels_N, kernel_terms, factors, with_gradient=with_gradient)
+    known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
+    if known and available(student_NV.device) and student_NV.element_size() <= 4:
+        from llmdistill.losses.fused import triton_head  # importing it requires Triton
+
+        return triton_head.chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     # The short way reads its values to check that they are valid; on CUDA the host would have to wait for them.
     on_cpu = student_NV.device.type == "cpu"
     short = _ShortWay.of(terms, factors) if on_cpu else None
@@ -76,32 +64,6 @@ def chunk_losses(
             student_NV[here] = student
         sums += values
     return sums
-
-
-def _kernel_terms(terms: Sequence[TokenTerm]) -> list[tuple[str, float, float, float]] | None:
-    """The terms in the form of the GPU kernel; None if the kernel does not support one of the terms."""
-    known: list[tuple[str, float, float, float]] = []
-    for term in terms:
-        kind, share = ("label", 0.5) if term.divergence is None else (term.divergence.kernel, term.divergence.share)
-        if kind is None:
-            return None
-        known.append((kind, term.temperature, term.scale, share))
-    return known
-
-
-def _by_kernel(
-    student_NV: Tensor,
-    teacher_NV: Tensor | None,
-    labels_N: Tensor,
-    terms: Sequence[tuple[str, float, float, float]],
-    factors: Tensor,
-    *,
-    with_gradient: bool,
-) -> Tensor:
-    from llmdistill.losses.fused import triton_head as head  # importing it requires Triton
-
-    named = [head.Term(cast(head.TokenLossKind, kind), *numbers) for kind, *numbers in terms]
-    return head.chunk_losses(student_NV, teacher_NV, labels_N, named, factors, with_gradient=with_gradient)
 
 
 def _block_rows(words: int, factors: Tensor) -> int:

@@ -7,51 +7,24 @@ the chip. The kernels have not yet been timed on a GPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
-from torch import Tensor
 
 from llmdistill.losses.fused.block_rows import AttentionKind
-from llmdistill.losses.fused.triton_attention_passes import key_gradient, query_gradient, row_values
-from llmdistill.losses.fused.triton_blocks import Model
-
-
-class Sides(NamedTuple):
-    """The inputs of one model's attention distribution."""
-
-    query: Tensor
-    """(B, H, T, D), fp32, bf16 or fp16."""
-    key: Tensor
-    """(B, G, T, D); H is a multiple of G."""
-    scaling: float
-    """Factor on query·key before the softmax."""
-
-
-class AttentionLoss(NamedTuple):
-    """A loss and its gradient."""
-
-    sum: Tensor
-    """Scalar, fp32: sum over real queries of the mean over heads (and, for score_mse, over visible keys)."""
-    query_grad: Tensor | None
-    """Gradient of the sum with respect to the student's queries, (B, H, T, D) in their dtype; None if not requested."""
-    key_grad: Tensor | None
-    """Gradient of the sum with respect to the student's keys, (B, G, T, D) in their dtype; None if not requested."""
+from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility
+from llmdistill.losses.fused.triton_attention_kernels import Model, key_gradient, query_gradient, row_values
 
 
 def attention_loss(
     kind: AttentionKind,
-    student: Sides,
-    teacher: Sides,
-    segments_BT: Tensor,
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    visibility: Visibility,
     *,
-    causal: bool,
-    window: int | None,
     query_grad: bool,
     key_grad: bool,
     blocks: tuple[int, int] | None = None,
-) -> AttentionLoss:
+) -> BlockLoss:
     """The loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
 
     For one row, let p be the student's and q the teacher's attention, and s and t their scores. Then ∂KL(p‖q)/∂s =
@@ -62,11 +35,9 @@ def attention_loss(
 
     Args:
         kind: the loss to compute.
-        student: queries and keys of the student.
+        student: queries and keys of the student, fp32, bf16 or fp16.
         teacher: queries and keys of the teacher, with the same number of query heads H; D and G may differ.
-        segments_BT: 0 at padding, elsewhere the number (from 1) of the token's sequence in the row.
-        causal: if True, a token sees only itself and the tokens before it.
-        window: a token sees only the last `window` positions, including its own; None for no limit.
+        visibility: which keys a query can see.
         query_grad: whether to compute the gradient with respect to the student's queries.
         key_grad: whether to compute the gradient with respect to the student's keys.
         blocks: queries and keys of a block, powers of two from 16; the default depends on head width and dtype.
@@ -75,6 +46,7 @@ def attention_loss(
     batch, heads, tokens, width = student.query.shape
     device = student.query.device
     assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
+    segments_BT, causal, window = visibility
     assert window is None or window > 0, f"a window of {window} tokens"
     rows, columns = blocks or _block_sizes(student, teacher)
     segments_BT = segments_BT.to(torch.int32).contiguous()
@@ -102,7 +74,7 @@ def attention_loss(
     of_query = of_key = None
     row_grid, column_grid = (batch * heads, triton.cdiv(tokens, rows)), (batch * groups, triton.cdiv(tokens, columns))
     if batch * tokens == 0:
-        return AttentionLoss(
+        return BlockLoss(
             torch.zeros((), device=device),
             torch.zeros_like(student.query) if query_grad else None,
             torch.zeros_like(student.key) if key_grad else None,
@@ -115,19 +87,19 @@ def attention_loss(
         if key_grad:
             of_key = torch.empty(batch, groups, tokens, width, dtype=student.key.dtype, device=device)
             key_gradient[column_grid](gradient_ptr=of_key, factor=factor, **common)
-    return AttentionLoss(statistics[0].sum() / heads, of_query, of_key)
+    return BlockLoss(statistics[0].sum() / heads, of_query, of_key)
 
 
-def _prepared(sides: Sides) -> Sides:
+def _prepared(sides: AttentionInputs) -> AttentionInputs:
     heads, groups = sides.query.shape[1], sides.key.shape[1]
     assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
     assert sides.query.dtype == sides.key.dtype, f"queries in {sides.query.dtype}, keys in {sides.key.dtype}"
     assert sides.query.element_size() <= 4, f"no kernel takes {sides.query.dtype}"
     query, key = (side if side.stride(-1) == 1 else side.contiguous() for side in (sides.query, sides.key))
-    return Sides(query, key, sides.scaling)
+    return AttentionInputs(query, key, sides.scaling)
 
 
-def _block_sizes(student: Sides, teacher: Sides) -> tuple[int, int]:
+def _block_sizes(student: AttentionInputs, teacher: AttentionInputs) -> tuple[int, int]:
     """Block sizes that fit into the registers of an A100; fp32 products use no tensor cores and need more registers."""
     width = max(_padded(student), _padded(teacher))
     if torch.float32 in (student.query.dtype, teacher.query.dtype):
@@ -135,12 +107,12 @@ def _block_sizes(student: Sides, teacher: Sides) -> tuple[int, int]:
     return (64, 64) if width <= 128 else (32, 32)
 
 
-def _padded(sides: Sides) -> int:
+def _padded(sides: AttentionInputs) -> int:
     """The head width, padded as the matrix products require."""
     return max(16, triton.next_power_of_2(sides.query.shape[-1]))
 
 
-def _model(sides: Sides) -> Model:
+def _model(sides: AttentionInputs) -> Model:
     *query_strides, _ = sides.query.stride()
     *key_strides, _ = sides.key.stride()
     groups, width = sides.key.shape[1], sides.key.shape[-1]

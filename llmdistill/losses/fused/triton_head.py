@@ -6,46 +6,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TokenLossKind = Literal[
-    "label",
-    "soft_cross_entropy",
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
-    "skew_forward_kl",
-    "skew_reverse_kl",
-    "total_variation",
-]
-"""The cross-entropy of the labels, or a divergence by its name in `losses.divergence`."""
+from llmdistill.losses import divergence
+from llmdistill.losses.terms import TokenTerm
 
-LOG_FLOOR = tl.constexpr(-1e5)  # the value in losses.divergence, which this module does not import
+LOG_FLOOR = tl.constexpr(divergence.LOG_FLOOR)
 LARGEST_BLOCK = 4096
-
-
-class Term(NamedTuple):
-    """One token term."""
-
-    kind: TokenLossKind
-    temperature: float = 1.0
-    """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
-    scale: float = 1.0
-    """Factor of the divergence; not used by the cross-entropy of the labels."""
-    share: float = 0.5
-    """β of jsd or α of the skewed divergences, strictly between 0 and 1; not used by the other kinds."""
 
 
 def chunk_losses(
     student_NV: Tensor,
     teacher_NV: Tensor | None,
     labels_N: Tensor,
-    terms: Sequence[Term],
+    terms: Sequence[TokenTerm],
     factors: Tensor,
     *,
     with_gradient: bool,
@@ -60,7 +38,7 @@ def chunk_losses(
         student_NV: the student's logits, fp32, bf16 or fp16, rows contiguous; overwritten if `with_gradient`.
         teacher_NV: the teacher's logits, of the same shape; None if no term uses a divergence.
         labels_N: the token id that each row predicts, int64.
-        terms: the K terms.
+        terms: the K terms; their divergences are those that the kernel knows by name.
         factors: (K,), the derivative of the loss with respect to each sum.
         with_gradient: whether to compute the derivative.
 
@@ -69,13 +47,14 @@ def chunk_losses(
     """
     rows, words = student_NV.shape
     if teacher_NV is None:
-        assert all(term.kind == "label" for term in terms), "a divergence needs the teacher's logits"
+        assert all(term.divergence is None for term in terms), "a divergence needs the teacher's logits"
         teacher_NV = student_NV
     assert teacher_NV.shape == student_NV.shape, f"{tuple(teacher_NV.shape)}, not {tuple(student_NV.shape)}"
     assert student_NV.stride(1) == teacher_NV.stride(1) == 1, "a row's words must be contiguous"
     values_NK = torch.empty(rows, len(terms), dtype=torch.float32, device=student_NV.device)
     if rows == 0:
         return values_NK.sum(0)
+    kinds = tuple("label" if term.divergence is None else term.divergence.kernel for term in terms)
     with torch.cuda.device_of(student_NV):
         _rows_kernel[(rows,)](
             student_NV,
@@ -86,14 +65,14 @@ def chunk_losses(
             student_NV.stride(0),
             teacher_NV.stride(0),
             words,
-            KINDS=tuple(term.kind for term in terms),
+            KINDS=kinds,
             # The cross-entropy of the labels has neither temperature nor scale.
-            TEMPERATURES=tuple(1.0 if term.kind == "label" else float(term.temperature) for term in terms),
-            SCALES=tuple(1.0 if term.kind == "label" else float(term.scale) for term in terms),
-            SHARES=tuple(float(term.share) for term in terms),
+            TEMPERATURES=tuple(1.0 if term.divergence is None else float(term.temperature) for term in terms),
+            SCALES=tuple(1.0 if term.divergence is None else float(term.scale) for term in terms),
+            SHARES=tuple(0.5 if term.divergence is None else float(term.divergence.share) for term in terms),
             SLOTS=triton.next_power_of_2(len(terms)),
             # The derivatives of these kinds sum to -1, so the pass that computes the values can write the gradient.
-            KNOWN_SLOPES=all(term.kind in ("label", "soft_cross_entropy", "forward_kl") for term in terms),
+            KNOWN_SLOPES=all(kind in ("label", "soft_cross_entropy", "forward_kl") for kind in kinds),
             WITH_GRADIENT=with_gradient,
             BLOCK=min(LARGEST_BLOCK, triton.next_power_of_2(words)),
             num_warps=8,

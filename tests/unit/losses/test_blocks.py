@@ -8,10 +8,16 @@ from plain_losses import attention_kl_plain, attention_score_mse_plain, relation
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmdistill.losses.attention import AttentionInputs, attention_kl, attention_score_mse
+from llmdistill.losses.attention import (
+    AttentionInputs,
+    RelationInputs,
+    _relation,
+    attention_kl,
+    attention_score_mse,
+    relation_kl,
+)
 from llmdistill.losses.fused import blocks
 from llmdistill.losses.fused.blocks import BlockShape, Visibility, block_loss, block_shape
-from llmdistill.losses.relation import RelationInputs, _relation, relation_kl
 
 TOKENS = 23
 MASKS = {

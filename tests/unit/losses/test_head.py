@@ -20,7 +20,8 @@ from llmdistill.losses.divergence import (
     skew_reverse_kl_with_derivative,
 )
 from llmdistill.losses.fused import head_chunk
-from llmdistill.losses.head import TokenLosses, TokenTerm, token_losses
+from llmdistill.losses.head import TokenLosses, token_losses
+from llmdistill.losses.terms import TokenTerm
 
 LABEL = TokenTerm("label", None)
 KL = TokenTerm("kl", FORWARD_KL)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmdistill.losses.hidden import hidden_cosine
+from llmdistill.losses.features import hidden_cosine
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,21 +13,9 @@ from llmdistill.losses import attention, fused
 from llmdistill.losses.attention import AttentionInputs, attention_kl
 from llmdistill.losses.divergence import FORWARD_KL, Divergence, jsd_with_derivative
 from llmdistill.losses.fused import head_chunk
-from llmdistill.losses.fused.blocks import Visibility, block_loss
-from llmdistill.losses.head import HeadInputs, TokenTerm, token_losses
-
-
-class Sides(NamedTuple):
-    query: Any
-    key: Any
-    scaling: float
-
-
-class Term(NamedTuple):
-    kind: str
-    temperature: float
-    scale: float
-    share: float
+from llmdistill.losses.fused.blocks import block_loss
+from llmdistill.losses.head import HeadInputs, token_losses
+from llmdistill.losses.terms import TokenTerm
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -50,13 +38,12 @@ def test_attention_goes_to_the_kernel_with_both_shares_of_one_tensor(monkeypatch
     gradients = torch.autograd.grad(expected.sum, leaves)
     calls = []
 
-    def attention_loss(kind, ours, theirs, segments, *, causal, window, query_grad, key_grad):
-        calls.append((kind, causal, window, query_grad, key_grad, ours.scaling, theirs.scaling))
+    def attention_loss(kind, ours, theirs, visibility, *, query_grad, key_grad):
+        calls.append((kind, *visibility[1:], query_grad, key_grad, ours.scaling, theirs.scaling))
         apart = AttentionInputs(ours.query, ours.key.clone(), ours.scaling)
-        visibility = Visibility(segments, causal, window)
-        return block_loss(kind, apart, AttentionInputs(*theirs), visibility, query_grad=query_grad, key_grad=key_grad)
+        return block_loss(kind, apart, theirs, visibility, query_grad=query_grad, key_grad=key_grad)
 
-    stand_in(monkeypatch, "attention", Sides=Sides, attention_loss=attention_loss)
+    stand_in(monkeypatch, "attention", attention_loss=attention_loss)
     monkeypatch.setattr(attention, "available", lambda device: True)
     loss = attention_kl(student, teacher, mask, causal=True, window=3)
     assert calls == [("student_teacher", True, 3, True, True, 0.5, 0.4)]
@@ -90,10 +77,10 @@ def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypat
         seen.append(SimpleNamespace(terms=given, shape=student_NV.shape, with_gradient=with_gradient))
         return expected.sums * len(labels_N) / 5
 
-    stand_in(monkeypatch, "head", Term=Term, TokenLossKind=str, chunk_losses=chunk_losses)
+    stand_in(monkeypatch, "head", chunk_losses=chunk_losses)
     monkeypatch.setattr(head_chunk, "available", lambda device: True)
     torch.testing.assert_close(token_losses(student, teacher, labels, terms, factors), expected)
-    assert seen[0].terms == [Term("label", 1.0, 1.0, 0.5), Term("jsd", 2.0, 4.0, 0.2)]
+    assert list(seen[0].terms) == terms
     assert not seen[0].with_gradient
     unknown = [terms[0], TokenTerm("own", Divergence(FORWARD_KL.value, FORWARD_KL.derivative))]
     calls = len(seen)

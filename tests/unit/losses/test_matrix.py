@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import LossSum
-from llmdistill.losses.hidden import hidden_mse
-from llmdistill.losses.matrix import matrix_mse
+from llmdistill.losses.features import hidden_mse, matrix_mse
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
 SHAPES = {"heads": (2, 3, 5, 4), "flat": (2, 5, 6)}

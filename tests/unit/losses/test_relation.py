@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmdistill.losses.attention import AttentionInputs, attention_kl
-from llmdistill.losses.relation import RelationInputs, relation_kl, repeat_heads, side_by_side
+from llmdistill.losses.attention import (
+    AttentionInputs,
+    RelationInputs,
+    attention_kl,
+    relation_kl,
+    repeat_heads,
+    side_by_side,
+)
 
 MASKS = {
     "right": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]),

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.losses.fused.triton_attention import AttentionKind, AttentionLoss, Sides, attention_loss
+from llmdistill.losses.fused.block_rows import AttentionKind
+from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility
+from llmdistill.losses.fused.triton_attention import attention_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody uses
 
@@ -19,14 +21,21 @@ MASKS = {
 }
 
 
-def make(seed: int, batch: int, heads: int, groups: int, width: int, dtype: torch.dtype = torch.float32) -> Sides:
+def make(
+    seed: int, batch: int, heads: int, groups: int, width: int, dtype: torch.dtype = torch.float32
+) -> AttentionInputs:
     generator = torch.Generator().manual_seed(seed)
     query, key = (torch.randn(batch, each, TOKENS, width, generator=generator).to(dtype) for each in (heads, groups))
-    return Sides(query, key, 2 * width**-0.5)
+    return AttentionInputs(query, key, 2 * width**-0.5)
 
 
 def naive(
-    kind: AttentionKind, student: Sides, teacher: Sides, segments: Tensor, causal: bool, window: int | None
+    kind: AttentionKind,
+    student: AttentionInputs,
+    teacher: AttentionInputs,
+    segments: Tensor,
+    causal: bool,
+    window: int | None,
 ) -> Tensor:
     """Row by row, with the keys that the row sees gathered one by one."""
     total = student.query.new_zeros(())
@@ -45,36 +54,38 @@ def naive(
     return total
 
 
-def in_fp64(sides: Sides) -> Sides:
-    return Sides(sides.query.double().requires_grad_(), sides.key.double().requires_grad_(), sides.scaling)
+def in_fp64(sides: AttentionInputs) -> AttentionInputs:
+    return AttentionInputs(sides.query.double().requires_grad_(), sides.key.double().requires_grad_(), sides.scaling)
 
 
-def spoiled(sides: Sides, segments: Tensor) -> Sides:
+def spoiled(sides: AttentionInputs, segments: Tensor) -> AttentionInputs:
     padding = (segments == 0)[:, None, :, None]
-    return Sides(sides.query.masked_fill(padding, torch.nan), sides.key.masked_fill(padding, torch.inf), sides.scaling)
+    return AttentionInputs(
+        sides.query.masked_fill(padding, torch.nan), sides.key.masked_fill(padding, torch.inf), sides.scaling
+    )
 
 
 def run(
     device: torch.device,
     kind: AttentionKind,
-    student: Sides,
-    teacher: Sides,
+    student: AttentionInputs,
+    teacher: AttentionInputs,
     segments: Tensor,
     *seen: object,
     **options: object,
-) -> AttentionLoss:
-    student, teacher = (Sides(x.query.to(device), x.key.to(device), x.scaling) for x in (student, teacher))
-    causal, window = seen
+) -> BlockLoss:
+    student, teacher = (AttentionInputs(x.query.to(device), x.key.to(device), x.scaling) for x in (student, teacher))
+    visibility = Visibility(segments.to(device), *seen)
     settings = {"query_grad": True, "key_grad": True, "blocks": (16, 16), **options}
-    found = attention_loss(kind, student, teacher, segments.to(device), causal=causal, window=window, **settings)
-    return AttentionLoss(*(None if each is None else each.cpu() for each in found))
+    found = attention_loss(kind, student, teacher, visibility, **settings)
+    return BlockLoss(*(None if each is None else each.cpu() for each in found))
 
 
 def check(
     device: torch.device,
     kind: AttentionKind,
-    student: Sides,
-    teacher: Sides,
+    student: AttentionInputs,
+    teacher: AttentionInputs,
     mask: list[list[int]],
     *seen: object,
     tolerance: float = 1e-5,
@@ -124,7 +135,7 @@ def test_heads_cut_anew_are_views(device: torch.device) -> None:
     """Relation heads: features of (B, T, R·d) seen as (B, R, T, d), and the same tensor on both sides."""
     student, teacher = (torch.randn(1, TOKENS, 24, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     views = [flat.unflatten(-1, (2, 12)).transpose(1, 2) for flat in (student, teacher)]
-    sides = [Sides(view, view, 12**-0.5) for view in views]
+    sides = [AttentionInputs(view, view, 12**-0.5) for view in views]
     check(device, "teacher_student", *sides, MASKS["right"], False, None)
 
 

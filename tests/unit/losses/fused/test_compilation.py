@@ -11,8 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from llmdistill.losses.fused.triton_attention import Sides, attention_loss
-from llmdistill.losses.fused.triton_head import Term, TokenLossKind, chunk_losses
+from llmdistill.losses.divergence import FORWARD_KL, TOTAL_VARIATION, jsd_with_derivative
+from llmdistill.losses.fused.blocks import AttentionInputs, Visibility
+from llmdistill.losses.fused.triton_attention import attention_loss
+from llmdistill.losses.fused.triton_head import chunk_losses
+from llmdistill.losses.terms import TokenTerm
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -50,18 +53,18 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     return kernels
 
 
-@pytest.mark.parametrize("kinds", [("label", "forward_kl"), ("jsd", "total_variation")])
-def test_head(compiled: list[Any], kinds: tuple[TokenLossKind, ...]) -> None:
+@pytest.mark.parametrize("divergences", [(None, FORWARD_KL), (jsd_with_derivative(0.5), TOTAL_VARIATION)])
+def test_head(compiled: list[Any], divergences: tuple[Any, ...]) -> None:
     logits, labels = torch.zeros(2, 100, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
-    terms = [Term(kind, temperature=2.0) for kind in kinds]
+    terms = [TokenTerm("term", divergence, temperature=2.0) for divergence in divergences]
     chunk_losses(logits, logits.clone(), labels, terms, torch.ones(2), with_gradient=True)
     assert [kernel.name for kernel in compiled] == ["_rows_kernel"]
 
 
 def test_attention(compiled: list[Any]) -> None:
     query, key = torch.zeros(1, 4, 40, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
-    student, teacher = Sides(query, key, 0.125), Sides(query[..., :32], key[..., :32], 0.25)
-    options: dict[str, Any] = {"causal": True, "window": 8, "query_grad": True, "key_grad": True}
-    attention_loss("student_teacher", student, teacher, torch.ones(1, 40), **options)
+    student, teacher = AttentionInputs(query, key, 0.125), AttentionInputs(query[..., :32], key[..., :32], 0.25)
+    visibility = Visibility(torch.ones(1, 40), True, 8)
+    attention_loss("student_teacher", student, teacher, visibility, query_grad=True, key_grad=True)
     assert [kernel.name for kernel in compiled] == ["row_values", "query_gradient", "key_gradient"]
     assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB

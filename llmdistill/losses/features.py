@@ -1,13 +1,13 @@
-"""Mean squared error between the outputs of the student's and the teacher's inner matrices."""
+"""Distances between features of student and teacher: hidden states, and the outputs of inner matrices."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmdistill.batch import LossSum
+from llmdistill.losses.gradient import with_gradient
 
 MIN_VARIANCE = 1e-6
 """Lower bound of the teacher's variance when an error is divided by it, so that a constant row gives a finite error."""
@@ -32,27 +32,37 @@ def matrix_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, norm
     """
     assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
     real_BT = attention_mask != 0
-    if torch.is_grad_enabled() and student.requires_grad:
-        total = _SquaredError.apply(student, teacher, real_BT, normalize)
-    else:
-        total = _squared_error(student, teacher, real_BT, normalize)[0]
-    return LossSum(total, real_BT.sum())
-
-
-class _SquaredError(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, real_BT: Tensor, normalize: bool) -> Tensor:
+    needs_gradient = torch.is_grad_enabled() and student.requires_grad
+    with torch.no_grad():
         total, error, weight = _squared_error(student, teacher, real_BT, normalize)
-        ctx.save_for_backward(error.mul_(2 * weight).to(student.dtype))
-        return total
+        gradient = error.mul_(2 * weight).to(student.dtype) if needs_gradient else None
+    return LossSum(with_gradient(total, (student, gradient)), real_BT.sum())
 
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("the squared error of inner matrices has no second derivative (create_graph=True)")
-        (gradient,) = ctx.saved_tensors
-        (of_sum,) = incoming
-        return gradient * of_sum.to(gradient.dtype), None, None, None
+
+def hidden_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, normalize: bool = False) -> LossSum:
+    """MaKD eq. 13: squared error of the layers' outputs (B, T, W), as in `matrix_mse`."""
+    assert student.dim() == 3, f"hidden states are (B, T, W), these are {tuple(student.shape)}"
+    return matrix_mse(student, teacher, attention_mask, normalize=normalize)
+
+
+def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> LossSum:
+    """DistilBERT's cosine loss: 1 - cos(student, teacher) of the hidden states (B, T, W), summed over real tokens.
+
+    Args:
+        student: (B, T, W).
+        teacher: (B, T, W).
+        attention_mask: (B, T), 1 at real tokens.
+
+    Returns:
+        The sum over real tokens, each between 0 and 2, and the number of real tokens.
+    """
+    assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
+    real_BT = attention_mask.bool()
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    # Padding is replaced by ones: the cosine of a zero vector is undefined and its gradient is NaN.
+    student_BTW, teacher_BTW = (torch.where(real_BT[..., None], each, 1.0).to(dtype) for each in (student, teacher))
+    distance_BT = 1 - functional.cosine_similarity(student_BTW, teacher_BTW, dim=-1)
+    return LossSum(torch.where(real_BT, distance_BT, 0.0).sum(), real_BT.sum())
 
 
 def _squared_error(
