@@ -1,7 +1,7 @@
 """The Python API: compress, distill and evaluate models and data, given in memory or by name.
 
 A model is a transformers `PreTrainedModel`, a folder, a name on the Hub, or `embedded:teacher`. Data are rows (a list
-of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.in_memory.Data`.
+of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.sources.Data`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import changed
-from llmdistill.data.in_memory import Data, DataKind, examples_of, kind_of
+from llmdistill.data.instruct import Limits
+from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.distillation import distil as distil_plans
@@ -29,7 +30,7 @@ from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_o
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
-from llmdistill.tasks.answers import check_sets, score_sets
+from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.text import score_texts
 
 __all__ = ["Distilled", "compress", "distill", "evaluate"]
@@ -219,9 +220,9 @@ def evaluate(
     texts = {name: each for name, each in sets.items() if (kind or kind_of(each)) == "text"}
     examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
     limited = changed(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
-    answering: dict[str, Any] = {key: getattr(limited, key) for key in _LIMITS}
     if examples:
-        check_sets(examples, own, generation, **answering)
+        answering = Limits(**{key: getattr(limited, key) for key in _LIMITS})
+        encode_sets(examples, own, generation, answering)
     loaded = _loaded(model)
     was_training = loaded.training
     loaded.eval()
@@ -232,8 +233,7 @@ def evaluate(
         }
         if examples:
             folder = None if output is None else Path(output)
-            answered = score_sets(loaded, own, examples, generation, predictions_dir=folder, **answering)
-            scores |= {name: score.to_dict() for name, score in answered.items()}
+            scores |= score_sets(loaded, own, examples, generation, answering, predictions_dir=folder)
     finally:
         loaded.train(was_training)
     return {name: scores[name] for name in sets} if isinstance(data, Mapping) else dict(scores["data"])

@@ -77,8 +77,8 @@ class Batch:
     if it follows, 1 if it does not, as in BERT), or K positions such as the start and end of a span; IGNORE_INDEX where
     unknown. fp32: a score, or K labels; NaN where unknown."""
     sample_ids: tuple[tuple[int, ...], ...] = ()
-    """For each row the ids of its samples: one id, or several if the row is packed; see `data.sample_ids`. Empty if the
-    student generated the text."""
+    """For each row the ids of its samples: one id, or several if the row is packed; see `data.collate.sample_id`.
+    Empty if the student generated the text."""
 
     def counts(self) -> dict[Positions, Tensor]:
         """The number of positions of each kind in the batch, as scalars."""

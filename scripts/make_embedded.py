@@ -21,8 +21,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded, Example, encode, encode_example_prompts, render_prompt
+from llmdistill.data.collate import Encoded, collate
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import Limits, encode, encode_prompts, render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
 from llmdistill.generation.decode import Decoding, generate
@@ -144,7 +145,9 @@ def score(folder: Path) -> dict[str, float]:
     scores = {}
     for split in corpus.TESTS:
         examples = read_examples(FOLDER / "data" / f"{split}.jsonl")
-        prompts = encode_example_prompts(examples, tokenizer, max_prompt_length=MAX_PROMPT_LENGTH, long_prompts="error")
+        prompts = encode_prompts(
+            examples, tokenizer, Limits(max_prompt_length=MAX_PROMPT_LENGTH, max_length=MAX_LENGTH)
+        )
         result = generate(
             model,
             tokenizer,
@@ -174,7 +177,7 @@ def main() -> None:
     make_tokenizer(args.teacher)
     tokenizer = AutoTokenizer.from_pretrained(args.teacher)
     model = new_teacher(end=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
-    data = encode(teacher_examples(), tokenizer, max_prompt_length=MAX_PROMPT_LENGTH, max_length=MAX_LENGTH)
+    data = encode(teacher_examples(), tokenizer, Limits(max_prompt_length=MAX_PROMPT_LENGTH, max_length=MAX_LENGTH))
     print(f"{data.report()} {sum(parameter.numel() for parameter in model.parameters()):,} parameters.", flush=True)
     train(
         model, data.items, tokenizer.pad_token_id, steps=args.steps, batch_size=args.batch_size, peak=args.learning_rate

@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from llmdistill.data.sampler import TrainLoader
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN_JOB = "llmdistill/train.py"
@@ -144,3 +147,20 @@ def largest_difference(one: Path, other: Path) -> float:
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def train_loader(
+    items: Sequence[Any],
+    *,
+    collate: Callable[..., Any] | None = None,
+    pad_token_id: int = 0,
+    bucket_steps: int = 1,
+    spread: bool = False,
+    **share: int,
+) -> TrainLoader:
+    """A loader of examples in memory, by default of prompts with responses."""
+    from llmdistill.data import collate as module
+    from llmdistill.data.sampler import Share, TrainLoader
+
+    make = partial(collate or module.collate, pad_token_id=pad_token_id)
+    return TrainLoader(items, Share(**share), make, bucket_steps=bucket_steps, spread=spread)

@@ -98,32 +98,32 @@ def run(parsed: Any) -> dict[str, Any]:
     # Imported here so that --help does not wait for torch and transformers.
     import torch
 
-    from llmdistill.runtime.distributed import init_distributed, shut_down
+    from llmdistill.data.instruct import Limits
+    from llmdistill.runtime.distributed import World, init_distributed, shut_down
     from llmdistill.tasks.answers import evaluate_model
 
     settings = build(parsed, GenerationConfig, prefix="--")
     data = chosen_sets(parsed)
-    rank, world_size = 0, 1
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    limits = Limits(
+        max_prompt_length=parsed.max_prompt_length,
+        max_length=parsed.max_length,
+        long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
+    )
+    world = World(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         world = init_distributed()
-        rank, world_size, device = world.rank, world.size, world.device
-    auto = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    auto = "bf16" if world.device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     try:
         return evaluate_model(
             parsed.model,
             data,
             settings,
-            max_prompt_length=parsed.max_prompt_length,
-            max_length=parsed.max_length,
-            long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
+            limits,
             dtype=dtypes[auto if parsed.dtype == "auto" else parsed.dtype],
-            device=device,
+            world=world,
             output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
-            rank=rank,
-            world_size=world_size,
-            log=lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
+            log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,
         )
     finally:
         shut_down()

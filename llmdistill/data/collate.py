@@ -1,34 +1,81 @@
-"""Collates encoded examples into one right-padded batch, with one example per row or several packed into one row."""
+"""Encoded examples, and the right-padded batches that they are collated into: one example per row, or several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.instruct import Encoded
 
 
-def collate(items: Sequence[Encoded], pad_token_id: int, *, pad_to_multiple_of: int | None = None) -> Batch:
-    """Collate each prompt with its response, (B, T), padded on the right to the longest row (or to the next multiple).
+def sample_id(*parts: Sequence[int] | np.ndarray) -> int:
+    """The id of a sample: a hash of its tokens, from 0 to 2^63 - 1, the same in every run, batch and rank.
+
+    The parts are token ids in order, such as those of the prompt and those of the response; the hash also depends on
+    where one part ends and the next begins.
+    """
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        tokens = np.asarray(part, dtype=np.int64)
+        digest.update(len(tokens).to_bytes(8, "little"))
+        digest.update(tokens.tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of one prompt with its response."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """Ends with the end token unless the response was cut."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of prompt and response."""
+        return self.prompt_ids + self.response_ids
+
+    @cached_property
+    def sample_id(self) -> int:
+        """The id of the sample; see the function `sample_id`."""
+        return sample_id(self.prompt_ids, self.response_ids)
+
+    def __len__(self) -> int:
+        """The number of tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def padded(rows: Sequence[Sequence[int] | np.ndarray | Tensor], padding: int) -> Tensor:
+    """The rows as one tensor of int64, padded on the right to the longest row."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=padding)
+
+
+def padding_mask(rows: Sequence[Sequence[int] | np.ndarray]) -> Tensor:
+    """The attention mask of padded rows: 1 at their tokens, 0 at padding."""
+    return padded([torch.ones(len(row)) for row in rows], 0)
+
+
+def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
+    """Collate each prompt with its response, (B, T), padded on the right to the longest row.
 
     Only the tokens of the response are labels, its end token included. The mask follows from the lengths, so an end
     token that is also the padding token is attended to and learnt.
     """
-    lengths = [len(item) for item in items]
-    width = max(lengths)
-    if pad_to_multiple_of is not None:
-        width = -(-width // pad_to_multiple_of) * pad_to_multiple_of
-    input_ids = torch.full((len(items), width), pad_token_id, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    labels = torch.full_like(input_ids, IGNORE_INDEX)
-    for row, (item, length) in enumerate(zip(items, lengths, strict=True)):
-        start = len(item.prompt_ids)
-        input_ids[row, :length] = torch.tensor(item.prompt_ids + item.response_ids)
-        attention_mask[row, :length] = 1
-        labels[row, start:length] = input_ids[row, start:length]
-    return Batch(input_ids, attention_mask, labels, sample_ids=tuple((item.sample_id,) for item in items))
+    rows = [item.ids for item in items]
+    return Batch(
+        padded(rows, pad_token_id),
+        padding_mask(rows),
+        padded([_labels(item) for item in items], IGNORE_INDEX),
+        sample_ids=tuple((item.sample_id,) for item in items),
+    )
 
 
 def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: int) -> Batch:
@@ -38,26 +85,26 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
     in the padding at the end of a row, whose mask is 0. The first token of an example is never a label, because the
     token before it belongs to another example.
     """
-    rows = pack([len(item) for item in items], max_length)
-    width = max(sum(len(items[index]) for index in row) for row in rows)
-    input_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    labels = torch.full_like(input_ids, IGNORE_INDEX)
-    position_ids = torch.zeros_like(input_ids)
-    for place, row in enumerate(rows):
-        start = 0
-        for number, index in enumerate(row, start=1):
-            item = items[index]
-            end = start + len(item)
-            learnt = start + max(1, len(item.prompt_ids))
-            input_ids[place, start:end] = torch.tensor(item.prompt_ids + item.response_ids)
-            attention_mask[place, start:end] = number
-            labels[place, learnt:end] = input_ids[place, learnt:end]
-            position_ids[place, start:end] = torch.arange(len(item))
-            start = end
-        position_ids[place, start:] = torch.arange(width - start)
-    sample_ids = tuple(tuple(items[index].sample_id for index in row) for row in rows)
-    return Batch(input_ids, attention_mask, labels, position_ids=position_ids, sample_ids=sample_ids)
+    arranged = pack([len(item) for item in items], max_length)
+    rows = [[items[index] for index in row] for row in arranged]
+    width = max(sum(map(len, row)) for row in rows)
+    numbers = [[number for number, item in enumerate(row, start=1) for _ in item.ids] for row in rows]
+    # The padding is numbered like one more example.
+    lengths = [[*map(len, row), width - sum(map(len, row))] for row in rows]
+    positions = [[position for length in each for position in range(length)] for each in lengths]
+    return Batch(
+        padded([[token for item in row for token in item.ids] for row in rows], pad_token_id),
+        padded(numbers, 0),
+        padded([[label for item in row for label in _labels(item, learnt=1)] for row in rows], IGNORE_INDEX),
+        position_ids=padded(positions, 0),
+        sample_ids=tuple(tuple(item.sample_id for item in row) for row in rows),
+    )
+
+
+def _labels(item: Encoded, *, learnt: int = 0) -> list[int]:
+    """The label of each token: the tokens of the response, but none before the position `learnt`."""
+    first = max(learnt, len(item.prompt_ids))
+    return [IGNORE_INDEX] * first + item.ids[first:]
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example
-from llmdistill.data.sample_ids import sample_id
 from llmdistill.errors import UserError
 
 LongPrompts = Literal["error", "drop", "truncate"]
@@ -28,22 +27,27 @@ PROMPT_WITH_INPUT = (
 )
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """The tokens of one example."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The largest numbers of tokens, and what happens to longer prompts."""
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    """Ends with the end token unless the response was cut."""
+    max_prompt_length: int = 256
+    max_length: int = 512
+    """Of prompt and response together; a longer response is cut and counted."""
+    long_prompts: LongPrompts = "error"
 
-    @cached_property
-    def sample_id(self) -> int:
-        """The id of the sample; see `data.sample_ids`."""
-        return sample_id(self.prompt_ids, self.response_ids)
+    def __post_init__(self) -> None:
+        """Raises UserError if the longest prompt leaves no room for at least one token of the response."""
+        check_lengths(self.max_prompt_length, self.max_length)
 
-    def __len__(self) -> int:
-        """The number of tokens of prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
+
+def check_lengths(max_prompt_length: int, max_length: int) -> None:
+    """Raises UserError if the longest prompt leaves no room for at least one token of the response."""
+    if not 0 < max_prompt_length < max_length:
+        raise UserError(
+            f"data.max_prompt_length={max_prompt_length} must be at least 1 and below data.max_length={max_length}; "
+            "lower the first or raise the second"
+        )
 
 
 @dataclass(frozen=True)
@@ -112,56 +116,38 @@ def _render_chat(example: Example, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def encode_prompts(
-    prompts: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
-    long_prompts: LongPrompts,
-    sources: list[str] | None = None,
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits, *, may_be_empty: bool = False
 ) -> EncodedPrompts:
-    """Tokenise each prompt, with at most max_prompt_length tokens. Truncation keeps the end (``### Response:``).
+    """Tokenise the prompt of each example, rendered by `render_prompt`, within the limits.
 
-    Raises UserError if a prompt is longer and long_prompts is "error", or if no prompt is left.
-    """
-    names = sources or [""] * len(prompts)
-    encoded = _limit(_plain_ids(prompts, tokenizer), names, tokenizer, max_prompt_length, long_prompts)
-    _check_any_left(encoded, max_prompt_length)
-    return encoded
-
-
-def encode_example_prompts(
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
-    long_prompts: LongPrompts,
-) -> EncodedPrompts:
-    """Apply `render_prompt` and `encode_prompts` to each example; a prompt from messages gets no second start token.
+    Truncation keeps the end (``### Response:``). A prompt from messages gets no second start token.
 
     Raises:
-        UserError: as in these two functions.
+        UserError: as in `render_prompt`; a prompt is too long and limits.long_prompts is "error"; or no prompt is left,
+            unless may_be_empty.
     """
-    names = [example.source for example in examples]
-    encoded = _limit(_example_ids(examples, tokenizer), names, tokenizer, max_prompt_length, long_prompts)
-    _check_any_left(encoded, max_prompt_length)
-    return encoded
+    all_ids, limit = _prompt_ids(examples, tokenizer), limits.max_prompt_length
+    long = [index for index, ids in enumerate(all_ids) if len(ids) > limit]
+    if long and limits.long_prompts == "error":
+        first = examples[long[0]].source or f"prompt {long[0] + 1}"
+        raise _too_long(first, len(all_ids[long[0]]), len(long), len(all_ids), limit)
+    dropped = set(long) if limits.long_prompts == "drop" else set()
+    if dropped and len(dropped) == len(all_ids) and not may_be_empty:
+        raise none_left(len(dropped), limits)
+    kept = [index for index in range(len(all_ids)) if index not in dropped]
+    ids = [_last_tokens(all_ids[index], limit, tokenizer) for index in kept]
+    return EncodedPrompts(ids, kept, dropped=len(dropped), truncated=len(long) - len(dropped))
 
 
-def _example_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of each example's prompt, without a limit on their number."""
     texts = [render_prompt(example, tokenizer) for example in examples]
     plain = [text for text, example in zip(texts, examples, strict=True) if not example.messages]
     chats = [text for text, example in zip(texts, examples, strict=True) if example.messages]
-    plain_ids = iter(_plain_ids(plain, tokenizer))
+    plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
     # A chat template writes the start token itself, and an end token in it belongs to the template.
     chat_ids = iter(tokenizer(chats, add_special_tokens=False, verbose=False)["input_ids"] if chats else [])
-    return [next(chat_ids) if example.messages else next(plain_ids) for example in examples]
-
-
-def _plain_ids(prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if not prompts:
-        return []
-    return [_as_prompt(ids, tokenizer) for ids in tokenizer(prompts, verbose=False)["input_ids"]]
+    return [next(chat_ids) if each.messages else _as_prompt(next(plain_ids), tokenizer) for each in examples]
 
 
 def _as_prompt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -173,42 +159,19 @@ def _as_prompt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:-1] if ends else ids
 
 
-def _limit(
-    all_ids: list[list[int]],
-    names: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_length: int,
-    long_prompts: LongPrompts,
-) -> EncodedPrompts:
-    """Apply long_prompts to the prompts that are too long; it is possible that no prompt is left."""
-    long = [index for index, ids in enumerate(all_ids) if len(ids) > max_prompt_length]
-    if long and long_prompts == "error":
-        raise _too_long(names[long[0]] or f"prompt {long[0] + 1}", all_ids, long, max_prompt_length)
-    is_drop = long_prompts == "drop"
-    left_out = set(long) if is_drop else set()
-    kept = [index for index in range(len(all_ids)) if index not in left_out]
-    ids = [_last_tokens(all_ids[index], max_prompt_length, tokenizer) for index in kept]
-    return EncodedPrompts(ids, kept, len(left_out), 0 if is_drop else len(long))
-
-
-def _too_long(first: str, all_ids: list[list[int]], long: list[int], max_prompt_length: int) -> UserError:
-    length, limit = len(all_ids[long[0]]), f"data.max_prompt_length={max_prompt_length}"
-    many = f"{len(long)} of {len(all_ids)} prompts are longer than {limit} tokens, first {first} with {length}"
+def _too_long(first: str, length: int, count: int, total: int, limit: int) -> UserError:
+    setting = f"data.max_prompt_length={limit}"
+    many = f"{count} of {total} prompts are longer than {setting} tokens, first {first} with {length}"
     # A stream passes a single prompt at a time.
-    one = f"{first}: the prompt has {length} tokens and is longer than {limit}"
+    one = f"{first}: the prompt has {length} tokens and is longer than {setting}"
     remedy = "set data.long_prompts=drop or =truncate, or a larger data.max_prompt_length"
-    return UserError(f"{one if len(all_ids) == 1 else many}; {remedy}")
+    return UserError(f"{one if total == 1 else many}; {remedy}")
 
 
-def _check_any_left(prompts: EncodedPrompts, max_prompt_length: int) -> None:
-    if prompts.dropped and not prompts.kept:
-        raise none_left(prompts.dropped, max_prompt_length)
-
-
-def none_left(dropped: int, max_prompt_length: int) -> UserError:
+def none_left(dropped: int, limits: Limits) -> UserError:
     """The error for a set of which all prompts are dropped."""
     return UserError(
-        f"all {dropped} prompts are longer than data.max_prompt_length={max_prompt_length} tokens and "
+        f"all {dropped} prompts are longer than data.max_prompt_length={limits.max_prompt_length} tokens and "
         "data.long_prompts=drop leaves none; set a larger data.max_prompt_length or data.long_prompts=truncate"
     )
 
@@ -222,69 +185,24 @@ def _last_tokens(ids: list[int], length: int, tokenizer: PreTrainedTokenizerBase
 
 
 def encode(
-    examples: list[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
-    max_length: int,
-    long_prompts: LongPrompts = "error",
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits, *, may_be_empty: bool = False
 ) -> InstructData:
     """Tokenise the prompt and the first reference of each example; the end token is always appended (and learnt).
 
-    Prompt and response are tokenised separately, as MiniLLM does in effect, so no token contains parts of both. Prompt
-    and response together have at most max_length tokens; a longer response is cut and counted. Raises UserError as
-    encode_example_prompts does, or if the limits or the tokenizer do not fit.
-    """
-    check_encodable(tokenizer, max_prompt_length, max_length)
-    data = encode_each(
-        examples,
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        max_length=max_length,
-        long_prompts=long_prompts,
-    )
-    if data.dropped and not data.items:
-        raise none_left(data.dropped, max_prompt_length)
-    return data
-
-
-def encode_each(
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
-    max_length: int,
-    long_prompts: LongPrompts,
-) -> InstructData:
-    """Apply `encode` to a part of a set, of which all examples may be dropped; the caller runs `check_encodable`.
+    Prompt and response are tokenised separately, as MiniLLM does in effect, so no token contains parts of both.
 
     Raises:
-        UserError: a prompt is too long and long_prompts is "error".
+        UserError: as in `encode_prompts`, or the tokenizer has no end token.
     """
-    names = [example.source for example in examples]
-    prompts = _limit(_example_ids(examples, tokenizer), names, tokenizer, max_prompt_length, long_prompts)
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+    prompts = encode_prompts(examples, tokenizer, limits, may_be_empty=may_be_empty)
     answers = [examples[index].outputs[0] for index in prompts.kept]
     responses = tokenizer(answers, add_special_tokens=False, verbose=False)["input_ids"] if answers else []
     items, truncated_responses = [], 0
     for prompt_ids, response_ids in zip(prompts.ids, responses, strict=True):
         response_ids = [*response_ids, tokenizer.eos_token_id]
-        room = max_length - len(prompt_ids)
+        room = limits.max_length - len(prompt_ids)
         truncated_responses += len(response_ids) > room
         items.append(Encoded(prompt_ids, response_ids[:room]))
     return InstructData(items, prompts.dropped, prompts.truncated, truncated_responses)
-
-
-def check_encodable(tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, max_length: int) -> None:
-    """Raises UserError if the tokenizer has no end token or the limits contradict each other."""
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
-    check_lengths(max_prompt_length, max_length)
-
-
-def check_lengths(max_prompt_length: int, max_length: int) -> None:
-    """Raises UserError if the longest prompt leaves no room for at least one token of the response."""
-    if not 0 < max_prompt_length < max_length:
-        raise UserError(
-            f"data.max_prompt_length={max_prompt_length} must be at least 1 and below data.max_length={max_length}; "
-            "lower the first or raise the second"
-        )

@@ -37,9 +37,6 @@ class TextSequence:
 class Layout(Protocol):
     """A way to cut sequences out of a corpus."""
 
-    filled: float
-    """The mean length of the sequences, as a share of the maximum length."""
-
     def __len__(self) -> int: ...
 
     def read(self, index: int, rng: np.random.Generator) -> TextSequence: ...
@@ -122,8 +119,6 @@ class _Packed:
         self._size = whole + (rest >= _SHORTEST)
         if self._size == 0:
             raise UserError(f"the text has only {self._total} tokens; give at least {_SHORTEST}")
-        learnt = min(self._total, self._size * self._room)
-        self.filled = (learnt / self._size + len(start) + len(end)) / max_length
 
     def __len__(self) -> int:
         return self._size
@@ -170,8 +165,7 @@ class _Pairs:
         self._corpus = corpus
         self._start, self._end, self._between = start, end, between
         self._sentence_ends = sentence_ends
-        around = len(start) + len(between) + len(end)
-        self._room = max_length - around
+        self._room = max_length - len(start) - len(between) - len(end)
         self._begins = _document_offsets(corpus)
         lengths = np.diff(self._begins)
         # A single token makes no pair.
@@ -182,7 +176,6 @@ class _Pairs:
                 "data.text.next_sentence takes the second segment from another document half of the time, and the text "
                 "has only one; end documents with an empty line (in rows each row is one), or set it to false"
             )
-        self.filled = (int(lengths[counts > 0].sum()) / len(self) + around) / max_length
 
     def __len__(self) -> int:
         return int(self._spans[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.sample_ids import sample_id
+from llmdistill.data.collate import padded, padding_mask, sample_id
 from llmdistill.errors import UserError
 
 
@@ -38,7 +38,7 @@ class EncodedPair:
 
     @cached_property
     def sample_id(self) -> int:
-        """The id of the sample; see `data.sample_ids`."""
+        """The id of the sample; see `data.collate.sample_id`."""
         return sample_id(self.input_ids, self.token_type_ids or [])
 
     def __len__(self) -> int:
@@ -79,20 +79,14 @@ def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:
 
     Targets are fp32 if any target is a score (NaN if unknown), else int64 (IGNORE_INDEX if unknown).
     """
-    width = max(len(item) for item in items)
-    input_ids = torch.full((len(items), width), pad_token_id, dtype=torch.long)
-    attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
-    for row, item in enumerate(items):
-        length = len(item)
-        input_ids[row, :length] = torch.tensor(item.input_ids)
-        attention_mask[row, :length] = 1
-        if item.token_type_ids is not None:
-            token_type_ids[row, :length] = torch.tensor(item.token_type_ids)
+    rows = [item.input_ids for item in items]
+    input_ids = padded(rows, pad_token_id)
+    has_types = items[0].token_type_ids is not None
     return Batch(
         input_ids,
-        attention_mask,
+        padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
-        token_type_ids=None if items[0].token_type_ids is None else token_type_ids,
+        token_type_ids=padded([item.token_type_ids or [] for item in items], 0) if has_types else None,
         targets=_targets([item.target for item in items]),
         sample_ids=tuple((item.sample_id,) for item in items),
     )
@@ -102,32 +96,3 @@ def _targets(targets: Sequence[int | float | None]) -> Tensor:
     if any(isinstance(target, float) for target in targets):
         return torch.tensor([float("nan") if target is None else target for target in targets], dtype=torch.float32)
     return torch.tensor([IGNORE_INDEX if target is None else target for target in targets], dtype=torch.long)
-
-
-def steps_per_epoch(num_items: int, global_batch_size: int) -> int:
-    """Number of steps that learn each example once; the last batch is filled with examples of the next epoch."""
-    return -(-num_items // global_batch_size)
-
-
-def pair_batches(
-    items: Sequence[EncodedPair], *, pad_token_id: int, batch_size: int, rank: int = 0, world_size: int = 1
-) -> list[tuple[list[int], Batch]]:
-    """One rank's batches for scoring, the shortest examples first, each with the indices of its items; all ranks get
-    the same number of batches.
-
-    A rank with one batch less repeats the first batch, without indices and targets (a sharded model needs all ranks in
-    every forward pass).
-    """
-    order = sorted(range(len(items)), key=lambda index: len(items[index]))
-    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    share = [(part, collate_pairs([items[index] for index in part], pad_token_id)) for part in parts[rank::world_size]]
-    if len(share) < -(-len(parts) // world_size):
-        first = collate_pairs([items[index] for index in parts[0]], pad_token_id)
-        share.append(([], replace(first, targets=_unknown_like(first.targets))))
-    return share
-
-
-def _unknown_like(targets: Tensor | None) -> Tensor | None:
-    if targets is None:
-        return None
-    return torch.full_like(targets, float("nan") if targets.is_floating_point() else IGNORE_INDEX)

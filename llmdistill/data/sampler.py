@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 
-from llmdistill.batch import Batch
+from llmdistill.batch import IGNORE_INDEX, Batch
 
 Item = TypeVar("Item", bound=Sized)
 """An example; its length is its number of tokens."""
@@ -73,67 +76,114 @@ def rank_micro_batches(
     return [list(batch[start : start + micro_batch_size]) for start in starts]
 
 
-class TrainLoader(Generic[Item]):
-    """The batches of one rank, by step. The loader has no state, so a resumed run needs only the step."""
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """This rank's share of the batches."""
+
+    seed: int
+    """The seed of the order."""
+    global_batch_size: int
+    """The number of examples of a step, over all ranks."""
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+
+class StepLoader(ABC, Generic[Element]):
+    """The batches of one rank, by step. The order depends only on the seed and the step, not on ranks or micro batches.
+
+    So a resumed run needs only the step.
+    """
+
+    def __init__(self, share: Share, collate: Callable[[list[Element]], Batch], *, spread: bool = False) -> None:
+        """Store the share, the function that makes a batch, and whether each micro batch gets examples of all lengths;
+        see `rank_micro_batches`."""
+        self.share = share
+        self.collate = collate
+        self.spread = spread
+
+    @abstractmethod
+    def global_batch(self, step: int) -> list[Element]:
+        """The examples of a step (from 0), over all ranks, in order."""
+
+    def micro_batch_items(self, step: int) -> list[list[Element]]:
+        """The examples of each of this rank's micro batches of a step, in order."""
+        share = self.share
+        return rank_micro_batches(
+            self.global_batch(step),
+            rank=share.rank,
+            world_size=share.world_size,
+            micro_batch_size=share.micro_batch_size,
+            spread=self.spread,
+        )
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro batches of a step, each (B, T) with B = micro_batch_size, fewer rows if packed."""
+        return [self.collate(items) for items in self.micro_batch_items(step)]
+
+
+class TrainLoader(StepLoader[Item]):
+    """The batches of examples in memory. The loader has no state."""
 
     def __init__(
         self,
         items: Sequence[Item],
+        share: Share,
+        collate: Callable[[list[Item]], Batch],
         *,
-        pad_token_id: int,
-        seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        collate: Callable[[Sequence[Item], int], Batch],
         bucket_steps: int = 1,
         spread: bool = False,
     ) -> None:
-        """Store the settings; batches are made only when they are requested.
+        """Store the examples; batches are made only when they are requested.
 
         Args:
             items: the examples.
-            pad_token_id: the id of the padding token.
-            seed: the seed of the order.
-            global_batch_size: the number of examples of a step.
-            micro_batch_size: the number of examples of a micro batch.
-            rank: the rank of this process.
-            world_size: the number of processes.
-            collate: makes a batch from some items and the id of the padding token.
+            share: this rank's share.
+            collate: makes a batch from some examples.
             bucket_steps: the number of successive steps whose examples are sorted by length together; see `bucket`. It
                 is reduced for a small data set.
             spread: whether each micro batch has examples of all lengths; see `rank_micro_batches`.
         """
+        super().__init__(share, collate, spread=spread)
         self.items = items
-        self.collate = collate
-        self.pad_token_id = pad_token_id
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.bucket_steps = max(1, min(bucket_steps, len(items) // (_SMALLEST_SHARE * global_batch_size)))
-        self.spread = spread
+        self.bucket_steps = max(1, min(bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
 
-    def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro batches of a step (from 0), each (B, T) with B = micro_batch_size, fewer rows if packed."""
-        return [self.collate(items, self.pad_token_id) for items in self.micro_batch_items(step)]
-
-    def micro_batch_items(self, step: int) -> list[list[Item]]:
-        """The examples of each of this rank's micro batches of a step, in order."""
+    def global_batch(self, step: int) -> list[Item]:
+        """See StepLoader; the longest example comes first."""
         indices = global_batch_indices(
-            seed=self.seed,
+            seed=self.share.seed,
             step=step // self.bucket_steps,
             dataset_size=len(self.items),
-            global_batch_size=self.bucket_steps * self.global_batch_size,
+            global_batch_size=self.bucket_steps * self.share.global_batch_size,
         )
         window = [self.items[index] for index in indices]
-        batch = bucket(window, seed=self.seed, step=step, bucket_steps=self.bucket_steps)
-        return rank_micro_batches(
-            batch,
-            rank=self.rank,
-            world_size=self.world_size,
-            micro_batch_size=self.micro_batch_size,
-            spread=self.spread,
-        )
+        return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps)
+
+
+def scoring_batches(
+    items: Sequence[Item],
+    collate: Callable[[list[Item]], Batch],
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> list[tuple[list[int], Batch]]:
+    """One rank's batches of a set, the shortest examples first, each with the indices of its examples.
+
+    All ranks get the same number of batches, because a sharded model needs all ranks in every forward pass. A rank with
+    one batch less repeats the first batch, without indices, labels and targets, so that no example counts twice.
+    """
+    order = sorted(range(len(items)), key=lambda index: len(items[index]))
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    share = [(part, collate([items[index] for index in part])) for part in parts[rank::world_size]]
+    if len(share) < -(-len(parts) // world_size):
+        share.append(([], _unlearnt(collate([items[index] for index in parts[0]]))))
+    return share
+
+
+def _unlearnt(batch: Batch) -> Batch:
+    """The same batch with unknown labels and targets."""
+    labels, targets = torch.full_like(batch.labels, IGNORE_INDEX), batch.targets
+    if targets is not None:
+        targets = torch.full_like(targets, float("nan") if targets.is_floating_point() else IGNORE_INDEX)
+    return replace(batch, labels=labels, targets=targets)

@@ -1,4 +1,4 @@
-"""Reads data sets by path or by name: JSONL, JSON, Parquet and CSV files, and data sets on the hub."""
+"""Reads data sets: JSONL, JSON, Parquet and CSV files, data sets on the hub, and rows or texts in memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import csv
 import glob
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmdistill.data.examples import Example, parse_row
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.files import write_text
+from llmdistill.fingerprints import digest
 
 Rows = Iterator[tuple[dict[str, Any], str]]
 """Each row with its place: ``file:line``, ``file: item N`` or ``file: row N``, from 1."""
+
+Data = str | Path | Iterable[Mapping[str, Any]] | Iterable[str]
+"""A path, a name (`embedded:train`, or one on the hub), rows of the forms of `parse_row` (a list, a
+datasets.Dataset, any iterable that can be iterated more than once), or texts."""
+
+DataKind = Literal["instructions", "text"]
+
+_FORMS = ("instruction", "messages", "conversations", "prompt")
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILE = re.compile(r"hf:/+datasets/(?P<file>[^:]+)(:(?P<split>.+))?")  # pathlib squeezes the two slashes to one
@@ -129,14 +141,6 @@ def _json_rows(path: Path) -> Rows:
         yield item, f"{path}: item {number}"
 
 
-def _parquet_rows(path: Path) -> Rows:
-    return _table_rows(path, "Parquet", dict)
-
-
-def _csv_rows(path: Path) -> Rows:
-    return _table_rows(path, "CSV", lambda: _csv_options(path))
-
-
 def _csv_options(path: Path) -> dict[str, Any]:
     """Options that keep every value as text, "007", "NA" and "None" too. An empty value counts as missing."""
     from datasets import Features, Value
@@ -146,14 +150,14 @@ def _csv_options(path: Path) -> dict[str, Any]:
     return {"features": Features({name: Value("string") for name in header}), "keep_default_na": False, "na_values": ""}
 
 
-def _table_rows(path: Path, kind: str, options: Callable[[], dict[str, Any]]) -> Rows:
+def _table_rows(kind: str, path: Path) -> Rows:
     """Read the rows of a table piece by piece, so that the datasets library makes no second copy of it in its cache."""
 
     def open_table() -> Iterable[dict[str, Any]]:
         import datasets
 
-        files = glob.escape(str(path))
-        return datasets.load_dataset(kind.lower(), data_files=files, split="train", streaming=True, **options())
+        files, options = glob.escape(str(path)), _csv_options(path) if kind == "CSV" else {}
+        return datasets.load_dataset(kind.lower(), data_files=files, split="train", streaming=True, **options)
 
     return _numbered(str(path), open_table, lambda error: _unreadable(path, kind, error))
 
@@ -208,6 +212,54 @@ def _line(error: Exception) -> str:
 _READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
-    ".parquet": _parquet_rows,
-    ".csv": _csv_rows,
+    ".parquet": partial(_table_rows, "Parquet"),
+    ".csv": partial(_table_rows, "CSV"),
 }
+
+
+def kind_of(data: Data, *, field: str = "text") -> DataKind:
+    """The kind of the data, by its first row, or by the ending of a file: a .txt is text, any other file instructions.
+
+    Raises:
+        UserError: there is no row.
+    """
+    if isinstance(data, str | Path):
+        return "text" if Path(data).suffix.lower() == ".txt" else "instructions"
+    first = next(iter(data), None)
+    if first is None:
+        raise UserError("data holds no example; give at least one row of instruction, input, output")
+    if isinstance(first, str):
+        return "text"
+    return "text" if field in first and not any(form in first for form in _FORMS) else "instructions"
+
+
+def examples_of(data: Data, *, name: str = "data") -> list[Example]:
+    """The examples of a file or of rows in memory; error messages name the rows `name`: row 1, 2 ...
+
+    Raises:
+        UserError: the file does not exist, there is no row, or a row is malformed.
+    """
+    if isinstance(data, str | Path):
+        return read_examples(locate(str(data)))
+    examples = []
+    for number, row in enumerate(data, start=1):
+        where = f"{name}: row {number}"
+        if not isinstance(row, Mapping):
+            raise UserError(f"{where}: a {type(row).__name__}, not a dict; give rows with instruction and output")
+        examples.append(parse_row(row, where))
+    if not examples:
+        raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
+    return examples
+
+
+def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, *, field: str = "text") -> Path:
+    """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`.
+
+    So the same data always has the same name, and an interrupted run finds its data again.
+    """
+    rows = ({field: row} if isinstance(row, str) else dict(row) for row in data)
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    path = folder / f"data-{digest(text)[:16]}.jsonl"
+    if not path.is_file():
+        write_text(path, text)
+    return path

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmdistill.config import RunConfig
-from llmdistill.data.instruct import LongPrompts, encode
+from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import global_batch_indices
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
@@ -39,22 +39,17 @@ def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
 def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
     """Yield the number of tokens without padding in the global batch of each step, endlessly."""
     data, size = config.data, config.train.global_batch_size
-    lengths = _lengths(tokenizer_path(config), reference, data.max_prompt_length, data.max_length, data.long_prompts)
+    limits = Limits(
+        max_prompt_length=data.max_prompt_length, max_length=data.max_length, long_prompts=data.long_prompts
+    )
+    lengths = _lengths(tokenizer_path(config), reference, limits)
     for step in count():
         batch = global_batch_indices(seed=seed, step=step, dataset_size=len(lengths), global_batch_size=size)
         yield int(lengths[batch].sum())
 
 
 @cache
-def _lengths(
-    tokenizer: Path, reference: str, max_prompt_length: int, max_length: int, long_prompts: LongPrompts
-) -> np.ndarray:
+def _lengths(tokenizer: Path, reference: str, limits: Limits) -> np.ndarray:
     """Return the number of tokens of each example of a training set, (examples,)."""
-    data = encode(
-        read_examples(locate(reference)),
-        load_tokenizer(tokenizer),
-        max_prompt_length=max_prompt_length,
-        max_length=max_length,
-        long_prompts=long_prompts,
-    )
-    return np.array([len(item.prompt_ids) + len(item.response_ids) for item in data.items])
+    data = encode(read_examples(locate(reference)), load_tokenizer(tokenizer), limits)
+    return np.array([len(item) for item in data.items])

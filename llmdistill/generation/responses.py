@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import EncodedPrompts, check_lengths, encode_example_prompts
+from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
 from llmdistill.data.sources import read_prompts
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -118,7 +118,11 @@ def generate_responses(
 
 def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, world: World) -> _Job:
     """Resolve the request, and check everything that can be checked without the weights."""
-    check_lengths(settings.max_prompt_length, settings.max_length)
+    limits = Limits(
+        max_prompt_length=settings.max_prompt_length,
+        max_length=settings.max_length,
+        long_prompts=settings.long_prompts,
+    )
     folder = locate(model)
     engine = choose_engine(
         settings.engine, folder, no_repeat_ngram_size=settings.no_repeat_ngram_size, world_size=world.size
@@ -141,9 +145,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{model}: the tokenizer has no end token; set eos_token in its tokenizer_config.json")
-    prompts = encode_example_prompts(
-        examples, tokenizer, max_prompt_length=settings.max_prompt_length, long_prompts=settings.long_prompts
-    )
+    prompts = encode_prompts(examples, tokenizer, limits)
     return _Job(
         teacher=model,
         data=data,

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded
+from llmdistill.data.collate import Encoded, collate
 from llmdistill.generation.decode import inference, new_tokens
 
 _STEP_KIND, _ROW_NOISE = 1, 2  # keep the random streams of different purposes apart

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import config_of
-from llmdistill.data.in_memory import Data, examples_of, kind_of, write_rows
+from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_json

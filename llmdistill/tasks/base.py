@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import RunConfig
+from llmdistill.data.sampler import Share
 from llmdistill.models.load import Head
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
@@ -37,14 +38,16 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """This rank's share of the batches."""
+class ScoredModel:
+    """A model that is scored, in evaluation mode, as one rank sees it."""
 
-    seed: int
-    global_batch_size: int
-    micro_batch_size: int
-    rank: int
-    world_size: int
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    predictions: Path
+    """The folder for the model's predictions (rank 0 writes them)."""
+    world: World
+    sharded: bool
+    """Whether the model's forward pass needs every rank (ZeRO-3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,29 +99,8 @@ class TaskData(ABC):
         """Return the tokenizer with which the teacher is scored."""
         return self.tokenizer
 
-    def score_set(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        predictions: Path,
-        world: World,
-        *,
-        sharded: bool,
-    ) -> dict[str, Any]:
-        """Score a model on one of `sets`; every rank must call this method.
-
-        Args:
-            name: the name of the set.
-            model: the model in evaluation mode.
-            tokenizer: the tokenizer of the model.
-            predictions: the folder for the model's predictions (rank 0 writes them).
-            world: this process.
-            sharded: whether the model's forward pass needs every rank (ZeRO-3).
-
-        Returns:
-            the score as plain JSON values.
-        """
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """Return the score of a model on one of `sets` as plain JSON values; every rank must call this method."""
         raise AssertionError(f"{type(self).__name__} has no sets")
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,12 +147,7 @@ class Task(ABC):
     """The models that can be scored on the task."""
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Save the settings; a task may check its own settings.
-
-        Args:
-            config: the run.
-            trains: whether the run trains a student; False if it only scores.
-            teacher_writes: whether the training set must consist of answers of the teacher.
+        """Save the settings, see `make_task`; a task may check its own settings.
 
         Raises:
             UserError: the settings of the task are invalid.

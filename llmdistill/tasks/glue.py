@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs, encode_pairs, steps_per_epoch
-from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs, encode_pairs
+from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_key
-from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.classification import chance_score, main_score, targets_of, task_metrics
 from llmdistill.tasks.glue_files import TASKS, GlueTask, TaskFiles, check_data_dir, column_of, glue_name, read_task
 from llmdistill.tasks.predict import predict, write_answers
@@ -122,43 +120,32 @@ class GlueData(TaskData):
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         """See TaskData. The steps of each epoch are rounded up, as in the papers."""
-        return epochs * steps_per_epoch(len(self.files.train), global_batch_size)
+        return epochs * -(-len(self.files.train) // global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[EncodedPair]:
-        """See TaskData."""
-        return TrainLoader(self.encoded["train"], collate=collate_pairs, pad_token_id=self._pad_token_id, **vars(share))
+        return TrainLoader(self.encoded["train"], share, self._collate)
+
+    def _collate(self, items: Sequence[EncodedPair]) -> Batch:
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_pairs(items, padding)
 
     def validation(self, share: Share) -> list[Batch]:
         """See TaskData: no batches, because the dev splits are scored by the metrics of the task."""
         return []
 
-    @property
-    def _pad_token_id(self) -> int:
-        padding: Any = self.tokenizer.pad_token_id
-        return int(padding)
-
-    def score_set(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        predictions: Path,
-        world: World,
-        *,
-        sharded: bool,
-    ) -> dict[str, Any]:
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the task's metrics on a dev split."""
         examples = self.files.dev[name]  # type: ignore[index]
         answers = predict(
-            TappedModel(model, Recorder(model, {})),
+            TappedModel(scored.model, Recorder(scored.model, {})),
             self.encoded[name],
-            self.files.name,
-            pad_token_id=self._pad_token_id,
+            self._collate,
+            self.files.task,
             batch_size=self.batch_size,
-            world=world,
+            world=scored.world,
         )
-        if world.is_main:
-            write_answers(predictions / f"{name}.tsv", examples, answers)
+        if scored.world.is_main:
+            write_answers(scored.predictions / f"{name}.tsv", examples, answers)
         return {"metrics": task_metrics(self.files.name, answers, targets_of(examples)), "examples": len(examples)}
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -173,7 +160,6 @@ class GlueData(TaskData):
         return {"dev": dev, "score": main_score(name, dev), "chance": chance_score(name, self.files.dev["dev"])}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        """See TaskData."""
         shown = "  ".join(
             f"{column} {metric} {value:.2f}"
             for column, metrics in summary["dev"].items()
@@ -192,7 +178,6 @@ class GlueData(TaskData):
         ]
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """See TaskData."""
         columns = [column_of(self.files.name, split) for split in self.files.dev]
         metrics = self.files.task.metrics
         return ScoreTable(

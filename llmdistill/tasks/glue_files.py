@@ -59,10 +59,13 @@ class GlueTask:
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("glue.yaml").read_text(encoding="utf-8"))
 """The published tasks, and the columns of the papers' tables."""
 
-TASKS: dict[str, GlueTask] = {
-    name: GlueTask(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
-    for name, fields in TABLES["tasks"].items()
-}
+
+def _task(fields: dict[str, Any]) -> GlueTask:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return GlueTask(**values)
+
+
+TASKS: dict[str, GlueTask] = {name: _task(fields) for name, fields in TABLES["tasks"].items()}
 """The tasks of GLUE by name."""
 
 BEST_SCORE = 5.0

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig
-from llmdistill.data.collate import collate, collate_packed
-from llmdistill.data.instruct import Encoded, Example, InstructData, encode
-from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.collate import Encoded, collate, collate_packed
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader, check_stream
-from llmdistill.data.validation import validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import fingerprint
@@ -26,9 +26,8 @@ from llmdistill.generation.answers_file import check_teacher
 from llmdistill.models.families import family_of
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
-from llmdistill.runtime.distributed import World
-from llmdistill.tasks.answers import check_sets, score_set
-from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
+from llmdistill.tasks.answers import encode_sets, score_sets
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.rouge import measure_chance
 
 VALID = "valid"
@@ -74,49 +73,36 @@ class Instructions(Task):
         teacher_tokenizer = load_tokenizer(models.teacher_path)
         shared = models.tokenizer_path == models.teacher_path
         tokenizer = teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path)
-        limits = limits_of(data)
+        limits = Limits(
+            max_prompt_length=data.max_prompt_length, max_length=data.max_length, long_prompts=data.long_prompts
+        )
         valid = [] if data.valid is None else read_examples(locate(data.valid))
-        valid_items = encode(valid, tokenizer, **limits).items if valid else []
+        valid_items = encode(valid, tokenizer, limits).items if valid else []
         tests = {name: read_examples(locate(path)) for name, path in data.tests.items()}
         scored = {**({VALID: valid} if valid else {}), **tests}
         for each in [tokenizer] if shared else [tokenizer, teacher_tokenizer]:
-            check_sets(scored, each, scoring, **limits)
+            encode_sets(scored, each, scoring, limits)
+        train, report = None, "not read, as nothing is trained"
         if data.streaming:
-            check_stream(locate(data.train))
-        train = None
-        if self.trains and not data.streaming:
-            train = encode(read_examples(locate(data.train)), tokenizer, **limits)
-        warnings = []
-        if self.teacher_writes:
-            warning = check_teacher(locate(data.train), models.teacher_path)
-            warnings = [] if warning is None else [warning]
+            check_stream(locate(data.train), tokenizer, limits)
+            report = "streamed while training"
+        elif self.trains:
+            train = encode(read_examples(locate(data.train)), tokenizer, limits)
+            report = train.report()
+        warning = check_teacher(locate(data.train), models.teacher_path) if self.teacher_writes else None
         return InstructionData(
             settings=data,
+            limits=limits,
             scoring=scoring,
             tokenizer=tokenizer,
             teachers_tokenizer=teacher_tokenizer,
-            train=train,
+            train=None if train is None else train.items,
             valid=valid,
             valid_items=valid_items,
             tests=tests,
-            report=_report(data, train),
-            data_warnings=warnings,
+            report=report,
+            data_warnings=[] if warning is None else [warning],
         )
-
-
-def limits_of(data: DataConfig) -> dict[str, Any]:
-    """Return the limits on lengths as keyword arguments of the encoding functions."""
-    return {
-        "max_prompt_length": data.max_prompt_length,
-        "max_length": data.max_length,
-        "long_prompts": data.long_prompts,
-    }
-
-
-def _report(data: DataConfig, train: InstructData | None) -> str:
-    if train is not None:
-        return train.report()
-    return "streamed while training" if data.streaming else "not read, as nothing is trained"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +110,11 @@ class InstructionData(TaskData):
     """The examples of a run on instructions."""
 
     settings: DataConfig
+    limits: Limits
     scoring: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
     teachers_tokenizer: PreTrainedTokenizerBase
-    train: InstructData | None
+    train: Sequence[Encoded] | None
     """The training set; None if it is streamed or the run does not train."""
     valid: Sequence[Example]
     """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
@@ -139,7 +126,6 @@ class InstructionData(TaskData):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData."""
         return {name: self._asked(name) for name in self._examples()}
 
     def _examples(self) -> dict[str, Sequence[Example]]:
@@ -151,10 +137,9 @@ class InstructionData(TaskData):
     def _asked(self, name: str) -> dict[str, Any]:
         reference = self.settings.valid if name == VALID else self.settings.tests[name]
         settings = {key: value for key, value in asdict(self._generation(name)).items() if key != "models"}
-        return {"reference": fingerprint(str(reference)), **settings, **limits_of(self.settings)}
+        return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits)}
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
-        """See TaskData."""
         return self.teachers_tokenizer
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
@@ -162,56 +147,45 @@ class InstructionData(TaskData):
         raise AssertionError("epochs of instructions")
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
-        """See TaskData."""
-        data, packing = self.settings, self.settings.packing
-        arguments: dict[str, Any] = {
-            **vars(share),
-            "pad_token_id": self.tokenizer.pad_token_id,
-            "collate": partial(collate_packed, max_length=data.max_length) if packing else collate,
-            "spread": packing,
-            "bucket_steps": 1 if packing else data.bucket_steps,
-        }
+        data = self.settings
+        arrange: dict[str, Any] = {"bucket_steps": 1 if data.packing else data.bucket_steps, "spread": data.packing}
         if self.train is not None:
-            return TrainLoader(self.train.items, **arguments)
-        return StreamLoader(
-            locate(data.train), self.tokenizer, **limits_of(data), shuffle_buffer=data.shuffle_buffer, **arguments
-        )
+            return TrainLoader(self.train, share, self._collate, **arrange)
+        source, buffer = locate(data.train), data.shuffle_buffer
+        return StreamLoader(source, self.tokenizer, self.limits, share, self._collate, shuffle_buffer=buffer, **arrange)
+
+    def _collate(self, items: Sequence[Encoded]) -> Batch:
+        padding: Any = self.tokenizer.pad_token_id
+        if self.settings.packing:
+            return collate_packed(items, padding, max_length=self.settings.max_length)
+        return collate(items, padding)
 
     def validation(self, share: Share) -> list[Batch]:
-        """See TaskData."""
-        pad_token_id: Any = self.tokenizer.pad_token_id
-        return validation_batches(
+        padding: Any = self.tokenizer.pad_token_id
+        batches = scoring_batches(
             self.valid_items,
-            pad_token_id=pad_token_id,
+            partial(collate, pad_token_id=padding),
             batch_size=share.micro_batch_size,
             rank=share.rank,
             world_size=share.world_size,
         )
+        return [batch for _, batch in batches]
 
-    def score_set(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        predictions: Path,
-        world: World,
-        *,
-        sharded: bool,
-    ) -> dict[str, Any]:
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: ROUGE-L of the generated answers; for the validation set also the comparison with chance."""
-        file = predictions / f"{name}.jsonl"
-        score = score_set(
-            model,
-            tokenizer,
-            self._examples()[name],
+        score = score_sets(
+            scored.model,
+            scored.tokenizer,
+            {name: self._examples()[name]},
             self._generation(name),
-            **limits_of(self.settings),
-            predictions_path=file,
-            rank=world.rank,
-            world_size=world.size,
-            synced=sharded,
-        ).to_dict()
-        return {**score, **_chance(file)} if name == VALID and world.is_main else score
+            self.limits,
+            predictions_dir=scored.predictions,
+            world=scored.world,
+            synced=scored.sharded,
+        )[name]
+        if name == VALID and scored.world.is_main:
+            score |= _chance(scored.predictions / f"{name}.jsonl")
+        return score
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData.
@@ -232,7 +206,6 @@ class InstructionData(TaskData):
         return summary
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        """See TaskData."""
         shown = "  ".join(f"{name} {value:.1f}" for name, value in summary["rougeL"].items())
         chosen = f"  validation {summary['valid']['rougeL']:.1f}" if VALID in summary else ""
         return f"ROUGE-L of the {model}: {shown + chosen or 'no test sets'}"
@@ -251,7 +224,6 @@ class InstructionData(TaskData):
         ]
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """See TaskData."""
         return ScoreTable(
             title="ROUGE-L (0-100) on each set",
             columns=list(self.tests),

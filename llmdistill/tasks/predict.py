@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 
 from llmdistill.batch import Batch, Outputs
-from llmdistill.data.pairs import EncodedPair, PairExample, pair_batches
+from llmdistill.data.pairs import EncodedPair, PairExample
+from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.glue_files import BEST_SCORE, TASKS, GlueTask, Split, column_of, task_named
+from llmdistill.tasks.glue_files import BEST_SCORE, GlueTask, Split, column_of, task_named
 
 
 def predict(
     forward: Callable[[Batch], Outputs],
     items: Sequence[EncodedPair],
-    task: str,
+    collate: Callable[[Sequence[EncodedPair]], Batch],
+    task: GlueTask,
     *,
-    pad_token_id: int,
     batch_size: int,
     world: World,
 ) -> np.ndarray:
@@ -31,22 +32,20 @@ def predict(
 
     Every rank must call this function, and the model must be in evaluation mode.
     """
-    batches = pair_batches(
-        items, pad_token_id=pad_token_id, batch_size=batch_size, rank=world.rank, world_size=world.size
-    )
+    batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
     mine: list[tuple[int, float]] = []
     with torch.no_grad():
         for indices, batch in batches:
             logits = forward(batch.to(world.device)).sequence_logits
             assert logits is not None, "the model has no classifier"
-            values = logits.argmax(-1) if TASKS[task].classes else logits[:, 0].float()
+            values = logits.argmax(-1) if task.classes else logits[:, 0].float()
             # A batch that only keeps the ranks in step has no indices.
             mine += zip(indices, values.tolist(), strict=False)
     shares: list[Any] = [mine]
     if world.size > 1:
         shares = [None] * world.size
         dist.all_gather_object(shares, mine)
-    predictions = np.full(len(items), -1, dtype=np.int64 if TASKS[task].classes else np.float64)
+    predictions = np.full(len(items), -1, dtype=np.int64 if task.classes else np.float64)
     for index, value in (pair for share in shares for pair in share):
         predictions[index] = value
     return predictions

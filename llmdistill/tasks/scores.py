@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.artifacts import differences, read_record
 from llmdistill.files import write_json
 from llmdistill.runtime.distributed import World, broadcast_object
-from llmdistill.tasks.base import TaskData
+from llmdistill.tasks.base import ScoredModel, TaskData
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,14 @@ class ScoreBook:
         for set_name, asked in sets.items():
             if set_name in kept and not differences(kept[set_name]["asked"], asked):
                 continue
-            predictions = self.folder / "predictions" / name
-            score = self.data.score_set(set_name, model(), tokenizer, predictions, self.world, sharded=sharded)
-            kept[set_name] = {"asked": asked, "score": score}
+            scored = ScoredModel(
+                model=model(),
+                tokenizer=tokenizer,
+                predictions=self.folder / "predictions" / name,
+                world=self.world,
+                sharded=sharded,
+            )
+            kept[set_name] = {"asked": asked, "score": self.data.score_set(set_name, scored)}
             if self.world.is_main:
                 write_json(file, kept)
         kept = broadcast_object(kept)

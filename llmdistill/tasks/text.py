@@ -16,17 +16,18 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
-from llmdistill.config import DataConfig, TextConfig
+from llmdistill.config import DataConfig
 from llmdistill.data.corpus import Corpus, tokenise
-from llmdistill.data.in_memory import Data, write_rows
-from llmdistill.data.text import TextLoader, validation_batches
+from llmdistill.data.sampler import Share
+from llmdistill.data.sources import Data, write_rows
+from llmdistill.data.text import TextLoader, TextSequences, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.tasks.base import Models, ScoreTable, Share, Task, TaskData
+from llmdistill.tasks.base import Models, ScoreTable, Task, TaskData
 
 
 class Text(Task):
@@ -82,7 +83,6 @@ class TextData(TaskData):
         return {}
 
     def of(self, models: Models) -> TextData:
-        """See TaskData."""
         return replace(self, causal=models.causal, next_sentence=models.objective.sequences is not None)
 
     def prepared(self, world: World) -> TextData:
@@ -117,10 +117,9 @@ class TextData(TaskData):
 
     def num_sequences(self) -> int:
         """Return the number of sequences in an epoch."""
-        return len(self.loader(Share(seed=self.seed, global_batch_size=1, micro_batch_size=1, rank=0, world_size=1)))
+        return len(self._train_sequences())
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See TaskData."""
         return -(-epochs * self.num_sequences() // global_batch_size)
 
     def loader(self, share: Share) -> TextLoader:
@@ -129,9 +128,12 @@ class TextData(TaskData):
         Raises:
             UserError: the text is too short for one sequence.
         """
+        return TextLoader(self._train_sequences(), share)
+
+    def _train_sequences(self) -> TextSequences:
         assert self.train is not None, "the text is not tokenised yet"
         try:
-            return TextLoader(self.train, self.tokenizer, **self._reading(), **vars(share))
+            return self._sequences(self.train)
         except UserError as error:
             fraction = self.settings.text.fraction
             if fraction == 1:
@@ -139,28 +141,26 @@ class TextData(TaskData):
             raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
 
     def validation(self, share: Share) -> list[Batch]:
-        """See TaskData."""
         if self.valid is None:
             return []
         return validation_batches(
-            self.valid,
-            self.tokenizer,
-            **self._reading(),
+            self._sequences(self.valid),
             limit=self.settings.text.valid_sequences,
             batch_size=share.micro_batch_size,
             rank=share.rank,
             world_size=share.world_size,
         )
 
-    def _reading(self) -> dict[str, Any]:
-        """Return the settings that determine how text is split into batches."""
-        return {
-            "objective": "next" if self.causal else "masked",
-            "max_length": self.settings.max_length,
-            "mask_share": self.settings.text.mask_share,
-            "whole_words": self.settings.text.whole_words,
-            "next_sentence": self.next_sentence,
-        }
+    def _sequences(self, corpus: Corpus) -> TextSequences:
+        return TextSequences(
+            corpus,
+            self.tokenizer,
+            objective="next" if self.causal else "masked",
+            max_length=self.settings.max_length,
+            mask_share=self.settings.text.mask_share,
+            whole_words=self.settings.text.whole_words,
+            next_sentence=self.next_sentence,
+        )
 
     def results(
         self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
@@ -176,7 +176,6 @@ class TextData(TaskData):
         return found
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        """See TaskData."""
         return ScoreTable(
             title="The method's loss on the validation text",
             columns=["validation loss"],
@@ -222,20 +221,13 @@ def score_texts(
     Raises:
         UserError: the text cannot be read or is too short.
     """
-    defaults = TextConfig()
     with tempfile.TemporaryDirectory() as folder:
         reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
-        batches = validation_batches(
+        sequences = TextSequences(
             tokenise(reference, tokenizer, cache_dir=folder),
             tokenizer,
             objective="next" if family_of(model.config).causal else "masked",
             max_length=max_length,
-            mask_share=defaults.mask_share,
-            whole_words=defaults.whole_words,
-            next_sentence=False,
-            limit=sys.maxsize,
-            batch_size=batch_size,
-            rank=0,
-            world_size=1,
         )
+        batches = validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size)
     return score_text(model, batches)

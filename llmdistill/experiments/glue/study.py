@@ -24,7 +24,7 @@ from llmdistill.config import (
 )
 from llmdistill.config.command_line import build, set_value, to_dict
 from llmdistill.config.glue import GlueConfig
-from llmdistill.data.pairs import encode_pairs
+from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.grid import Choice, Grid, Point, choose, complete, grid_of, may_be_best
 from llmdistill.experiments.glue.results import summarise
@@ -257,8 +257,8 @@ class TaskStudy:
         return predict(
             TappedModel(model, Recorder(model, {})),
             encode_pairs(examples, tokenizer, self.grid.max_length),
-            self.task,
-            pad_token_id=tokenizer.pad_token_id,
+            partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
+            self.files.task,
             batch_size=self.config.micro_batch_size or self.grid.batch_size,
             world=self.world,
         )

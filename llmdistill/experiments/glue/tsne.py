@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
 
 from llmdistill.artifacts import read_result, write_result
-from llmdistill.data.pairs import encode_pairs, pair_batches
+from llmdistill.data.pairs import collate_pairs, encode_pairs
+from llmdistill.data.sampler import scoring_batches
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, shape_of
@@ -128,7 +130,8 @@ def layer_features(
     items = encode_pairs([data.dev["dev"][row] for row in rows], tokenizer, max_length)
     forward = TappedModel(model, Recorder(model, {"hidden": frozenset({layer - 1})}))
     features = np.empty((len(items), model.config.hidden_size), dtype=np.float32)
-    for indices, batch in pair_batches(items, pad_token_id=tokenizer.pad_token_id, batch_size=_BATCH_SIZE):
+    collate = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
+    for indices, batch in scoring_batches(items, collate, batch_size=_BATCH_SIZE):
         hidden_BTW = forward(batch.to(device)).taps.hidden[layer - 1]
         where_B = (
             batch.attention_mask.sum(1) - 1 if family_of(model.config).causal else torch.zeros(len(indices)).long()

@@ -8,10 +8,11 @@ from typing import Any
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.data.prefetch import Prefetched
+from llmdistill.data.sampler import Share
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.base import Share, TaskData
+from llmdistill.tasks.base import TaskData
 
 
 def count_steps(plan: Plan, data: TaskData) -> Plan:

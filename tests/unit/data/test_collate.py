@@ -3,8 +3,7 @@ from __future__ import annotations
 import torch
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded
+from llmdistill.data.collate import Encoded, collate
 
 END = 2
 X = IGNORE_INDEX
@@ -22,11 +21,3 @@ def test_the_end_token_is_learnt_where_it_doubles_as_padding() -> None:
     batch = collate([Encoded([5, END, 7], [8, END]), Encoded([5], [END])], pad_token_id=END)
     assert batch.labels.tolist() == [[X, X, X, 8, END], [X, END, X, X, X]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
-
-
-def test_pad_to_multiple() -> None:
-    item = Encoded([5, 6, 7], [8, END])
-    for multiple, width in ((4, 8), (5, 5), (8, 8)):
-        batch = collate([item], 0, pad_to_multiple_of=multiple)
-        assert batch.input_ids.shape == batch.labels.shape == batch.attention_mask.shape == (1, width)
-        assert batch.attention_mask.sum() == 5

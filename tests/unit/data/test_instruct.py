@@ -11,15 +11,15 @@ from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import collate
 from llmdistill.data.instruct import (
     Example,
-    check_lengths,
+    Limits,
     encode,
-    encode_example_prompts,
     encode_prompts,
     render_prompt,
 )
-from llmdistill.data.sampler import TrainLoader
 from llmdistill.data.sources import read_examples
 from llmdistill.errors import UserError
+
+from support import train_loader
 
 Make = Callable[..., PreTrainedTokenizerFast]
 
@@ -45,7 +45,7 @@ class TestEncode:
     def test_prompt_and_first_reference_with_the_end_token(self, word_tokenizer: Make) -> None:
         tokenizer = word_tokenizer()
         [example] = self.examples(3)
-        data = encode([example], tokenizer, max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 7)
+        data = encode([example], tokenizer, Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 7))
         [item] = data.items
         assert tokenizer.decode(item.prompt_ids).replace(" ", "") == render_prompt(example).replace(" ", "")
         assert item.prompt_ids[-1] == tokenizer.convert_tokens_to_ids("\n")
@@ -54,7 +54,7 @@ class TestEncode:
 
     def test_a_response_that_does_not_fit_is_cut_and_counted(self, word_tokenizer: Make) -> None:
         data = encode(
-            self.examples(3, 1), word_tokenizer(), max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6
+            self.examples(3, 1), word_tokenizer(), Limits(max_prompt_length=self.LENGTH + 3, max_length=self.LENGTH + 6)
         )
         assert [len(item.response_ids) for item in data.items] == [3, 4]
         assert data.items[0].response_ids[-1] != 0
@@ -64,7 +64,7 @@ class TestEncode:
 
     def test_long_prompts_stop_by_default_and_are_counted(self, word_tokenizer: Make) -> None:
         with pytest.raises(UserError) as error:
-            encode(self.examples(1, 5, 9), word_tokenizer(), max_prompt_length=self.LENGTH + 4, max_length=200)
+            encode(self.examples(1, 5, 9), word_tokenizer(), Limits(max_prompt_length=self.LENGTH + 4, max_length=200))
         assert str(error.value).startswith(
             f"2 of 3 prompts are longer than data.max_prompt_length={self.LENGTH + 4} tokens, "
             f"first file:2 with {self.LENGTH + 5}; set data.long_prompts=drop"
@@ -72,17 +72,17 @@ class TestEncode:
 
     def test_long_prompts_are_dropped(self, word_tokenizer: Make) -> None:
         limits = {"max_prompt_length": self.LENGTH + 4, "max_length": 200, "long_prompts": "drop"}
-        data = encode(self.examples(5, 1, 9), word_tokenizer(), **limits)
+        data = encode(self.examples(5, 1, 9), word_tokenizer(), Limits(**limits))
         assert [len(item.prompt_ids) for item in data.items] == [self.LENGTH + 1]
         assert data.dropped == 2
         with pytest.raises(UserError, match="all 2 prompts"):
-            encode(self.examples(5, 9), word_tokenizer(), **limits)
+            encode(self.examples(5, 9), word_tokenizer(), Limits(**limits))
 
     def test_truncation_keeps_the_end_and_the_start_token(self, word_tokenizer: Make) -> None:
         examples = self.examples(50, 1)
         limits = {"max_prompt_length": self.LENGTH + 10, "max_length": 300, "long_prompts": "truncate"}
-        plain = encode(examples, word_tokenizer(), **limits)
-        started = encode(examples, word_tokenizer(with_start=True), **limits)
+        plain = encode(examples, word_tokenizer(), Limits(**limits))
+        started = encode(examples, word_tokenizer(with_start=True), Limits(**limits))
         whole = word_tokenizer()(render_prompt(examples[0]))["input_ids"]
         assert plain.items[0].prompt_ids == whole[-limits["max_prompt_length"] :]
         assert started.items[0].prompt_ids == [1, *whole[-limits["max_prompt_length"] + 1 :]]
@@ -91,32 +91,36 @@ class TestEncode:
         assert started.items[1].response_ids[0] != 1, "a start token belongs at the start only"
 
     def test_a_tokenizer_that_closes_texts_does_not_close_the_prompt(self, word_tokenizer: Make) -> None:
-        data = encode(self.examples(1), word_tokenizer(with_end=True), max_prompt_length=180, max_length=200)
+        data = encode(self.examples(1), word_tokenizer(with_end=True), Limits(max_prompt_length=180, max_length=200))
         assert data.items[0].prompt_ids.count(0) == 0
         assert data.items[0].response_ids.count(0) == 1
 
     def test_limits_and_end_token_are_checked(self, word_tokenizer: Make) -> None:
         for lengths in ((10, 10), (0, 10)):
             with pytest.raises(UserError, match="max_prompt_length"):
-                check_lengths(*lengths)
+                Limits(max_prompt_length=lengths[0], max_length=lengths[1])
         tokenizer = word_tokenizer()
         tokenizer.eos_token = None
         with pytest.raises(UserError, match="no end token"):
-            encode(self.examples(1), tokenizer, max_prompt_length=180, max_length=200)
+            encode(self.examples(1), tokenizer, Limits(max_prompt_length=180, max_length=200))
 
     def test_prompts_without_sources_are_numbered(self, word_tokenizer: Make) -> None:
         with pytest.raises(UserError, match="first prompt 2 with 3"):
-            encode_prompts(["a", "abc"], word_tokenizer(), max_prompt_length=2, long_prompts="error")
+            encode_prompts(
+                [Example("", "", (), raw_prompt=text) for text in ("a", "abc")],
+                word_tokenizer(),
+                Limits(max_prompt_length=2, long_prompts="error"),
+            )
 
     def test_of_one_prompt_the_message_is_its_own(self, word_tokenizer: Make) -> None:
         with pytest.raises(UserError, match=r"^file:1: the prompt has \d+ tokens and is longer than data.max_prompt"):
-            encode(self.examples(9), word_tokenizer(), max_prompt_length=self.LENGTH, max_length=200)
+            encode(self.examples(9), word_tokenizer(), Limits(max_prompt_length=self.LENGTH, max_length=200))
 
     def test_none_left_among_prompts(self, word_tokenizer: Make) -> None:
-        for prompts in (["abc", "abcd"], [Example("", "", (), raw_prompt=text) for text in ("abc", "abcd")]):
-            encode_them = encode_prompts if isinstance(prompts[0], str) else encode_example_prompts
+        prompts = [Example("", "", (), raw_prompt=text) for text in ("abc", "abcd")]
+        for encode_them in (encode_prompts, encode):
             with pytest.raises(UserError, match="all 2 prompts"):
-                encode_them(prompts, word_tokenizer(), max_prompt_length=2, long_prompts="drop")
+                encode_them(prompts, word_tokenizer(), Limits(max_prompt_length=2, long_prompts="drop"))
 
 
 CHAT = Example("", "", ("Hello.",), "x:1", messages=(("system", "Be short."), ("user", "Hi.")))
@@ -129,19 +133,19 @@ def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 class TestForms:
-    LIMITS = {"max_prompt_length": 200, "long_prompts": "error"}  # noqa: RUF012
+    LIMITS = Limits(max_prompt_length=200)
 
     def test_a_ready_prompt_stays_as_it_is(self, word_tokenizer: Make) -> None:
         assert render_prompt(RAW) == "{Hi} "
         for with_start, prompt in ((False, "{Hi} "), (True, "<s>{Hi} ")):
             tokenizer = word_tokenizer(with_start=with_start)
-            [ids] = encode_example_prompts([RAW], tokenizer, **self.LIMITS).ids
+            [ids] = encode_prompts([RAW], tokenizer, self.LIMITS).ids
             assert text_of(tokenizer, ids) == prompt
 
     def test_a_start_token_written_and_added_stands_once(self, word_tokenizer: Make) -> None:
         tokenizer = word_tokenizer(with_start=True)
         assert tokenizer("<s>Hi")["input_ids"][:2] == [1, 1]
-        [ids] = encode_example_prompts([Example("", "", (), raw_prompt="<s>Hi")], tokenizer, **self.LIMITS).ids
+        [ids] = encode_prompts([Example("", "", (), raw_prompt="<s>Hi")], tokenizer, self.LIMITS).ids
         assert text_of(tokenizer, ids) == "<s>Hi"
 
     @pytest.mark.parametrize("affixes", [{}, {"with_start": True}, {"with_start": True, "with_end": True}])
@@ -154,7 +158,7 @@ class TestForms:
             tokenize=False,
             add_generation_prompt=True,
         )
-        [item] = encode([CHAT], tokenizer, max_prompt_length=200, max_length=300).items
+        [item] = encode([CHAT], tokenizer, Limits(max_prompt_length=200, max_length=300)).items
         assert text_of(tokenizer, item.prompt_ids) == prompt
         assert item.prompt_ids.count(1) == 1
         assert text_of(tokenizer, item.response_ids) == "Hello.</s>"
@@ -162,19 +166,19 @@ class TestForms:
     def test_an_end_token_of_the_template_stays(self, word_tokenizer: Make) -> None:
         tokenizer = word_tokenizer(chat=True)
         tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
-        [ids] = encode_example_prompts([CHAT], tokenizer, **self.LIMITS).ids
+        [ids] = encode_prompts([CHAT], tokenizer, self.LIMITS).ids
         assert text_of(tokenizer, ids) == "Be short.</s>Hi.</s>"
 
     def test_forms_may_be_mixed_and_keep_their_order(self, word_tokenizer: Make) -> None:
         tokenizer = word_tokenizer(with_start=True, chat=True)
         mixed = [CHAT, RAW, ALPACA, RAW, CHAT]
-        alone = [encode_example_prompts([example], tokenizer, **self.LIMITS).ids[0] for example in mixed]
-        assert encode_example_prompts(mixed, tokenizer, **self.LIMITS).ids == alone
+        alone = [encode_prompts([example], tokenizer, self.LIMITS).ids[0] for example in mixed]
+        assert encode_prompts(mixed, tokenizer, self.LIMITS).ids == alone
         limits = {"max_prompt_length": len(alone[0]) - 1, "long_prompts": "drop"}
-        dropped = encode_example_prompts(mixed, tokenizer, **limits)
+        dropped = encode_prompts(mixed, tokenizer, Limits(**limits))
         assert (dropped.kept, dropped.ids, dropped.dropped) == ([1, 3], [alone[1], alone[3]], 3)
         with pytest.raises(UserError, match=r"3 of 5 prompts are longer .* first x:1 with"):
-            encode_example_prompts(mixed, tokenizer, **{**limits, "long_prompts": "error"})
+            encode_prompts(mixed, tokenizer, Limits(**{**limits, "long_prompts": "error"}))
 
     def test_messages_need_a_template_that_takes_them(self, word_tokenizer: Make) -> None:
         for tokenizer in (None, word_tokenizer()):
@@ -184,7 +188,7 @@ class TestForms:
                 render_prompt(CHAT, tokenizer)
         odd = Example("", "", ("a",), "x:9", messages=(("user", "Hi."), ("system", "Be short.")))
         with pytest.raises(UserError, match=r"^x:9: the tokenizer's chat template refuses .*system comes first"):
-            encode([odd], word_tokenizer(chat=True), max_prompt_length=200, max_length=300)
+            encode([odd], word_tokenizer(chat=True), Limits(max_prompt_length=200, max_length=300))
 
 
 @pytest.mark.parametrize("example", [ALPACA, RAW, CHAT], ids=["alpaca", "raw", "chat"])
@@ -193,8 +197,8 @@ def test_the_end_token_is_learnt_where_it_is_the_padding(word_tokenizer: Make, e
     tokenizer = word_tokenizer(chat=True, **affixes)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     short = Example("", "", ("a",), raw_prompt="a")
-    items = encode([example, short], tokenizer, max_prompt_length=200, max_length=300).items
-    loader = TrainLoader(items, collate=collate, pad_token_id=0, seed=0, global_batch_size=2, micro_batch_size=2)
+    items = encode([example, short], tokenizer, Limits(max_prompt_length=200, max_length=300)).items
+    loader = train_loader(items, collate=collate, pad_token_id=0, seed=0, global_batch_size=2, micro_batch_size=2)
     for batch in (collate(items, 0), *loader.micro_batches(0)):
         assert (batch.attention_mask == 0).any(), "one row is padded with the end token"
         for labels, mask in zip(batch.labels, batch.attention_mask, strict=True):
@@ -203,7 +207,7 @@ def test_the_end_token_is_learnt_where_it_is_the_padding(word_tokenizer: Make, e
             assert (labels[end + 1 :] == IGNORE_INDEX).all()
     length = len(items[0].prompt_ids)
     limits = {"max_prompt_length": length, "max_length": length + len(items[0].response_ids) - 1}
-    cut = encode([example], tokenizer, **limits)
+    cut = encode([example], tokenizer, Limits(**limits))
     assert cut.truncated_responses == 1
     assert tokenizer.eos_token_id not in cut.items[0].response_ids, "a response that was cut has no end"
 
@@ -224,7 +228,7 @@ def test_real_sets_with_the_gpt2_tokenizer(name: str, kept: int, dropped: int, c
     tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(folder) / "tokenizers" / "gpt2")
     tokenizer.eos_token = "<|endoftext|>"
     examples = read_examples(Path(folder) / "instruct" / f"{name}.jsonl")
-    data = encode(examples, tokenizer, max_prompt_length=256, max_length=512, long_prompts="drop")
+    data = encode(examples, tokenizer, Limits(max_prompt_length=256, max_length=512, long_prompts="drop"))
     assert (len(data.items), data.dropped, data.truncated_responses) == (kept, dropped, cut)
     ended = sum(item.response_ids[-1] == tokenizer.eos_token_id for item in data.items)
     assert ended == kept - cut

@@ -20,8 +20,7 @@ from transformers import (
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.config import DataConfig
-from llmdistill.data.collate import collate, collate_packed, pack
-from llmdistill.data.instruct import Encoded
+from llmdistill.data.collate import Encoded, collate, collate_packed, pack
 from llmdistill.models.families import FAMILIES
 
 X = IGNORE_INDEX

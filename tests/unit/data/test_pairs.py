@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from llmdistill.data.pairs import (
     PairExample,
     collate_pairs,
     encode_pairs,
-    pair_batches,
-    steps_per_epoch,
 )
-from llmdistill.data.sampler import TrainLoader, global_batch_indices
+from llmdistill.data.sampler import global_batch_indices, scoring_batches
 from llmdistill.errors import UserError
+
+from support import train_loader
 
 CLS, SEP = 0, 1
 A, B, C, D = 3, 4, 5, 6
@@ -87,12 +88,13 @@ def test_batches_of_classes_and_of_scores() -> None:
     assert not collate_pairs([EncodedPair([5], None, None)], 9).has_target().any()
 
 
+COLLATE = partial(collate_pairs, pad_token_id=0)
 ITEMS = [EncodedPair([7] * (1 + n % 4), None, n) for n in range(10)]
 
 
 def test_loader_takes_this_ranks_share_of_the_global_batch_longest_first() -> None:
     def targets(step: int, rank: int, world_size: int, micro: int) -> list[list[int]]:
-        loader = TrainLoader(
+        loader = train_loader(
             ITEMS,
             collate=collate_pairs,
             pad_token_id=0,
@@ -114,16 +116,9 @@ def test_loader_takes_this_ranks_share_of_the_global_batch_longest_first() -> No
     assert sorted(epochs) == sorted([*range(10), *range(10)])
 
 
-@pytest.mark.parametrize(("size", "batch", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])
-def test_steps_per_epoch(size: int, batch: int, steps: int) -> None:
-    assert steps_per_epoch(size, batch) == steps
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_every_item_is_scored_once_whatever_the_ranks(world_size: int) -> None:
-    shares = [
-        pair_batches(ITEMS, pad_token_id=0, batch_size=3, rank=r, world_size=world_size) for r in range(world_size)
-    ]
+    shares = [scoring_batches(ITEMS, COLLATE, batch_size=3, rank=r, world_size=world_size) for r in range(world_size)]
     assert len({len(share) for share in shares}) == 1, "every rank makes the same number of forward passes"
     seen: list[int] = []
     for share in shares:
@@ -146,7 +141,7 @@ def test_every_item_is_scored_once_whatever_the_ranks(world_size: int) -> None:
 )
 def test_a_filler_has_targets_of_the_same_kind(targets: Sequence[int | float | None], dtype: torch.dtype) -> None:
     items = [EncodedPair([7], None, target) for target in targets]
-    [(indices, filler)] = pair_batches(items, pad_token_id=0, batch_size=2, rank=1, world_size=2)
+    [(indices, filler)] = scoring_batches(items, COLLATE, batch_size=2, rank=1, world_size=2)
     assert indices == []
     assert filler.targets is not None
     assert filler.targets.dtype == dtype
@@ -154,4 +149,4 @@ def test_a_filler_has_targets_of_the_same_kind(targets: Sequence[int | float | N
 
 
 def test_nothing_to_score() -> None:
-    assert pair_batches([], pad_token_id=0, batch_size=2, rank=1, world_size=2) == []
+    assert scoring_batches([], COLLATE, batch_size=2, rank=1, world_size=2) == []

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from llmdistill.batch import Batch
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded
+from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.prefetch import Prefetched
-from llmdistill.data.sampler import TrainLoader
 from llmdistill.errors import UserError
+
+from support import train_loader
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -24,7 +24,7 @@ class Watched:
     """A loader that remembers what it was asked for, and in which thread."""
 
     def __init__(self, fails_at: int | None = None) -> None:
-        self.loader = TrainLoader(
+        self.loader = train_loader(
             ITEMS, collate=collate, pad_token_id=0, seed=3, global_batch_size=8, micro_batch_size=4, bucket_steps=2
         )
         self.fails_at = fails_at

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from llmdistill.data.collate import collate, collate_packed
-from llmdistill.data.instruct import Encoded
+from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.pairs import EncodedPair, collate_pairs
-from llmdistill.data.sample_ids import sample_id
 from llmdistill.data.sampler import TrainLoader
+
+from support import train_loader
 
 ITEMS = [Encoded([3, 4][: 1 + n % 2], [5 + n, 2]) for n in range(12)]
 
 
 def loader(**changes: int) -> TrainLoader[Encoded]:
     settings = {"seed": 1, "global_batch_size": 4, "micro_batch_size": 2, **changes}
-    return TrainLoader(ITEMS, pad_token_id=0, collate=collate, **settings)
+    return train_loader(ITEMS, pad_token_id=0, collate=collate, **settings)
 
 
 def test_each_row_has_the_id_of_its_example():

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded
+from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import (
     TrainLoader,
     _permutation,
@@ -17,6 +16,8 @@ from llmdistill.data.sampler import (
     global_batch_indices,
     rank_micro_batches,
 )
+
+from support import train_loader
 
 
 def indices(step: int, *, seed: int = 3, size: int = 10, batch: int = 4) -> list[int]:
@@ -74,7 +75,7 @@ ITEMS = [Encoded([n] * (1 + 7 * n % 11), [n, 99]) for n in range(40)]
 
 def loader(items: list[Encoded] = ITEMS, **changes: Any) -> TrainLoader[Encoded]:
     settings = {"pad_token_id": 0, "seed": 3, "global_batch_size": 4, "micro_batch_size": 4}
-    return TrainLoader(items, collate=collate, **{**settings, **changes})
+    return train_loader(items, collate=collate, **{**settings, **changes})
 
 
 def whole_batch(step: int, **changes: Any) -> list[Encoded]:

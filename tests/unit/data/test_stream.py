@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,11 +19,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import stream
-from llmdistill.data.collate import collate, collate_packed
+from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Encoded, encode
+from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.sampler import Share
 from llmdistill.data.sources import read_examples
-from llmdistill.data.stream import StreamLoader, shuffled
+from llmdistill.data.stream import StreamLoader, check_stream, shuffled
 from llmdistill.errors import UserError
 
 SIZE = 10
@@ -45,7 +47,13 @@ def numbers(tmp_path: Path) -> Path:
 def make(word_tokenizer: Make) -> Callable[..., StreamLoader]:
     def loader(reference: Path | str, **changes: Any) -> StreamLoader:
         settings = {"shuffle_buffer": 4, "pad_token_id": 0, "seed": 3, "global_batch_size": 4, "micro_batch_size": 4}
-        return StreamLoader(reference, word_tokenizer(), **{**LIMITS, **settings, **changes})
+        given = {**LIMITS, **settings, **changes}
+        limits = Limits(
+            **{key: given.pop(key) for key in ("max_prompt_length", "max_length", "long_prompts") if key in given}
+        )
+        share = Share(**{each.name: given.pop(each.name) for each in fields(Share) if each.name in given})
+        make_batch = partial(given.pop("collate", collate), pad_token_id=given.pop("pad_token_id"))
+        return StreamLoader(reference, word_tokenizer(), limits, share, make_batch, **given)
 
     return loader
 
@@ -105,7 +113,7 @@ def test_a_batch_larger_than_the_set(make: Callable, tmp_path: Path) -> None:
 
 
 def test_items_are_those_of_encode(make: Callable, numbers: Path, word_tokenizer: Make) -> None:
-    whole = encode(read_examples(numbers), word_tokenizer(), **LIMITS).items
+    whole = encode(read_examples(numbers), word_tokenizer(), Limits(**LIMITS)).items
     loader = make(numbers, global_batch_size=SIZE, micro_batch_size=5)
     items = list(chain.from_iterable(loader.micro_batch_items(0)))
     assert sorted(items, key=str) == sorted(whole, key=str)
@@ -245,19 +253,20 @@ class TestLongPrompts:
             loader.micro_batches(0)
 
 
-def test_mistakes_are_told_before_the_first_step(make: Callable, tmp_path: Path, word_tokenizer: Make) -> None:
+def test_mistakes_are_told_before_the_first_step(tmp_path: Path, word_tokenizer: Make) -> None:
+    tokenizer, limits = word_tokenizer(), Limits(**LIMITS)
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
-        make(tmp_path / "none.jsonl")
+        check_stream(tmp_path / "none.jsonl", tokenizer, limits)
     with pytest.raises(UserError, match=r"empty\.jsonl: holds no example"):
-        make(write(tmp_path / "empty.jsonl", []))
+        check_stream(write(tmp_path / "empty.jsonl", []), tokenizer, limits)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
     with pytest.raises(UserError, match=r'bad\.jsonl:1: the key "completion" is missing'):
-        make(tmp_path / "bad.jsonl")
-    good = write(tmp_path / "good.jsonl", ["a"])
-    with pytest.raises(UserError, match=r"data\.shuffle_buffer is 0: give 1 or more"):
-        make(good, shuffle_buffer=0)
+        check_stream(tmp_path / "bad.jsonl", tokenizer, limits)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no end token"):
+        check_stream(write(tmp_path / "good.jsonl", ["a"]), tokenizer, limits)
     with pytest.raises(UserError, match="max_prompt_length"):
-        make(good, max_length=8)
+        Limits(max_prompt_length=8, max_length=8)
 
 
 def test_a_bad_row_on_the_way_is_named(make: Callable, tmp_path: Path) -> None:
@@ -293,7 +302,7 @@ def test_a_real_set(make: Callable) -> None:
         pytest.skip("LLMDISTILL_DATA is unset: it names the folder of the real data")
     path = Path(folder) / "instruct" / "self_inst.jsonl"
     loader = make(path, max_prompt_length=5000, max_length=6000, global_batch_size=252, micro_batch_size=252)
-    whole = encode(read_examples(path), loader.tokenizer, max_prompt_length=5000, max_length=6000).items
+    whole = encode(read_examples(path), loader.tokenizer, loader.limits).items
     [items] = loader.micro_batch_items(1)
     assert sorted(items, key=str) == sorted(whole, key=str)
     assert items != whole

@@ -4,6 +4,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.corpus import Corpus, tokenise
-from llmdistill.data.sampler import global_batch_indices
-from llmdistill.data.text import TextLoader, validation_batches
+from llmdistill.data.sampler import Share, global_batch_indices
+from llmdistill.data.text import TextLoader, TextSequences, validation_batches
 from llmdistill.errors import UserError
 
 PAD, UNK, CLS, SEP, MASK, EOS = range(6)
@@ -64,13 +65,15 @@ def numbered(*shapes: list[int]) -> Corpus:
     return corpus_of(*[[[next(numbers) for _ in range(length)] for length in shape] for shape in shapes])
 
 
+SHARE = [field.name for field in fields(Share)]
 MANY = [[3, 7, 12], [40], [5], [30, 1, 1, 60, 9], [2, 2], [25, 25]]
 
 
 def loader(corpus: Corpus, tokenizer: Any = None, **changes: Any) -> TextLoader:
     settings: dict[str, Any] = {"objective": "masked", "max_length": 16, "seed": 3}
     settings |= {"global_batch_size": 4, "micro_batch_size": 4, **changes}
-    return TextLoader(corpus, words() if tokenizer is None else tokenizer, **settings)
+    share = Share(**{key: settings.pop(key) for key in SHARE if key in settings})
+    return TextLoader(TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings), share)
 
 
 def rows(batches: list[Batch]) -> list[list[int]]:
@@ -84,9 +87,10 @@ def rows(batches: list[Batch]) -> list[list[int]]:
 
 def in_order(corpus: Corpus, tokenizer: Any = None, **changes: Any) -> list[Batch]:
     """All sequences in the order of the text."""
-    settings: dict[str, Any] = {"objective": "masked", "max_length": 16, "mask_share": 0.15, "whole_words": False}
-    settings |= {"next_sentence": False, "limit": 10**6, "batch_size": 4, "rank": 0, "world_size": 1, **changes}
-    return validation_batches(corpus, words() if tokenizer is None else tokenizer, **settings)
+    settings: dict[str, Any] = {"objective": "masked", "max_length": 16, "limit": 10**6, "batch_size": 4, **changes}
+    taken = {key: settings.pop(key) for key in ("limit", "batch_size", "rank", "world_size") if key in settings}
+    sequences = TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings)
+    return validation_batches(sequences, **taken)
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -136,12 +140,10 @@ class TestDecoders:
         batch = in_order(numbered([24]), words(without=("pad_token",)), objective="next")[0]
         assert batch.input_ids[1, 8:].tolist() == [SEP] * 8
 
-    def test_the_report(self) -> None:
-        assert len(loader(numbered([32]), objective="next")) == 2
-        report = loader(numbered([32]), objective="next").report()
-        assert report == "2 sequences of up to 16 tokens, 100% filled"
-        assert loader(numbered([24]), objective="next").report() == "2 sequences of up to 16 tokens, 75% filled"
-        assert loader(corpus_of([[FIRST] * 19744]), max_length=18).report().startswith("1,234 sequences of up to 18")
+    def test_the_number_of_sequences(self) -> None:
+        assert len(loader(numbered([32]), objective="next").sequences) == 2
+        assert len(loader(numbered([24]), objective="next").sequences) == 2
+        assert len(loader(corpus_of([[FIRST] * 19744]), max_length=18).sequences) == 1234
 
 
 class TestEncoders:
@@ -218,7 +220,7 @@ class TestOrder:
     def test_is_that_of_the_sampler(self, kind: dict[str, Any]) -> None:
         corpus = numbered(*MANY)
         source = loader(corpus, **kind)
-        size = int(source.report().split()[0])
+        size = len(source.sequences)
         walked = [rows(source.micro_batches(step)) for step in range(3 * size)]
         indices = [
             global_batch_indices(seed=3, step=step, dataset_size=size, global_batch_size=4) for step in range(3 * size)
@@ -292,7 +294,7 @@ class TestPairs:
         """(first segment, second segment, target) of each sequence of some epochs."""
         source = loader(corpus, tokenizer, next_sentence=True, global_batch_size=1, micro_batch_size=1, **changes)
         found = []
-        for step in range(epochs * int(source.report().split()[0].replace(",", ""))):
+        for step in range(epochs * len(source.sequences)):
             [batch] = source.micro_batches(step)
             [ids] = rows([batch])
             assert batch.token_type_ids is not None
@@ -400,9 +402,8 @@ class TestPairs:
             assert (batch.labels[chosen] >= STOP).all()
         assert min(places[0], places[1]) > 30
 
-    def test_the_report(self) -> None:
-        source = loader(numbered([26], [13]), next_sentence=True)
-        assert source.report() == "3 sequences of up to 16 tokens, 100% filled"
+    def test_the_number_of_pairs(self) -> None:
+        assert len(loader(numbered([26], [13]), next_sentence=True).sequences) == 3
 
 
 class TestValidation:

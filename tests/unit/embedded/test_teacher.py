@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.data.instruct import encode_example_prompts, render_prompt
+from llmdistill.data.instruct import Limits, encode_prompts, render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus, locate
 from llmdistill.generation.decode import Decoding, generate
@@ -76,6 +76,6 @@ def test_teacher_reaches_its_score(teacher: PreTrainedModel, tokenizer: PreTrain
     for split in corpus.TESTS:
         examples = read_examples(locate(f"embedded:{split}"))
         settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80)
-        prompts = encode_example_prompts(examples, tokenizer, max_prompt_length=256, long_prompts="error").ids
+        prompts = encode_prompts(examples, tokenizer, Limits()).ids
         texts = generate(teacher, tokenizer, prompts, settings, max_prompt_length=256, max_length=512, seed=0).texts
         assert rouge_l(texts, [list(example.outputs) for example in examples]) == pytest.approx(claimed[split], abs=1.0)

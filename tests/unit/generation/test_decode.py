@@ -19,7 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from llmdistill.data.instruct import encode_prompts
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import (
     Decoding,
@@ -83,7 +84,11 @@ def answers_to(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], settings: Decoding, **limits: Any
 ) -> GenerationResult:
     long_prompts, length = limits.pop("long_prompts", "error"), limits["max_prompt_length"]
-    ids = encode_prompts(prompts, tokenizer, max_prompt_length=length, long_prompts=long_prompts).ids
+    examples = [Example("", "", (), raw_prompt=prompt) for prompt in prompts]
+    checked = Limits(
+        max_prompt_length=length, max_length=max(limits["max_length"], length + 1), long_prompts=long_prompts
+    )
+    ids = encode_prompts(examples, tokenizer, checked).ids
     return generate(model, tokenizer, ids, settings, **limits)
 
 

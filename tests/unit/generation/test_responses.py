@@ -11,7 +11,7 @@ from transformers import BertConfig
 
 from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import encode_prompts, render_prompt
+from llmdistill.data.instruct import Limits, encode_prompts, render_prompt
 from llmdistill.data.sources import read_examples, read_prompts
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
@@ -95,7 +95,8 @@ def test_samples_are_those_of_generate(teacher: Path, data: Path, tmp_path: Path
     generate_responses(str(teacher), str(data), tmp_path / "a.jsonl", SETTINGS)
     model, tokenizer = load_model(teacher, dtype=torch.float32), load_tokenizer(teacher)
     prompts = [render_prompt(example) for example in read_examples(data)]
-    ids = encode_prompts(prompts, tokenizer, max_prompt_length=60, long_prompts="error").ids
+    examples = [Example("", "", (), raw_prompt=prompt) for prompt in prompts]
+    ids = encode_prompts(examples, tokenizer, Limits(max_prompt_length=60)).ids
     expected = generate(model, tokenizer, ids, Decoding(sample=True, batch_size=2), seed=4, **LIMITS)
     assert [row["output"] for row in rows(tmp_path / "a.jsonl")] == expected.texts
     assert len(set(expected.texts)) > 3

@@ -5,10 +5,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded
-from llmdistill.data.sampler import TrainLoader
+from llmdistill.data.collate import Encoded, collate
 from llmdistill.generation.rollout import OnPolicyLoader, RowNoise
+
+from support import train_loader
 
 END, PAD = 1, 0
 ITEMS = [Encoded([2 + n, 5, 6 + n % 3][: 1 + n % 3], [9, END]) for n in range(12)]
@@ -30,7 +30,7 @@ def model() -> LlamaForCausalLM:
 
 
 def make(model, *, share=1.0, micro_batch_size=8, rank=0, world_size=1, seed=3) -> OnPolicyLoader:
-    loader = TrainLoader(
+    loader = train_loader(
         ITEMS,
         collate=collate,
         pad_token_id=PAD,

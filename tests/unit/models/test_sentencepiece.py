@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizer
 
 from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Example, encode
+from llmdistill.data.instruct import Example, Limits, encode
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -122,7 +122,7 @@ def test_same_sentencepiece_is_the_same_vocabulary(llama: tuple[Path, SentencePi
 
 def test_a_llama_learns_on_it(llama: tuple[Path, SentencePieceProcessor], examples: list[Example]) -> None:
     tokenizer = load_tokenizer(llama[0])
-    data = encode(examples[:16], tokenizer, max_prompt_length=300, max_length=400)
+    data = encode(examples[:16], tokenizer, Limits(max_prompt_length=300, max_length=400))
     end = llama[1].eos_id()
     for item, example in zip(data.items, examples, strict=False):
         assert item.prompt_ids[0] == tokenizer.bos_token_id

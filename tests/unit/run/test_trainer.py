@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,16 +12,16 @@ from references import token_loss
 
 from llmdistill.batch import Batch, LossSum, Outputs, Taps
 from llmdistill.config import TrainConfig
-from llmdistill.data.collate import collate
-from llmdistill.data.instruct import Encoded
-from llmdistill.data.sampler import TrainLoader
-from llmdistill.data.validation import validation_batches
+from llmdistill.data.collate import Encoded, collate
+from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.trainer import Trainer, global_counts
 from llmdistill.runtime.distributed import World
+
+from support import train_loader
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -108,7 +109,7 @@ class Table:
 def make_trainer(folder, micro_batch_size, method=None, steps=4):
     weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     items = [Encoded(list(range(1, 2 + n % 5)), list(range(3, 5 + n % 3))) for n in range(12)]
-    loader = TrainLoader(
+    loader = train_loader(
         items, collate=collate, pad_token_id=0, seed=3, global_batch_size=8, micro_batch_size=micro_batch_size
     )
     return weight, Trainer(
@@ -157,7 +158,12 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     trainer.student = Table(table)
     items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
     shares = [
-        validation_batches(items, pad_token_id=0, batch_size=2, rank=rank, world_size=world)
+        [
+            batch
+            for _, batch in scoring_batches(
+                items, partial(collate, pad_token_id=0), batch_size=2, rank=rank, world_size=world
+            )
+        ]
         for world in (1, 3)
         for rank in range(world)
     ]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llmdistill.commands.evaluate import default_output, main, set_names
 from llmdistill.config import GenerationConfig
-from llmdistill.data.instruct import Example, encode_example_prompts
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.errors import UserError
-from llmdistill.generation.decode import generate
-from llmdistill.tasks.answers import decoding_of, evaluate_model, score_set, score_sets
+from llmdistill.generation.decode import Decoding, generate
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.answers import evaluate_model, score_sets
 from llmdistill.tasks.rouge import rouge_l
 
 from support import RankServer
@@ -74,22 +77,24 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(
 ) -> None:
     settings = GenerationConfig(seeds=[10, 20, 30])
     lines: list[str] = []
-    path = tmp_path / "new" / "set.jsonl"
-    score = score_set(model, tokenizer, SHORT, settings, predictions_path=path, log=lines.append, **LIMITS)
-    limit = LIMITS["max_prompt_length"]
-    prompts = encode_example_prompts(SHORT, tokenizer, max_prompt_length=limit, long_prompts="error").ids
-    decoding = decoding_of(settings)
+    folder = tmp_path / "new"
+    limits = Limits(**LIMITS)
+    score = score_sets(model, tokenizer, {"set": SHORT}, settings, limits, predictions_dir=folder, log=lines.append)[
+        "set"
+    ]
+    prompts = encode_prompts(SHORT, tokenizer, limits).ids
+    decoding = Decoding(sample=True, no_repeat_ngram_size=settings.no_repeat_ngram_size, batch_size=settings.batch_size)
     texts = [generate(model, tokenizer, prompts, decoding, seed=seed, **LIMITS).texts for seed in (10, 20, 30)]
     expected = [rouge_l(answers, [example.outputs for example in SHORT]) for answers in texts]
-    assert score.per_seed == expected
+    assert score["per_seed"] == expected
     assert len(set(expected)) > 1
     mean = sum(expected) / 3
-    assert score.rouge_l == pytest.approx(mean)
-    assert score.std == pytest.approx((sum((one - mean) ** 2 for one in expected) / 2) ** 0.5)
-    assert score.tokens > 0
-    assert score.tokens_per_second > 0
+    assert score["rougeL"] == pytest.approx(mean)
+    assert score["std"] == pytest.approx((sum((one - mean) ** 2 for one in expected) / 2) ** 0.5)
+    assert score["tokens"] > 0
+    assert score["tokens_per_second"] > 0
     assert len(lines) == 3
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (folder / "set.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows[0] == {
         "instruction": "Name a colour",
         "input": "",
@@ -97,29 +102,34 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(
         "predictions": {f"seed {seed}": answers[0] for seed, answers in zip((10, 20, 30), texts, strict=True)},
     }
     assert rows[1]["predictions"]["seed 20"] == texts[1][1]
-    assert [file.name for file in path.parent.iterdir()] == ["set.jsonl"], "nothing temporary stays"
+    assert [file.name for file in folder.iterdir()] == ["set.jsonl"], "nothing temporary stays"
 
 
 def test_long_prompts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     settings = GenerationConfig(decoding="greedy")
     with pytest.raises(UserError, match=r"1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3"):
-        score_set(model, tokenizer, EXAMPLES, settings, max_prompt_length=45, max_length=50)
-    shorter = {"max_prompt_length": 45, "max_length": 50}
-    path = tmp_path / "p.jsonl"
-    dropped = score_set(model, tokenizer, EXAMPLES, settings, long_prompts="drop", predictions_path=path, **shorter)
-    assert (dropped.examples, dropped.dropped, dropped.truncated, dropped.std) == (2, 1, 0, 0.0)
-    assert [json.loads(line)["instruction"] for line in path.read_text().splitlines()] == ["Name a colour", "Name"]
-    cut = score_set(model, tokenizer, EXAMPLES, settings, long_prompts="truncate", **shorter)
-    assert (cut.examples, cut.dropped, cut.truncated) == (3, 0, 1)
+        score_sets(model, tokenizer, {"p": EXAMPLES}, settings, Limits(max_prompt_length=45, max_length=50))
+
+    def score(long_prompts: Any) -> dict[str, Any]:
+        limits = Limits(max_prompt_length=45, max_length=50, long_prompts=long_prompts)
+        return score_sets(model, tokenizer, {"p": EXAMPLES}, settings, limits, predictions_dir=tmp_path)["p"]
+
+    dropped = score("drop")
+    assert (dropped["examples"], dropped["dropped"], dropped["truncated"], dropped["std"]) == (2, 1, 0, 0.0)
+    lines = (tmp_path / "p.jsonl").read_text().splitlines()
+    assert [json.loads(line)["instruction"] for line in lines] == ["Name a colour", "Name"]
+    cut = score("truncate")
+    assert (cut["examples"], cut["dropped"], cut["truncated"]) == (3, 0, 1)
 
 
 def test_limit_and_several_sets(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     settings = GenerationConfig(decoding="greedy", limit=1)
-    scores = score_sets(model, tokenizer, {"a": SHORT, "b": SHORT[1:]}, settings, predictions_dir=tmp_path, **LIMITS)
-    assert {name: score.examples for name, score in scores.items()} == {"a": 1, "b": 1}
+    sets, limits = {"a": SHORT, "b": SHORT[1:]}, Limits(**LIMITS)
+    scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=tmp_path)
+    assert {name: score["examples"] for name, score in scores.items()} == {"a": 1, "b": 1}
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
-    alone = score_set(model, tokenizer, SHORT[1:], settings, **LIMITS)
-    assert scores["b"].rouge_l == alone.rouge_l
+    alone = score_sets(model, tokenizer, {"b": SHORT[1:]}, settings, limits)
+    assert scores["b"]["rougeL"] == alone["b"]["rougeL"]
 
 
 def test_only_rank_0_writes(
@@ -130,14 +140,15 @@ def test_only_rank_0_writes(
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", from_other_rank)
     settings = GenerationConfig(decoding="greedy")
-    score_set(model, tokenizer, SHORT, settings, predictions_path=tmp_path / "a.jsonl", rank=1, world_size=2, **LIMITS)
+    world = World(rank=1, size=2, device=torch.device("cpu"))
+    score_sets(model, tokenizer, {"a": SHORT}, settings, Limits(**LIMITS), predictions_dir=tmp_path, world=world)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_evaluate_model_from_a_folder(folder: Path, model: LlamaForCausalLM, tmp_path: Path) -> None:
     settings = GenerationConfig(decoding="greedy")
     data = {"short": str(write(tmp_path / "short.jsonl", SHORT))}
-    result = evaluate_model(str(folder), data, settings, output_dir=tmp_path / "out", **LIMITS)
+    result = evaluate_model(str(folder), data, settings, Limits(**LIMITS), output_dir=tmp_path / "out")
     assert result["params"] == sum(parameter.numel() for parameter in model.parameters())
     assert result["sets"]["short"]["examples"] == 2
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == result
@@ -148,19 +159,20 @@ def test_bad_prompts_are_found_before_any_generation_and_any_model(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     sets = {"good": SHORT, "bad": EXAMPLES}
-    shorter = {"max_prompt_length": 45, "max_length": 50}
+    shorter = Limits(max_prompt_length=45, max_length=50)
     with pytest.raises(UserError, match="first x:3"):
-        score_sets(model, tokenizer, sets, GenerationConfig(), predictions_dir=tmp_path / "out", **shorter)
+        score_sets(model, tokenizer, sets, GenerationConfig(), shorter, predictions_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (folder / "model.safetensors").unlink()
     data = {"bad": str(write(tmp_path / "bad.jsonl", EXAMPLES))}
     with pytest.raises(UserError, match=r"bad\.jsonl:3"):
-        evaluate_model(str(folder), data, GenerationConfig(), **shorter)
+        evaluate_model(str(folder), data, GenerationConfig(), shorter)
 
 
 def test_data_is_read_before_the_model(tmp_path: Path) -> None:
+    data = {"a": str(tmp_path / "none.jsonl")}
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
-        evaluate_model(str(tmp_path / "no model"), {"a": str(tmp_path / "none.jsonl")}, GenerationConfig(), **LIMITS)
+        evaluate_model(str(tmp_path / "no model"), data, GenerationConfig(), Limits(**LIMITS))
 
 
 def test_names_of_sets_and_default_output() -> None:

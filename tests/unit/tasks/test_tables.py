@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from llmdistill.config import DataConfig, GenerationConfig
+from llmdistill.data.instruct import Limits
+from llmdistill.data.pairs import PairExample
+from llmdistill.tasks.glue import GlueData
+from llmdistill.tasks.glue_files import TaskFiles
 from llmdistill.tasks.instructions import InstructionData
 from llmdistill.tasks.text import TextData
 
@@ -13,6 +17,7 @@ from llmdistill.tasks.text import TextData
 def instructions():
     return InstructionData(
         settings=DataConfig(),
+        limits=Limits(),
         scoring=GenerationConfig(decoding="greedy"),
         tokenizer=None,
         teachers_tokenizer=None,
@@ -62,3 +67,12 @@ def test_without_a_validation_text_there_is_no_loss_to_show(text):
     results = text.results({}, [{"step": 10, "loss": 2.0}], sizes)
     assert [results[name]["valid_loss"] for name in ("teacher", "untrained", "student")] == [None, None, None]
     assert "student" not in text.results({}, [], sizes)
+
+
+@pytest.mark.parametrize(("size", "batch", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])
+def test_the_steps_of_an_epoch_of_glue_learn_each_example(size, batch, steps):
+    rows = [PairExample("a", None, 0, number) for number in range(size)]
+    files = TaskFiles(name="RTE", train=rows, dev={}, test={}, digest="")
+    data = GlueData(files=files, tokenizer=None, max_length=8, encoded={}, batch_size=1, teacher_name="", report="")
+    assert data.num_steps(1, batch) == steps
+    assert data.num_steps(3, batch) == 3 * steps, "each epoch is rounded up"
