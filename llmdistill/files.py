@@ -27,6 +27,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON value of a model's folder. Raises UserError, which names the line, if the file is not valid JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text: mend or replace it") from error
+
+
 @contextmanager
 def new_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` if the block ends without an exception.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from functools import cache
 from pathlib import Path
@@ -17,13 +16,12 @@ from transformers.pytorch_utils import Conv1D
 
 from llmdistill.config import LoraConfig
 from llmdistill.errors import UserError
+from llmdistill.files import read_json
 from llmdistill.models.families import layers_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LINEAR_TYPES = (nn.Linear, Conv1D)
-_FACTORS = (".A", ".B")
-"""Name suffixes of the two factors of a factorized linear."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -32,10 +30,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def adapter_folder(path: str | Path) -> Path | None:
-    """The local folder of an adapter, downloaded if `path` is a hub name; None if `path` is not an adapter.
-
-    Returns None if the hub cannot be reached; loading the model then reports the reason.
-    """
+    """The local folder of an adapter, downloaded if `path` is a hub name; None if it is none, or the hub is silent."""
     if Path(path).exists():
         return Path(path) if (Path(path) / CONFIG_FILE).is_file() else None
     return _hub_adapter(str(path))
@@ -60,16 +55,10 @@ def _hub_adapter(name: str) -> Path | None:
 def base_of(folder: Path) -> str:
     """The base model that an adapter names: a path relative to the adapter's folder if it exists, else as given.
 
-    Raises:
-        UserError: adapter_config.json is damaged, names no base, or names a base that is an adapter itself.
+    Raises UserError if adapter_config.json is damaged, names no base, or names a base that is an adapter itself.
     """
     file = folder / CONFIG_FILE
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text: mend or replace it") from error
+    content = read_json(file)
     name = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(name, str) or not name:
         raise UserError(f"{file}: it names no base model: set base_model_name_or_path to a folder or a hub name")
@@ -80,20 +69,22 @@ def base_of(folder: Path) -> str:
 
 
 def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Merge an adapter into its base and return the stock model.
+    """Merge an adapter into its base, given in fp32 so that only the final cast rounds, and return the stock model.
 
-    Pass the base in fp32, so that only the final cast rounds.
-
-    Raises:
-        UserError: the adapter has no safetensors file, cannot be merged, or does not fit the base.
+    Raises UserError if the adapter has no safetensors file, cannot be merged, or does not fit the base.
     """
     from peft import PeftModel, get_peft_model_state_dict
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     if not (folder / WEIGHTS_FILE).is_file():
         raise UserError(
             f"{folder}: the adapter has no {WEIGHTS_FILE}: save it as safetensors (a pickled .bin is never read)"
         )
-    _refuse_zero3(folder)
+    if is_deepspeed_zero3_enabled():
+        raise UserError(
+            f"{folder}: an adapter cannot be merged into a base that ZeRO-3 shards while loading: "
+            "write the merged model first (llmdistill.models.load.merge_adapter) and load that"
+        )
     state = base.state_dict().keys()
     try:
         with warnings.catch_warnings():
@@ -131,8 +122,7 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
     At the start B is zero, so the adapters change nothing, and A depends only on the seed; the global random state does
     not change. The model keeps its class and its module names, so taps record the adapted outputs.
 
-    Raises:
-        UserError: a target matches no linear of the layers, or a chosen module is a Kronecker product.
+    Raises UserError if a target matches no linear of the layers, or if a chosen module is a Kronecker product.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -180,11 +170,7 @@ def merge_lora(model: PreTrainedModel) -> None:
 
 
 def load_adapters(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
-    """Load the adapters that `add_lora` added to a model from a state dict that holds only these adapters.
-
-    Raises:
-        RuntimeError: an adapter weight is missing, unknown, or of another shape.
-    """
+    """Load the adapters that `add_lora` added from a state dict of these alone; raises RuntimeError if it differs."""
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if wanted != state.keys():
         differing = min(wanted ^ state.keys())
@@ -207,23 +193,20 @@ def _targets(model: PreTrainedModel, targets: list[str] | None) -> list[str]:
     names = [f"{prefix}.{name}" for name, module in layers.named_modules() if type(module) in _LINEAR_TYPES]
     if targets is None:
         return names
-    chosen: list[str] = []
     for target in targets:
-        found = [name for name in names if any(_tensors(each, target) for each in (name, _unfactored(name)))]
-        if not found:
+        if not any(_matches(name, target) for name in names):
             there = sorted({_unfactored(name).rpartition(".")[2] for name in names})
             raise UserError(
                 f"student.lora.targets: {target!r} is no linear of the student's layers: there are {', '.join(there)}"
             )
-        chosen += found
-    return [name for name in names if name in set(chosen)]
+    return [name for name in names if any(_matches(name, target) for target in targets)]
 
 
 def _refuse_kronecker(layers: nn.ModuleList, targets: list[str] | None) -> None:
     """Raises UserError if a target is a Kronecker product: its factors are parameters of one module, not linears."""
     own = {name: {key for key, _ in module.named_parameters(recurse=False)} for name, module in layers.named_modules()}
     kronecker = [name for name, keys in own.items() if {"A", "B"} <= keys]
-    asked = kronecker if targets is None else [n for n in kronecker if any(_tensors(n, target) for target in targets)]
+    asked = [name for name in kronecker if targets is None or any(_matches(name, target) for target in targets)]
     if asked:
         remedy = "name dense linears in student.lora.targets" if targets is None else f"take {asked[0]} out of targets"
         raise UserError(
@@ -233,21 +216,13 @@ def _refuse_kronecker(layers: nn.ModuleList, targets: list[str] | None) -> None:
 
 
 def _unfactored(name: str) -> str:
-    return name[:-2] if name.endswith(_FACTORS) else name
+    """The name of the linear of which this is a factor; another name is returned as it is."""
+    return name.removesuffix(".A").removesuffix(".B")
 
 
-def _tensors(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def _refuse_zero3(folder: Path) -> None:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled():
-        raise UserError(
-            f"{folder}: an adapter cannot be merged into a base that ZeRO-3 shards while loading: "
-            "write the merged model first (llmdistill.models.load.merge_adapter) and load that"
-        )
+def _matches(name: str, target: str) -> bool:
+    """Whether a linear, or the factorized linear that it is a factor of, has a name that is or ends with the target."""
+    return any(f".{each}".endswith(f".{target}") for each in (name, _unfactored(name)))
 
 
 def _does_not_fit(folder: Path, base: PreTrainedModel, reason: str) -> UserError:

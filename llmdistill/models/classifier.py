@@ -27,17 +27,16 @@ def copies_classifier(
     *,
     by_default: bool,
 ) -> bool:
-    """Whether a run starts from the teacher's classifier, decided from the models' configs.
+    """Whether a run starts from the teacher's classifier, decided from the models' configs; never without a teacher.
 
     Args:
         wanted: the user's setting; None takes the default.
         student: config of the student.
-        teacher: config of the teacher; None without a teacher, and then nothing is copied.
+        teacher: config of the teacher, if there is one.
         num_classes: outputs of the student's classifier.
         by_default: whether the classifier is copied if `wanted` is None and the shapes agree.
 
-    Raises:
-        UserError: `wanted` is True, but the classifiers have different shapes.
+    Raises UserError if `wanted` is True, but the classifiers have different shapes.
     """
     if teacher is None or wanted is False or (wanted is None and not by_default):
         return False
@@ -63,11 +62,7 @@ def _shapes(config: PreTrainedConfig, num_classes: int | None = None) -> dict[st
 
 
 def read_classifier(path: str) -> dict[str, Tensor]:
-    """The classifier of a fine-tuned model by parameter name, in fp32 on the CPU.
-
-    Raises:
-        UserError: the model cannot be read, or has no classifier.
-    """
+    """The classifier of a fine-tuned model by parameter name, in fp32 on the CPU. Raises UserError if it has none."""
     model = load_model(path, dtype=torch.float32, head="sequence")
     return {name: parameter.detach().clone() for name, parameter in classifier_parameters(model).items()}
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import shorten
 from typing import TypeVar, cast
 
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, PreTrainedConfig
 
 from llmdistill.errors import UserError
+from llmdistill.files import read_json
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, base_of
 from llmdistill.models.families import family_named, family_of
 
@@ -21,14 +18,10 @@ Loaded = TypeVar("Loaded")
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """The config of a model of a supported architecture; for a peft adapter, the config of its base.
+    """The config of the model in a folder or on the hub; for a peft adapter, the config of its base.
 
-    Args:
-        path: a folder with config.json or adapter_config.json, or a name on the hub.
-
-    Raises:
-        UserError: the folder does not exist, has no config.json or an invalid one, the architecture is not supported,
-            or the hub has no such name or cannot be reached.
+    Raises UserError if the folder does not exist, has no config.json or an invalid one, if the architecture is not
+    supported, or if the hub has no such name or cannot be reached.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None:
@@ -53,11 +46,7 @@ def of_base(adapter: Path, load: Callable[[str], Loaded]) -> Loaded:
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The folder at a path, or None if the path can only be a name on the hub.
-
-    Raises:
-        UserError: the path is a file, or is neither a folder nor a possible name on the hub.
-    """
+    """The folder at a path, or None if the path can only be a name on the hub; raises UserError if it is neither."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -72,18 +61,14 @@ def local_folder(path: str | Path) -> Path | None:
 def _check_config_file(file: Path) -> None:
     if not file.is_file():
         raise UserError(f"{file}: no such file: a model's folder needs its config.json")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text: mend or replace it") from error
+    content = read_json(file)
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")
     family_named(content["model_type"])
 
 
 def not_loaded(path: str | Path, what: str, error: Exception) -> UserError:
+    """The error for a part of a model (config, tokenizer, weights) that transformers could not load."""
     reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
     where = "" if Path(path).is_dir() else " is no folder here, and the hub did not give it"
     return UserError(f"{path}{where}: its {what} cannot be loaded ({reason}): check the name, the files, the network")

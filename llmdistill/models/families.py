@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from llmdistill.errors import UserError
@@ -18,8 +18,6 @@ Axis = Literal["whole", "hidden", "ffn", "query", "key", "value", "context", "fu
 classes); hidden: the width; ffn: the feed-forward width; query, key, value: the features of all heads of queries, keys
 or values; context: the features of all heads of the attention output; fused: queries, keys and values concatenated;
 head: the features of one head."""
-
-_DECODER_HEADS: Mapping[str, tuple[Axis, ...]] = {"lm_head": ("whole", "hidden"), "score": ("whole", "hidden")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +43,6 @@ class Family:
     layer_axes: Mapping[str, tuple[Axis, ...]]
     """Axes (outputs, inputs) of the modules of a layer, for students of another shape. The axes of the feed-forward
     modules follow from the names above. The axis of a norm is the width unless the norm is listed here."""
-    head_axes: Mapping[str, tuple[Axis, ...]] = field(default_factory=lambda: _DECODER_HEADS)
-    """Axes of the modules outside the layers, by name within the whole model; embeddings are recognised by type."""
     ffn_size: str = "intermediate_size"
     """The config's name for the feed-forward width; if its value is None, the feed-forward width is 4 x the width."""
     positions_after_padding: bool = False
@@ -100,31 +96,9 @@ _BERT = Family(
         "attention.self.value": ("value", "hidden"),
         "attention.output.dense": ("hidden", "context"),
     },
-    head_axes={
-        "pooler.dense": ("hidden", "hidden"),
-        "cls.predictions.transform.dense": ("hidden", "hidden"),
-        "cls.predictions.decoder": ("whole", "hidden"),
-        "cls.predictions": ("whole",),
-        "cls.seq_relationship": ("whole", "hidden"),
-        "classifier": ("whole", "hidden"),
-    },
     next_sentence="BertForPreTraining",
 )
-_ROBERTA = replace(
-    _BERT,
-    lm_head="lm_head",
-    head_axes={
-        "pooler.dense": ("hidden", "hidden"),
-        "lm_head": ("whole", "hidden"),
-        "lm_head.dense": ("hidden", "hidden"),
-        "lm_head.decoder": ("whole", "hidden"),
-        "classifier": ("whole", "hidden"),
-        "classifier.dense": ("hidden", "hidden"),
-        "classifier.out_proj": ("whole", "hidden"),
-    },
-    positions_after_padding=True,
-    next_sentence=None,
-)
+_ROBERTA = replace(_BERT, lm_head="lm_head", positions_after_padding=True, next_sentence=None)
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -156,11 +130,7 @@ class Shape:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a model's config.
-
-    Raises:
-        UserError: the architecture is not supported, or the config of an encoder sets is_decoder.
-    """
+    """The family of a model's config. Raises UserError if it is not supported, or if an encoder sets is_decoder."""
     family = family_named(config.model_type)
     if not family.causal and getattr(config, "is_decoder", False):
         raise UserError(
@@ -171,11 +141,7 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def family_named(model_type: str) -> Family:
-    """The family of a `model_type`.
-
-    Raises:
-        UserError: the architecture is not supported.
-    """
+    """The family of a `model_type`. Raises UserError if the architecture is not supported."""
     if model_type not in FAMILIES:
         raise UserError(
             f"config.json: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}; "

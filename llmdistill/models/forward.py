@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Taps
 from llmdistill.losses.head import TokenLosses, token_losses
-from llmdistill.losses.terms import Losses, RunningTerms
+from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
 from llmdistill.models.families import family_of
 from llmdistill.models.heads import LMHead, whole
-from llmdistill.models.packing import packed_mask
-from llmdistill.models.running import LayerLosses, without_autocast
 from llmdistill.models.taps import Recorder
 
 
@@ -103,30 +102,14 @@ class TappedModel:
         self._head.remove()
 
     def _run(self, batch: Batch) -> Any:
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-        if batch.position_ids is None:
-            inputs["attention_mask"] = self._mask(batch)
-        else:
-            inputs["attention_mask"] = packed_mask(batch.attention_mask, self._recorder.model.config)
-            inputs["position_ids"] = batch.position_ids
-        if batch.token_type_ids is not None:
-            inputs["token_type_ids"] = batch.token_type_ids
-        return self._forward(**inputs)
-
-    def _mask(self, batch: Batch) -> Any:
-        """The attention mask to pass to transformers.
-
-        Transformers reads the values of a plain (B, T) mask, and on a GPU the host would have to wait for them.
-        Therefore a batch on a GPU gets a ready (B, 1, T, T) mask, or None if nothing is padded.
-        """
-        attention_mask = batch.attention_mask
-        if attention_mask.device.type == "cpu" or batch.padded is None:
-            return attention_mask
-        if not batch.padded:  # without a mask sdpa can use flash attention
-            return None
-        if self._shift:
-            return packed_mask(attention_mask, self._recorder.model.config)
-        return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
+        inputs = {
+            "input_ids": batch.input_ids,
+            "attention_mask": _mask(batch, self._recorder.model.config),
+            "position_ids": batch.position_ids,
+            "token_type_ids": batch.token_type_ids,
+        }
+        given = {key: value for key, value in inputs.items() if value is not None or key == "attention_mask"}
+        return self._forward(**given, use_cache=False)
 
     def _rows(
         self, batch: Batch, lm_head: bool, use: Callable[[HeadInputs], Tensor] | None
@@ -149,6 +132,88 @@ class TappedModel:
             return result.prediction_logits, result.seq_relationship_logits
         logits = result.get("logits")
         return (logits, None) if self._head.is_there else (None, logits)
+
+
+class LayerLosses:
+    """Computes each layer term as soon as the student's taps for it are available, and drops taps that no term needs.
+
+    Memory: layer by layer, the closed-form gradients that a loss saves for the backward pass replace the teacher's
+    tensors, instead of being added to all of them.
+    """
+
+    def __init__(self, terms: Sequence[LayerTerm], teacher: Taps | None, attention_mask: Tensor) -> None:
+        """`teacher` loses its taps as the terms are computed; it may be None only if there are no terms."""
+        assert teacher is not None or not terms, "terms of layers need a teacher"
+        self._waiting = list(terms)
+        self._teacher = Taps() if teacher is None else teacher
+        self._mask = attention_mask
+        self._came: set[Tap] = set()
+        self.sums: dict[str, LossSum] = {}
+
+    def offer(self, taps: Taps, tap: Tap) -> None:
+        """Compute the terms that are ready now that the student's tap `tap` has been added to `taps`."""
+        self._came.add(tap)
+        ready = [term for term in self._waiting if term.student <= self._came]
+        self._waiting = [term for term in self._waiting if not term.student <= self._came]
+        for term in ready:
+            with without_autocast(self._mask.device):
+                loss = term.loss(taps, self._teacher, self._mask)
+            self.sums[term.name] = add_losses(self.sums[term.name], loss) if term.name in self.sums else loss
+        _drop(taps, [{tap}, *(term.student for term in ready)], [term.student for term in self._waiting])
+        _drop(self._teacher, [term.teacher for term in ready], [term.teacher for term in self._waiting])
+
+
+def _drop(taps: Taps, done: Sequence[Collection[Tap]], needed: Sequence[Collection[Tap]]) -> None:
+    for aspect, layer in set[Tap]().union(*done).difference(*needed):
+        getattr(taps, aspect).pop(layer, None)
+        taps.projected.get(aspect, {}).pop(layer, None)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which operations keep their dtypes: a caller's autocast would round the sums of a loss to bf16."""
+    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | dict[str, Tensor] | None:
+    """The attention mask to pass to transformers.
+
+    Transformers reads the values of a plain (B, T) mask and of position ids, and on a GPU the host would have to wait
+    for them. Therefore packed rows, and a padded batch on a GPU, get a ready (B, 1, T, T) mask.
+    """
+    attention_mask = batch.attention_mask
+    if batch.position_ids is not None:
+        return packed_mask(attention_mask, config)
+    if attention_mask.device.type == "cpu" or batch.padded is None:
+        return attention_mask
+    if not batch.padded:  # without a mask sdpa can use flash attention
+        return None
+    if family_of(config).causal:
+        return packed_mask(attention_mask, config)
+    return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
+
+
+def packed_mask(segments_BT: Tensor, config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:
+    """The attention mask of rows that hold several sequences: each token sees only its own sequence.
+
+    Args:
+        segments_BT: the number (from 1) of each token's sequence in its row; 0 at padding, which sees only padding.
+        config: config of a decoder.
+
+    Returns:
+        (B, 1, T, T), True where a query (third axis) can see a key; a dict with one mask for each layer type if the
+        config names layer types.
+    """
+    assert family_of(config).causal, "only decoders read packed rows"
+    position_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    distance_TT = position_T[:, None] - position_T[None, :]
+    full_B1TT = ((segments_BT[:, :, None] == segments_BT[:, None, :]) & (distance_TT >= 0))[:, None]
+    window = getattr(config, "sliding_window", None)
+    sliding_B1TT = full_B1TT if window is None else full_B1TT & (distance_TT < window)
+    if getattr(config, "layer_types", None) is None:  # all of Mistral's layers slide if it has a window
+        return sliding_B1TT
+    return {"full_attention": full_B1TT, "sliding_attention": sliding_B1TT}
 
 
 def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:

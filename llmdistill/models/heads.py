@@ -39,11 +39,9 @@ class LMHead:
 
     @contextmanager
     def taken_over(self, rows_N: Tensor, use: Callable[[HeadInputs], Tensor] | None) -> Iterator[None]:
-        """Run the LM head on some rows only, and replace the logits by the result of `use`.
+        """Run the LM head on some rows only, given by their (N,) flat positions b·T + t in int64.
 
-        Args:
-            rows_N: (N,) int64, the flat positions (b·T + t) that the LM head is run on.
-            use: function of the inputs of the last linear, whose result replaces the logits. None computes the logits.
+        The result of `use` on the inputs of the last linear replaces the logits; None computes the logits.
         """
         self._rows_N, self._use = rows_N, use
         try:

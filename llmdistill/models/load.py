@@ -23,7 +23,7 @@ from transformers import (
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, base_of, cast_parameters
-from llmdistill.models.configs import load_config, local_folder, not_loaded, of_base
+from llmdistill.models.configs import load_config, not_loaded, of_base
 from llmdistill.models.families import family_of
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 
@@ -49,8 +49,7 @@ _COMPANIONS = (
 def auto_class(config: PreTrainedConfig, head: Head) -> Any:
     """The class of transformers that loads a model with a head; a decoder has an LM head or a classifier.
 
-    Raises:
-        UserError: the head is the saved one, but config.json names no class of transformers.
+    Raises UserError if the head is the saved one, but config.json names no class of transformers.
     """
     if head == "saved":
         name = (config.architectures or [""])[0]
@@ -81,17 +80,15 @@ def load_model(
     Args:
         path: a folder, or a name on the hub; a peft adapter is merged into its base in fp32 and then cast.
         dtype: dtype of the weights; auto keeps that of the folder (for an adapter, of its base).
-        device: device to move the model to; None leaves the model on the device where it was loaded.
+        device: device to move the model to; None leaves the model where it was loaded.
         head: the head of the model.
-        new_head: whether a head that is missing in the weights is initialised at random (from torch's generator)
-            instead of raising an error.
+        new_head: whether a head that the weights lack is initialised at random (from torch's generator).
         num_classes: outputs of a new classifier, 1 for a classifier that predicts a score; None takes the config's.
 
     Raises:
-        UserError: as in `load_config`, or there is no safetensors file, weights are missing or do not fit the config,
-            or an adapter does not fit its base.
+        UserError: as in `load_config`; weights in safetensors are missing, or do not fit; or an adapter does not fit.
     """
-    _, adapter = local_folder(path), adapter_folder(path)
+    adapter = adapter_folder(path)
     if adapter is None:
         model = _load_weights(path, dtype, head, new_head, num_classes)
     else:
@@ -156,14 +153,11 @@ def _may_be_new(model: PreTrainedModel, name: str, new_head: bool) -> bool:
 
 
 def build_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a config on the meta device, without weights, to count parameters and to plan.
+    """The model whose parameters papers count, on the meta device: an encoder's base (with pooler), or a causal LM.
 
-    Encoders are the base model (with pooler) and decoders the causal LM, because papers count their parameters so.
-
-    Raises:
-        UserError: the architecture is not supported.
+    Raises UserError if the architecture is not supported.
     """
-    auto = AutoModelForCausalLM if family_of(config).causal else AutoModel
+    auto = auto_class(config, "none")
     with torch.device("meta"):
         return cast(PreTrainedModel, auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -32,8 +33,7 @@ class StudentShape:
 def parse_shape(text: str, *, key: str = "student.shape") -> StudentShape:
     """Parse a shape such as "6x384x12" or "6x384x12x1536": depth, width, heads, feed-forward width.
 
-    Raises:
-        UserError: the text has another form, a number is 0, or the heads do not divide the width.
+    Raises UserError if the text has another form, if a number is 0, or if the heads do not divide the width.
     """
     match = re.fullmatch(r"\s*(\d{1,6})[x×](\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?\s*", text)
     numbers = [int(number) for number in match.groups() if number is not None] if match is not None else [0]
@@ -53,10 +53,8 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     """The config of a dense student of the given shape; all other values are the teacher's.
 
     The student keeps the teacher's ratios of feed-forward width to width (rounded), of key-value heads to heads, and of
-    the features of all heads to the width, and the pattern of layer types. Depth and width are free.
-
-    Raises:
-        UserError: a ratio does not give a whole number, or a model with rotary positions gets an odd head width.
+    the features of all heads to the width, and the pattern of layer types. Depth and width are free. Raises UserError
+    if a ratio does not give a whole number, or if a model with rotary positions gets an odd head width.
     """
     sizes = shape_of(teacher)
     values = teacher.to_dict()
@@ -88,15 +86,9 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
 def teacher_layers(spec: str, student_depth: int, teacher_depth: int, *, key: str) -> list[int]:
     """The teacher's layers (0-based) whose weights initialise the student's layers.
 
-    Args:
-        spec: spread (i · teacher / student: 0, 2, 4 for 3 of 6 layers), first, last, or one number (from 1) for each of
-            the student's layers, such as 1,3,5.
-        student_depth: number of layers of the student.
-        teacher_depth: number of layers of the teacher.
-        key: the name of the setting that holds `spec`, for error messages.
-
-    Raises:
-        UserError: `spec` is another word, its numbers do not fit, or the student is deeper than its teacher.
+    `spec` is spread (i · teacher / student: 0, 2, 4 for 3 of 6 layers), first, last, or one number (from 1) for each of
+    the student's layers, such as 1,3,5. Raises UserError, which names the setting by `key`, for another word, for
+    numbers that do not fit, and for a student that is deeper than its teacher.
     """
     if student_depth > teacher_depth:
         raise UserError(
@@ -135,13 +127,16 @@ def initialise(
             which keeps the pairs together. Their frequencies are those of the new head width D', not the teacher's.
         layers: the teacher's layer (0-based) for each of the student's layers.
 
-    Raises:
-        UserError: `init` does not allow these sizes.
+    Raises UserError if `init` does not allow these sizes.
     """
     sizes, teacher_sizes = shape_of(student.config), shape_of(teacher.config)
     _check_sizes(init, sizes, teacher_sizes)
     assert len(layers) == sizes.num_layers, layers
     family = family_of(student.config)
+    rules: dict[str, tuple[Axis, ...]] = {**family.layer_axes, family.ffn_down: ("hidden", "ffn")}
+    for name in (family.ffn_up, family.ffn_gate):
+        if name is not None:
+            rules[name] = ("ffn", "hidden")
     taken = _taken(sizes, teacher_sizes, rotary=hasattr(student.config, "rope_parameters"))
     sources = {_bare(teacher, name): weight for name, weight in teacher.named_parameters(remove_duplicate=False)}
     for name, target in student.named_parameters():
@@ -152,12 +147,13 @@ def initialise(
         if source is None:
             assert _is_head(student, name), f"the teacher has no {name}"
             continue
-        axes = _axes_of(student.get_submodule(name.rpartition(".")[0]), owner_in_layer, leaf, family, layer is not None)
+        module = student.get_submodule(name.rpartition(".")[0])
+        axes = _axes_of(module, owner, leaf) if layer is None else _axes_of(module, owner_in_layer, leaf, rules)
         assert len(axes) == source.ndim, f"no rule for the axes of {name}"
         for dim, axis in enumerate(axes):
             if axis != "whole":
                 source = source.index_select(dim, taken[axis].to(source.device))
-        assert source.shape == target.shape, (name, source.shape, target.shape)
+        assert source.shape == target.shape, f"no rule for the axes of {name}: {source.shape} is not {target.shape}"
         target.copy_(source)
 
 
@@ -244,18 +240,19 @@ def _split(owner: str, family: Family) -> tuple[int | None, str]:
     return (None, owner) if match is None else (int(match[1]), match[2])
 
 
-def _axes_of(module: nn.Module, owner: str, leaf: str, family: Family, in_layer: bool) -> tuple[Axis, ...]:
-    """The axes of a module's parameter in stored order; empty if there is no rule."""
-    rules = dict(family.head_axes)
-    if in_layer:
-        rules = {**family.layer_axes, family.ffn_up: ("ffn", "hidden"), family.ffn_down: ("hidden", "ffn")}
-        if family.ffn_gate is not None:
-            rules[family.ffn_gate] = ("ffn", "hidden")
-    axes = rules.get(owner, ())
-    if isinstance(module, nn.Embedding):
-        axes = ("whole", "hidden")
-    elif not axes and getattr(getattr(module, "weight", None), "ndim", 0) == 1:
+def _axes_of(
+    module: nn.Module, owner: str, leaf: str, rules: Mapping[str, tuple[Axis, ...]] | None = None
+) -> tuple[Axis, ...]:
+    """The axes of a module's parameter in stored order; empty if there is no rule.
+
+    Without `rules` the module is outside the layers: an embedding, or a linear of a head. Those that are called dense
+    map the width to the width, all others to tokens or classes.
+    """
+    axes = () if rules is None else rules.get(owner, ())
+    if not axes and getattr(getattr(module, "weight", None), "ndim", 0) == 1:  # a norm
         axes = ("hidden",)
+    elif rules is None:
+        axes = ("hidden" if owner.endswith("dense") else "whole", "hidden")
     if leaf == "bias":
         return axes[:1]
     return axes[::-1] if type(module) is Conv1D else axes

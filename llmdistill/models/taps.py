@@ -46,10 +46,9 @@ class Collected(NamedTuple):
 class Recorder:
     """Records the requested inner tensors of a model's forward pass.
 
-    The recorder is active only inside `recording()`, and only between the start and the end of a forward pass of the
-    whole model. So generation and validation record nothing. Activation checkpointing also records nothing when it
-    recomputes layers in the backward pass: the recomputed tensors must not replace the first ones, which a loss may
-    already have used during the forward pass (see `recording`):
+    The recorder is active only inside `recording()`, and only during a forward pass of the whole model. So generation
+    and validation record nothing, nor do layers that activation checkpointing recomputes in the backward pass: the
+    recomputed tensors must not replace the first ones, which a loss may already have used (see `recording`):
 
         recorder = Recorder(model, {"query": frozenset({0, 1}), "hidden": frozenset({3})})
         with recorder.recording():
@@ -71,8 +70,7 @@ class Recorder:
             projectors: aspect -> module that maps the tensors of this aspect to another width; one module for all
                 layers. The projectors run inside the model's forward pass, where ZeRO-3 can gather their parameters.
 
-        Raises:
-            UserError: the architecture is not supported, or the attention implementation is not sdpa.
+        Raises UserError if the architecture is not supported, or if the attention implementation is not sdpa.
         """
         self.model = model
         self._request = {aspect: layers for aspect, layers in request.items() if layers}
@@ -95,8 +93,7 @@ class Recorder:
     def recording(self, offer: Callable[[Taps, Tap], None] | None = None) -> Iterator[None]:
         """Record the forward passes inside this block; `take` returns the taps of the last one.
 
-        Args:
-            offer: called after each tensor is recorded; it may remove tensors from the taps.
+        `offer` is called after each tensor is recorded; it may remove tensors from the taps.
         """
         self._armed, self._offer = True, offer
         try:
@@ -134,8 +131,7 @@ class Recorder:
     def take(self) -> Taps:
         """Return the taps of the last recorded forward pass, and remove them from the recorder.
 
-        Raises:
-            RuntimeError: no forward pass was recorded, or a requested tensor is missing.
+        Raises RuntimeError if no forward pass was recorded, or if a requested tensor is missing.
         """
         taps, self._taps = self._taps, None
         if taps is None:
@@ -254,23 +250,19 @@ class Recorder:
     def _is_checkpointed(self) -> bool:
         """Whether activation checkpointing recomputes layers in the backward pass.
 
-        Raises:
-            UserError: the checkpointing is reentrant. It runs the layers without an autograd graph, so the gradients of
-                the taps would silently be lost.
+        Raises UserError if it is reentrant: it then runs the layers without an autograd graph, so the gradients of the
+        taps would silently be lost.
         """
-        checkpointed = False
-        if not torch.is_grad_enabled():
-            return checkpointed
-        for layer in layers_of(self.model):
-            if layer.training and getattr(layer, "gradient_checkpointing", False):
-                checkpointed = True
-                function = getattr(layer, "_gradient_checkpointing_func", None)
-                if getattr(function, "keywords", {}).get("use_reentrant") is not False:
-                    raise UserError(
-                        "activation checkpointing with use_reentrant=True loses the gradients of tapped tensors: "
-                        'enable it with {"use_reentrant": False}'
-                    )
-        return checkpointed
+        layers = [layer for layer in layers_of(self.model) if getattr(layer, "gradient_checkpointing", False)]
+        functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in layers if layer.training]
+        if not torch.is_grad_enabled() or not functions:
+            return False
+        if any(getattr(function, "keywords", {}).get("use_reentrant") is not False for function in functions):
+            raise UserError(
+                "activation checkpointing with use_reentrant=True loses the gradients of tapped tensors: "
+                'enable it with {"use_reentrant": False}'
+            )
+        return True
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -7,23 +7,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder
 from llmdistill.models.configs import load_config, local_folder, not_loaded, of_base
 
 _SENTENCEPIECE_FILES = ("tokenizer.model", "sentencepiece.bpe.model")
-
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", *_SENTENCEPIECE_FILES)
-
 _GPT2_END = "<|endoftext|>"
-
 _SAMPLE = "The answer to this question is that there are 12 of them, not 7."
-
 _REMEDY = (
     "their logits cannot be compared; take a student with the teacher's vocabulary, or learn from the teacher's text: "
     "llmdistill generate, then --method seqkd"
@@ -33,14 +26,11 @@ _REMEDY = (
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer that has an end token and a padding token; the padding side is not changed.
 
-    Many tokenizers, such as GPT-2's, have no padding token. Then the end token becomes the padding token, because
-    padding is marked by masks and not by token ids. A folder with only tokenizer.json names no end token either. Then
-    the end token is that of config.json in the same folder, or else GPT-2's <|endoftext|> if the vocabulary has it.
-    For a peft adapter without a tokenizer, the tokenizer of its base is loaded.
-
-    Raises:
-        UserError: the folder or name does not exist, it has no tokenizer, the tokenizer has no end token, or
-            transformers would not read a sentencepiece model correctly.
+    Without a padding token, as in GPT-2's, the end token becomes the padding token, because padding is marked by masks
+    and not by token ids. A folder with only tokenizer.json names no end token either. Then the end token is that of
+    config.json in the same folder, or else GPT-2's <|endoftext|> if the vocabulary has it. For a peft adapter without a
+    tokenizer, the tokenizer of its base is loaded. Raises UserError if the folder or name does not exist or has no
+    tokenizer, if the tokenizer has no end token, or if transformers would read a sentencepiece model wrongly.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None and not has_tokenizer(adapter):
@@ -75,11 +65,8 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
 
     Logits can be compared only if each token id means the same token to both models. Some models of a family pad their
     vocabulary to a larger size than others: rows beyond the tokenizer's are not tokens and are left out. A student
-    folder without a tokenizer uses the teacher's tokenizer; then the sizes must be equal. Both arguments are folders or
-    hub names.
-
-    Raises:
-        UserError: the tokens differ, or the sizes differ by more than padding.
+    folder without a tokenizer uses the teacher's tokenizer; then the sizes must be equal. Raises UserError if the
+    tokens differ, or if the sizes differ by more than padding.
     """
     sizes = load_config(teacher).vocab_size, load_config(student).vocab_size
     least, rows = min(sizes), abs(sizes[0] - sizes[1])
@@ -109,11 +96,7 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
 
 
 def check_tokens(teacher: str | Path, student: str | Path) -> None:
-    """Check that teacher and student have the same tokens.
-
-    Raises:
-        UserError: the vocabularies of the tokenizers differ.
-    """
+    """Raises UserError if the tokenizers of teacher and student have different tokens."""
     if load_tokenizer(teacher).get_vocab() != load_tokenizer(student).get_vocab():
         raise UserError(
             f"teacher.model {teacher}: its tokenizer is not that of {student}, and both see the same tokens; give a "
@@ -138,11 +121,7 @@ def _end_token(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> str |
 
 
 def _sentencepiece_file(folder: Path) -> Path | None:
-    """The sentencepiece model of a folder without tokenizer.json; None if there is none.
-
-    Raises:
-        UserError: a package that reads sentencepiece models is missing.
-    """
+    """The sentencepiece model of a folder without tokenizer.json, if any; raises UserError if its reader is missing."""
     if (folder / "tokenizer.json").is_file():
         return None
     file = next((folder / name for name in _SENTENCEPIECE_FILES if (folder / name).is_file()), None)
@@ -156,12 +135,9 @@ def _sentencepiece_file(folder: Path) -> Path | None:
 
 
 def _check_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Check that transformers splits text into the same tokens as the sentencepiece model.
+    """Raises UserError if transformers splits text into other tokens than the sentencepiece model.
 
-    Without the right tokenizer_class transformers silently splits text into other tokens.
-
-    Raises:
-        UserError: the tokens of a sample text differ.
+    It does so silently without the right tokenizer_class.
     """
     from sentencepiece import SentencePieceProcessor
 
