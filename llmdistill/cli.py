@@ -165,9 +165,13 @@ def evaluate(arguments: Sequence[str]) -> None:
     if rest is not None:
         from llmdistill.commands.glue import evaluate as evaluate_glue
 
-        if launcher:
-            launch(launcher, "llmdistill.cli", "evaluate", "--suite", "glue", *rest)
-        return evaluate_glue(rest, prog="llmdistill evaluate --suite glue")
+        module = ("llmdistill.cli", "evaluate", "--suite", "glue", *rest)
+        return evaluate_glue(
+            rest,
+            prog="llmdistill evaluate --suite glue",
+            launcher_flags=launcher,
+            launch=lambda: launch(launcher, *module),
+        )
     if launcher:
         launch(launcher, "llmdistill.cli", "evaluate", *words)
     evaluate_command(words, prog="llmdistill evaluate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentParser
 
@@ -35,16 +35,30 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> i
     return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
-def evaluate(arguments: Sequence[str], *, prog: str) -> None:
+def evaluate(
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    launcher_flags: Sequence[str] = (),
+    launch: Callable[[], None] | None = None,
+) -> None:
     """Fine-tune a model according to the arguments and print the result.
+
+    Args:
+        arguments: the command line, without the launcher's flags.
+        prog: the name of the command.
+        launcher_flags: flags for the deepspeed launcher.
+        launch: replaces this process by the launcher with these flags; by default each run gets them.
 
     Raises:
         UserError: bad arguments or input.
     """
     parsed = parse(build_parser(prog), arguments)
     config = build(parsed, GlueConfig, METHODS)
+    if launcher_flags and launch is not None and config.trials_at_once == 1:
+        launch()
     # Imported here so that --help and errors in the arguments do not wait for transformers and DeepSpeed.
     from llmdistill.experiments.glue.run import run
 
-    command = f"{prog} {shlex.join(word for word in arguments if not word.startswith('--local_rank'))}"
-    run(config, command=command, as_json=parsed.json)
+    words = [*(word for word in arguments if not word.startswith("--local_rank")), *launcher_flags]
+    run(config, command=f"{prog} {shlex.join(words)}", as_json=parsed.json, launcher_flags=launcher_flags)

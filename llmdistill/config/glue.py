@@ -37,6 +37,9 @@ class GlueConfig(GridConfig):
     """Number format of forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
     keep_models: bool = False
     """Keep the model of every run; by default only the best model of each task is kept."""
+    trials_at_once: int = 1
+    """Number of runs at the same time, each in its own process. The runs share the GPUs of the machine evenly (8 at
+    once on 8 GPUs: one each), or its CPU cores if it has no GPU. With 1, the runs share this process."""
     speed: bool = True
     """Measure latency and throughput."""
     tsne: list[str] | None = None
@@ -54,6 +57,8 @@ class GlueConfig(GridConfig):
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range, or the methods contradict the teacher or each other."""
         super().__post_init__()
+        if self.trials_at_once < 1:
+            raise ValueError(f"--trials_at_once {self.trials_at_once}: give 1 or more")
         self._check_list("tasks", self.tasks, wanted="such as rte,cola")
         self._check_list("tsne", self.tsne, wanted="such as runs/glue/TEACHER")
         self._check_methods()

@@ -69,37 +69,16 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
 
 def _base_row(study: Study, findings: Findings, name: str, label: str, model: Path, key: str | None = None) -> Row:
     """Return the row of the teacher or of the untrained student: one run without training."""
-    scores, trial = findings.base[key or name], study.base()
-    run = Run(
-        method=name,
-        seed=trial.seed,
-        folder=_relative(study, trial),
-        command=_command(study, trial),
-        settings={},
-        rouge_l=scores["rougeL"],
-        valid_rouge_l=scores.get("valid", {}).get("rougeL"),
-        training_tokens=None,
-        training_tokens_per_second=None,
-        generation_tokens_per_second=scores["generation_tokens_per_second"],
-        peak_memory_bytes=None,
-        seconds=None,
-        history=[],
-    )
+    scores = findings.base[key or name]
+    run = _run(study, name, Result(study.base(), {"student": scores, "run": {"training": None}}))
     return Row(
-        name=name,
-        label=label,
-        params=scores["params"],
-        checkpoint_bytes=_weight_bytes(downloaded(model)),
-        runs=[run],
-        trials=[],
-        terms=[],
+        name=name, label=label, params=scores["params"], checkpoint_bytes=_weight_bytes(downloaded(model)), runs=[run]
     )
 
 
 def _run(study: Study, method: str, result: Result) -> Run:
-    trial = result.trial
-    student = {} if result.metrics is None else result.metrics["student"]
-    training = ({} if result.metrics is None else result.metrics["run"]["training"]) or {}
+    trial, metrics = result.trial, result.metrics or {"student": {}, "run": {"training": None}}
+    student, training = metrics["student"], metrics["run"]["training"] or {}
     return Run(
         method=method,
         seed=trial.seed,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.equal_tokens import steps_for_equal_tokens
 from llmdistill.experiments.grid import choose, points
-from llmdistill.experiments.launcher import Runner, shown_command
+from llmdistill.experiments.launcher import Launcher, shown_command
 from llmdistill.experiments.trials import Progress, Result, Trial, make_trial
 from llmdistill.experiments.variants import Variant
 from llmdistill.files import write_text
@@ -20,19 +20,6 @@ from llmdistill.generation.answers_file import read_provenance
 from llmdistill.methods import METHODS
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan
-
-
-class Launch(Runner, Protocol):
-    """The methods of a launcher that a comparison uses."""
-
-    def command(self, module: str, *arguments: str) -> list[str]:
-        """Return the command that runs a module under the launcher."""
-
-    def train_command(self, recipe: Path) -> list[str]:
-        """Return the command that trains with a recipe."""
-
-    def call(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command and write its output to a file; returns None, or the reason of the failure in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class Study:
     seeds: Sequence[int]
     sizes: Sequence[str]
     """Further sizes of the student: a rank, or a number of parameters as in target_params."""
-    launcher: Launch
+    launcher: Launcher
 
     def trained(self) -> list[Variant]:
         """Return the variants that train a student."""

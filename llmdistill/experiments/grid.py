@@ -30,21 +30,22 @@ class Choice:
     """The trial with the best score; the first one if several are equal."""
 
 
+def by_settings(results: Sequence[Result]) -> list[list[Result]]:
+    """Return the finished trials, grouped by their settings; each group has one trial per seed."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.metrics is not None:
+            groups.setdefault(repr(dict(result.trial.settings)), []).append(result)
+    return list(groups.values())
+
+
 def choose(results: Sequence[Result], score: Score) -> Choice | None:
     """Choose the settings with the best mean score over seeds, the first if several are equal.
 
     If trials failed, only the settings with the most finished seeds are compared. A single combination of settings
     with a single seed needs no score. Returns None if every trial failed.
     """
-    finished = [result for result in results if result.metrics is not None]
-    groups: list[list[Result]] = []
-    for result in finished:
-        for group in groups:
-            if group[0].trial.settings == result.trial.settings:
-                group.append(result)
-                break
-        else:
-            groups.append([result])
+    groups = by_settings(results)
     if not groups:
         return None
     most = max(map(len, groups))
@@ -52,3 +53,17 @@ def choose(results: Sequence[Result], score: Score) -> Choice | None:
     chosen = groups[0] if len(groups) == 1 else max(groups, key=lambda group: statistics.fmean(map(score, group)))
     best = chosen[0] if len(chosen) == 1 else max(chosen, key=score)
     return Choice(chosen[0].trial.settings, chosen, best)
+
+
+def may_be_best(results: Sequence[Result], score: Score, seeds: int) -> list[Result]:
+    """Return the trials that may still be the best: the best so far, and the best of settings that lack seeds.
+
+    Args:
+        results: the trials that have ended.
+        score: the score of a finished trial.
+        seeds: the number of seeds of each combination of settings.
+    """
+    groups = by_settings(results)
+    leaders = [max(group, key=score) for group in groups if len(group) < seeds]
+    choice = choose([result for group in groups if len(group) == seeds for result in group], score)
+    return leaders if choice is None else [*leaders, choice.best]

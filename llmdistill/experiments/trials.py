@@ -112,10 +112,21 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
 
 
 class Progress:
-    """Prints which trial is running, how it ended, and the progress of the study."""
+    """Prints which trial is running, how it ended, and the progress of the study.
 
-    def __init__(self, total: int, describe: Callable[[Mapping[str, Any]], str]) -> None:
-        self._total, self._describe, self._seen = total, describe, 0
+    Args:
+        total: the number of trials of the study.
+        describe: returns the scores in the metrics of a run in one line.
+        then: is called with each result, for example to remove models that are no longer needed.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        describe: Callable[[Mapping[str, Any]], str],
+        then: Callable[[Result], None] = lambda result: None,
+    ) -> None:
+        self._total, self._describe, self._then, self._seen = total, describe, then, 0
         self._running: dict[Path, str] = {}
 
     def start(self, trial: Trial) -> None:
@@ -128,6 +139,7 @@ class Progress:
         said = f"FAILED: {result.error}" if result.metrics is None else self._describe(result.metrics)
         head = self._running.pop(result.trial.folder, None) or self._next(result.trial)
         print(f"{head}: {said}{' (kept)' if kept else ''}", flush=True)
+        self._then(result)
 
     def _next(self, trial: Trial) -> str:
         self._seen += 1
@@ -157,9 +169,7 @@ def make_trial(
         title: beginning of the title; default: name.
     """
     settings = settings or {}
-    values = to_dict(base)
-    for key, value in {**changes, **settings}.items():
-        set_value(values, key, value)
+    values = changed_values(base, {**changes, **settings})
     shaping = shaping_settings(values)
     # The micro batch size does not change the trial. Inputs that the study makes itself are identified by their
     # folders. The validation set is part of the identity because it determines the learning curves.
@@ -172,8 +182,29 @@ def make_trial(
     }
     folder = "-".join([name, *_pairs(settings, ""), f"seed{values['seed']}", digest(identity)[:8]])
     values["output_dir"] = str(root / "trials" / folder)
-    shown = " ".join([name if title is None else title, *_pairs(settings, "="), f"seed={values['seed']}"])
+    shown = trial_title(name if title is None else title, settings, values["seed"])
     return Trial(shown, settings, values["seed"], build(values, RunConfig, METHODS))
+
+
+def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with some settings changed, as plain JSON values.
+
+    Args:
+        base: the configuration.
+        changes: values by dotted key.
+
+    Raises:
+        UserError: a setting does not exist.
+    """
+    values = to_dict(base)
+    for key, value in changes.items():
+        set_value(values, key, value)
+    return values
+
+
+def trial_title(name: str, settings: Mapping[str, Any], seed: int) -> str:
+    """Return the title of a trial, such as `kd learning_rate=0.003 seed=0`."""
+    return " ".join([name, *_pairs(settings, "="), f"seed={seed}"])
 
 
 def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:

@@ -6,10 +6,11 @@ import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from llmdistill.files import write_json, write_text
@@ -19,12 +20,11 @@ from llmdistill.report.results import (
     TEACHER,
     UNTRAINED,
     Comparison,
+    Row,
     Run,
-    Scores,
     best_figures,
     describe_finding,
     difference_to_teacher,
-    score_row,
 )
 from llmdistill.report.spread import plus_minus
 from llmdistill.report.tables import print_table
@@ -41,50 +41,69 @@ from llmdistill.report.wording import (
     thousands,
 )
 
+_CURVES = {
+    "valid_loss": (
+        "validation loss",
+        "Loss on the validation set, mean over seeds; the band goes from the lowest to the highest seed.",
+    ),
+    "loss": (
+        "training loss",
+        "There is no validation loss. The training losses of two methods are different sums, "
+        "so that their heights cannot be compared. The band goes from the lowest to the highest seed.",
+    ),
+}
+"""The learning curves by column of the log, each with its label and caption; the first one with values is drawn."""
+
+
+class Drawing(NamedTuple):
+    """A plot of the report."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
 
 def write_comparison(folder: Path, comparison: Comparison) -> None:
     """Write results.json, costs.json, report.md, report.html and plots/ into a folder.
 
     results.json contains no time, date or absolute path, so two equal comparisons give the same file.
     """
-    scores = [score_row(row, comparison.sets) for row in comparison.rows]
-    write_json(folder / "results.json", _without_prefix(_results(comparison, scores), folder))
-    write_json(folder / "costs.json", {each.row.name: _costs(each) for each in scores})
-    drawn = _draw(folder / "plots", comparison, scores)
-    context = _context(comparison, scores, drawn)
+    write_json(folder / "results.json", _without_prefix(_results(comparison), folder))
+    write_json(folder / "costs.json", {row.name: _costs(row) for row in comparison.rows})
+    context = _context(comparison, _draw(folder / "plots", comparison))
     environment = _environment()
     for name in ("report.html", "report.md"):
         template = environment.get_template(name.replace("report", "comparison") + ".j2")
         write_text(folder / name, template.render(context))
 
 
-def _results(comparison: Comparison, scores: Sequence[Scores]) -> dict[str, Any]:
-    teacher = _named(scores, TEACHER)
-    methods = {each.row.name: _result(each, difference_to_teacher(each, teacher)) for each in scores}
+def _results(comparison: Comparison) -> dict[str, Any]:
+    teacher = _named(comparison, TEACHER)
+    methods = {row.name: _result(row, difference_to_teacher(row, teacher)) for row in comparison.rows}
     return {"methods": methods, "sets": list(comparison.sets), "warnings": list(comparison.warnings)}
 
 
-def _result(scores: Scores, difference: float | None) -> dict[str, Any]:
+def _result(row: Row, difference: float | None) -> dict[str, Any]:
     rouge_l: dict[str, Any] | None = None
-    if scores.average is not None:
-        rouge_l = {name: {"mean": each.mean, "std": each.std} for name, each in scores.sets.items()}
-        rouge_l["average"] = scores.average.mean
+    if row.average is not None:
+        rouge_l = {**{name: each.to_dict() for name, each in row.by_set.items()}, "average": row.average.mean}
     return {
-        "params": scores.row.params,
+        "params": row.params,
         "rougeL": rouge_l,
-        "average_std": None if scores.average is None else scores.average.std,
+        "average_std": None if row.average is None else row.average.std,
         "difference_to_teacher": difference,
-        "seeds": [run.seed for run in scores.ended],
-        "settings": None if scores.settings is None else dict(scores.settings),
-        "valid_rougeL": None if scores.valid is None else scores.valid.mean,
-        "runs": [run.folder for run in scores.ended],
-        "failed": [{"seed": run.seed, "folder": run.folder, "error": reason(run)} for run in scores.failed],
+        "seeds": [run.seed for run in row.ended],
+        "settings": None if row.settings is None else dict(row.settings),
+        "valid_rougeL": None if row.valid is None else row.valid.mean,
+        "runs": [run.folder for run in row.ended],
+        "failed": [{"seed": run.seed, "folder": run.folder, "error": reason(run)} for run in row.failed],
     }
 
 
-def _costs(scores: Scores) -> dict[str, Any]:
-    sizes = {"params": scores.row.params, "checkpoint_bytes": scores.row.checkpoint_bytes}
-    return {**sizes, **{key: scores.cost(key) for key in COSTS}}
+def _costs(row: Row) -> dict[str, Any]:
+    sizes = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
+    return {**sizes, **{key: row.cost(key) for key in COSTS}}
 
 
 def _without_prefix(value: Any, folder: Path) -> Any:
@@ -101,36 +120,28 @@ def reason(run: Run) -> str:
     return run.error if run.error is not None else "it ended without scores"
 
 
-def _named(scores: Sequence[Scores], name: str) -> Scores | None:
-    return next((each for each in scores if each.row.name == name), None)
+def _named(comparison: Comparison, name: str) -> Row | None:
+    return next((row for row in comparison.rows if row.name == name), None)
 
 
-def _context(comparison: Comparison, scores: Sequence[Scores], drawn: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return the variables of the templates."""
-    teacher = _named(scores, TEACHER)
+    rows, teacher = comparison.rows, _named(comparison, TEACHER)
     sizes = [Run(method=p.method, seed=0, folder=p.folder, command=p.command) for p in comparison.sizes]
-    labels = {row.name: row.label for row in comparison.rows}
-    runs = [run for row in comparison.rows for run in (*row.runs, *row.trials)]
-    failed = [run for run in runs if run.error is not None] + [
-        run for each in scores for run in each.failed if run.error is None
-    ]
+    runs = [run for row in rows for run in (*row.runs, *row.trials)]
+    failed = [run for run in runs if run.error is not None]
+    failed += [run for row in rows for run in row.failed if run.error is None]
+    differences = {row.name: difference_to_teacher(row, teacher) for row in rows}
+    trained = [differences[row.name] for row in rows if row.trained]
     return {
         "comparison": comparison,
-        "scores": scores,
-        "finding": describe_finding(scores, comparison.sets),
-        "best": best_figures(scores, comparison.sets),
-        "differences": {each.row.name: difference_to_teacher(each, teacher) for each in scores},
-        "best_difference": max(
-            (
-                round(d, 1)
-                for each in scores
-                if each.trained and (d := difference_to_teacher(each, teacher)) is not None
-            ),
-            default=None,
-        ),
-        "teacher_params": None if teacher is None else teacher.row.params,
+        "finding": describe_finding(rows, comparison.sets),
+        "best": best_figures(rows, comparison.sets),
+        "differences": differences,
+        "best_difference": max((round(each, 1) for each in trained if each is not None), default=None),
+        "teacher_params": None if teacher is None else teacher.params,
         "plots": drawn,
-        "labels": labels,
+        "labels": {row.name: row.label for row in rows},
         "failed": _once([*failed, *comparison.failures]),
         "made": _once([*runs, *comparison.failures, *sizes]),
         "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
@@ -156,11 +167,10 @@ def _environment() -> Environment:
     return environment
 
 
-def _draw(folder: Path, comparison: Comparison, scores: Sequence[Scores]) -> list[dict[str, str]]:
+def _draw(folder: Path, comparison: Comparison) -> list[dict[str, str]]:
     """Draw every plot that has data, and remove the plots of an earlier report that are not drawn again."""
-    styles = plots.method_styles([row.name for row in comparison.rows], plain=(TEACHER, UNTRAINED))
     drawn = []
-    for name, title, caption, made in _figures(comparison, scores, styles):
+    for name, title, caption, made in _figures(comparison):
         svg = plots.inline_svg(plots.save_plot(made, folder, name), html.escape(title, quote=True))
         drawn.append({"name": name, "title": title, "caption": caption, "svg": Markup(svg)})
     kept = {item["name"] for item in drawn}
@@ -171,68 +181,56 @@ def _draw(folder: Path, comparison: Comparison, scores: Sequence[Scores]) -> lis
     return drawn
 
 
-def _figures(
-    comparison: Comparison, scores: Sequence[Scores], styles: Mapping[str, plots.Style]
-) -> list[tuple[str, str, str, Any]]:
-    """Return the name, title, caption and figure of every plot."""
-    figures: list[tuple[str, str, str, Any]] = []
-    teacher = _named(scores, TEACHER)
-    level = None if teacher is None or teacher.average is None else teacher.average.mean
+def _figures(comparison: Comparison) -> list[Drawing]:
+    """Return every plot."""
+    rows, figures = comparison.rows, list[Drawing]()
+    styles = plots.method_styles([row.name for row in rows], plain=(TEACHER, UNTRAINED))
+    levels = {row.name: row.average.mean for row in rows if row.average is not None}
     dots = [
-        plots.Dots(each.row.label, styles[each.row.name], each.average.mean, each.average.std, each.average.values)
-        for each in scores
-        if each.trained and each.average is not None
+        plots.Dots(row.label, styles[row.name], row.average.mean, row.average.std, row.average.values)
+        for row in rows
+        if row.trained and row.average is not None
     ]
-    untrained = _named(scores, UNTRAINED)
-    start = untrained.average.mean if untrained is not None and untrained.average is not None else None
-    # The untrained student scores far lower; on a common scale, the differences between methods would not be visible.
-    left_out = "" if start is None else f" The untrained student, at {start:.1f}, is left out."
     if dots:
+        # The untrained student scores far lower; on a common scale, differences between methods would not be visible.
+        start = levels.get(UNTRAINED)
+        left_out = "" if start is None else f" The untrained student, at {start:.1f}, is left out."
         caption = f"Mean over seeds, with its standard deviation; the small strokes are the seeds.{left_out}"
-        figures.append(("scores", "Scores", caption, plots.plot_scores(dots, level)))
-    figures += _curve_figures(scores, styles)
+        figures.append(Drawing("scores", "Scores", caption, plots.plot_scores(dots, levels.get(TEACHER))))
+    figures += _curve_figures(rows, styles)
     by_method: dict[str, list[tuple[int, float]]] = {}
     for point in (point for point in comparison.sizes if point.method != UNTRAINED):
         by_method.setdefault(point.method, []).append((point.params, point.average))
     if by_method:
-        lines = [(row.label, styles[row.name], by_method[row.name]) for row in comparison.rows if row.name in by_method]
+        lines = [(row.label, styles[row.name], by_method[row.name]) for row in rows if row.name in by_method]
         caption = (
             "Students of several sizes, trained with the settings chosen for the main table; untrained ones left out."
         )
-        figures.append(("size", "Quality against size", caption, plots.plot_size(lines, level)))
+        made = plots.plot_size(lines, levels.get(TEACHER))
+        figures.append(Drawing("size", "Quality against size", caption, made))
     return figures
 
 
-def _curve_figures(scores: Sequence[Scores], styles: Mapping[str, plots.Style]) -> list[tuple[str, str, str, Any]]:
+def _curve_figures(rows: Sequence[Row], styles: Mapping[str, plots.Style]) -> list[Drawing]:
     """Return the plots of the learning curves, and of each method's loss terms if its loss has several terms."""
-    figures: list[tuple[str, str, str, Any]] = []
-    captions = {
-        "valid_loss": (
-            "validation loss",
-            "Loss on the validation set, mean over seeds; the band goes from the lowest to the highest seed.",
-        ),
-        "loss": (
-            "training loss",
-            "There is no validation loss. The training losses of two methods are different sums, "
-            "so that their heights cannot be compared. The band goes from the lowest to the highest seed.",
-        ),
-    }
-    for key, (label, caption) in captions.items():
-        found = [(each.row, plots.mean_curve([run.history for run in each.ended], key)) for each in scores]
+    figures = []
+    for key, (label, caption) in _CURVES.items():
+        found = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
         curves = [(row.label, styles[row.name], curve) for row, curve in found if curve is not None]
         if curves:
-            figures.append(("learning_curves", "Learning curves", caption, plots.plot_curves(curves, label)))
+            made = plots.plot_curves(curves, label)
+            figures.append(Drawing("learning_curves", "Learning curves", caption, made))
             break
-    for each in scores:
-        histories = [run.history for run in each.ended]
-        terms = {term: curve for term in each.row.terms if (curve := plots.mean_curve(histories, term)) is not None}
-        if len(each.row.terms) > 1 and terms:
-            name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', each.row.name)}"
+    for row in rows:
+        histories = [run.history for run in row.ended]
+        terms = {term: curve for term in row.terms if (curve := plots.mean_curve(histories, term)) is not None}
+        if len(row.terms) > 1 and terms:
+            name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', row.name)}"
             caption = (
                 "Each term of the training loss, mean over seeds, with a band from the lowest to the highest seed."
             )
-            title = f"Terms of the loss: {each.row.label}"
-            figures.append((name, title, caption, plots.plot_terms(terms, styles[each.row.name])))
+            made = plots.plot_terms(terms, styles[row.name])
+            figures.append(Drawing(name, f"Terms of the loss: {row.label}", caption, made))
     return figures
 
 

@@ -23,7 +23,11 @@ FIGURES = (
 """The columns that every run may have; every other column is a term of the loss."""
 
 
-def read_metrics_log(folder: Path) -> list[dict[str, float]]:
+Log = list[dict[str, float]]
+"""The rows of a run's log in order."""
+
+
+def read_metrics_log(folder: Path) -> Log:
     """Read the rows of a run's log in order; the list is empty if the run trained nothing."""
     file = folder / METRICS_LOG
     if not file.is_file():
@@ -32,6 +36,6 @@ def read_metrics_log(folder: Path) -> list[dict[str, float]]:
         return [json.loads(line) for line in lines]
 
 
-def term_names(rows: list[dict[str, float]]) -> list[str]:
+def term_names(rows: Log) -> list[str]:
     """Return the names of the loss terms in a log, in the order of its columns."""
     return [name for name in rows[-1] if name not in FIGURES] if rows else []

@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One model of the comparison."""
+    """One model of the comparison, with its scores over the seeds."""
 
     name: str
     """The key of the row, such as teacher, none or makd."""
@@ -65,6 +65,54 @@ class Row:
     """The runs of every grid point that was tried, with the first seed."""
     terms: Sequence[str] = ()
     """The keys of the loss terms in the history."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether the row is a method, not the teacher or the untrained student."""
+        return self.name not in (TEACHER, UNTRAINED)
+
+    @property
+    def ended(self) -> list[Run]:
+        """The runs that ended with scores."""
+        return [run for run in self.runs if run.error is None and run.rouge_l is not None]
+
+    @property
+    def failed(self) -> list[Run]:
+        """The runs without scores."""
+        return [run for run in self.runs if run.error is not None or run.rouge_l is None]
+
+    @property
+    def scores(self) -> list[Mapping[str, float]]:
+        """ROUGE-L by test set of each run that ended."""
+        return [run.rouge_l for run in self.ended if run.rouge_l is not None]
+
+    @property
+    def by_set(self) -> dict[str, Spread]:
+        """The scores over seeds by test set; empty if every run failed."""
+        scores = self.scores
+        return {name: spread([each[name] for each in scores]) for name in (scores[0] if scores else ())}
+
+    @property
+    def average(self) -> Spread | None:
+        """The mean over the test sets, over seeds; None if every run failed."""
+        scores = self.scores
+        return spread([statistics.fmean(each.values()) for each in scores]) if scores else None
+
+    @property
+    def settings(self) -> Mapping[str, Any] | None:
+        """The chosen grid point; None if every run failed."""
+        return self.ended[0].settings if self.ended else None
+
+    @property
+    def valid(self) -> Spread | None:
+        """ROUGE-L on the validation set."""
+        values = [run.valid_rouge_l for run in self.ended if run.valid_rouge_l is not None]
+        return spread(values) if values else None
+
+    def cost(self, key: str) -> float | None:
+        """Return the median over seeds of one of COSTS."""
+        values = [value for run in self.ended if (value := getattr(run, key)) is not None]
+        return statistics.median(values) if values else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,74 +178,30 @@ def check_sets(sets: Sequence[str]) -> None:
         raise UserError("data.tests has a set of the name average, which is the mean of all sets: call it otherwise")
 
 
-@dataclass(frozen=True)
-class Scores:
-    """A row's scores over the seeds whose runs ended with scores."""
-
-    row: Row
-    ended: list[Run]
-    failed: list[Run]
-    sets: dict[str, Spread]
-    """The scores by test set; empty if every run failed."""
-    average: Spread | None
-    """Mean and standard deviation over seeds of the mean over the test sets; None if every run failed."""
-
-    @property
-    def trained(self) -> bool:
-        """Whether the row is a method, not the teacher or the untrained student."""
-        return self.row.name not in (TEACHER, UNTRAINED)
-
-    @property
-    def settings(self) -> Mapping[str, Any] | None:
-        """The chosen grid point; None if every run failed."""
-        return self.ended[0].settings if self.ended else None
-
-    @property
-    def valid(self) -> Spread | None:
-        """ROUGE-L on the validation set."""
-        values = [run.valid_rouge_l for run in self.ended if run.valid_rouge_l is not None]
-        return spread(values) if values else None
-
-    def cost(self, key: str) -> float | None:
-        """Return the median over seeds of one of COSTS."""
-        values = [value for run in self.ended if (value := getattr(run, key)) is not None]
-        return statistics.median(values) if values else None
-
-
-def score_row(row: Row, sets: Sequence[str]) -> Scores:
-    """Return the statistics of one row over the runs that ended with scores."""
-    ended = [run for run in row.runs if run.error is None and run.rouge_l is not None]
-    failed = [run for run in row.runs if run not in ended]
-    scores = [run.rouge_l for run in ended if run.rouge_l is not None]
-    by_set = {name: spread([each[name] for each in scores]) for name in sets} if scores else {}
-    average = spread([statistics.fmean(each[name] for name in sets) for each in scores]) if scores else None
-    return Scores(row, ended, failed, by_set, average)
-
-
-def difference_to_teacher(scores: Scores, teacher: Scores | None) -> float | None:
+def difference_to_teacher(row: Row, teacher: Row | None) -> float | None:
     """Return the average score minus the teacher's average score; None if one of them has no average."""
-    if teacher is None or teacher.average is None or scores.average is None:
+    if teacher is None or teacher.average is None or row.average is None:
         return None
-    return scores.average.mean - teacher.average.mean
+    return row.average.mean - teacher.average.mean
 
 
-def best_figures(scores: Sequence[Scores], sets: Sequence[str]) -> dict[str, float]:
+def best_figures(rows: Sequence[Row], sets: Sequence[str]) -> dict[str, float]:
     """Return the best method's score in each column, rounded as in the table, so that equal entries count as equal."""
-    trained = [each for each in scores if each.trained and each.average is not None]
+    trained = [row for row in rows if row.trained and row.average is not None]
     if not trained:
         return {}
-    best = {name: max(round(each.sets[name].mean, 1) for each in trained) for name in sets}
-    return {**best, "average": max(round(each.average.mean, 1) for each in trained if each.average is not None)}
+    best = {name: max(round(row.by_set[name].mean, 1) for row in trained) for name in sets}
+    return {**best, "average": max(round(row.average.mean, 1) for row in trained if row.average is not None)}
 
 
-def describe_finding(scores: Sequence[Scores], sets: Sequence[str]) -> str:
+def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
     """Return the finding in one sentence; a method leads if its lead exceeds one standard error of the difference."""
     where = f"on {sets[0]}" if len(sets) == 1 else f"on the average of {len(sets)} sets"
-    ranked = [(each.average, each.row.label) for each in scores if each.trained and each.average is not None]
+    ranked = [(row.average, row.label) for row in rows if row.trained and row.average is not None]
     if not ranked:
         return "No method ended with scores."
     ranked.sort(key=lambda item: -item[0].mean)
-    plain = {each.row.name: each.average.mean for each in scores if not each.trained and each.average is not None}
+    plain = {row.name: row.average.mean for row in rows if not row.trained and row.average is not None}
     (best, first), *rest = ranked
     if UNTRAINED in plain and plain[UNTRAINED] >= best.mean:
         below = plain[UNTRAINED] - best.mean

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class Spread(NamedTuple):
@@ -18,16 +18,27 @@ class Spread(NamedTuple):
         """Return the mean and the standard deviation as plain JSON values."""
         return {"mean": self.mean, "std": self.std}
 
-    def shown(self, decimals: int = 1) -> str:
-        """Return "mean ± standard deviation" as text, or the mean alone for a single seed."""
-        return plus_minus(self.mean, self.std if len(self.values) > 1 else None, decimals)
-
 
 def spread(values: Sequence[float]) -> Spread:
     """Return the mean and the sample standard deviation of the values."""
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, list(values))
 
 
+def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean, the standard deviation and the value of each seed as plain JSON values."""
+    return {**spread(values).to_dict(), "seeds": list(values)}
+
+
+def show_seeds(value: Mapping[str, Any], decimals: int = 1) -> str:
+    """Format a result of `over_seeds`: the mean, with the standard deviation if there are several seeds."""
+    return plus_minus(value["mean"], value["std"] if len(value["seeds"]) > 1 else None, decimals)
+
+
 def plus_minus(mean: float, std: float | None, decimals: int = 1) -> str:
     """Return "mean ± standard deviation" as text, or the mean alone if std is None."""
     return f"{mean:.{decimals}f}" + ("" if std is None else f" ± {std:.{decimals}f}")
+
+
+def count_seeds(count: int) -> str:
+    """Return what a table's scores are, for its title."""
+    return f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"

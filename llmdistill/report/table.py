@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from llmdistill.files import write_json, write_text
-from llmdistill.report.metrics_log import FIGURES
+from llmdistill.files import write_json
+from llmdistill.report.metrics_log import Log, term_names
 from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
-from llmdistill.report.record import make_record, record_lines
-from llmdistill.report.tables import markdown_table, print_table
+from llmdistill.report.record import make_record
+from llmdistill.report.tables import Texts, print_table, write_page
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoreTable
 
@@ -19,19 +18,19 @@ MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json -> the name in the table."""
 
 
-def run_record(decoding: str, world: World, metrics_file: Path, teacher_params: int) -> dict[str, Any]:
+def run_record(decoding: str, world: World, log: Log, teacher_params: int) -> dict[str, Any]:
     """Return the record of a run: command, hardware, versions, time, decoding, teacher size and training cost."""
     return {
         **make_record(world.command, world.size),
         "decoding": decoding,
         "teacher_params": teacher_params,
-        "training": training_cost(metrics_file),
+        "training": training_cost(log),
     }
 
 
-def training_cost(metrics_file: Path) -> dict[str, float] | None:
+def training_cost(log: Log) -> dict[str, float] | None:
     """Return the tokens, the median tokens per second and the peak memory of the training; None without training."""
-    rows = [row for row in _rows(metrics_file) if row["step"] > 0]
+    rows = [row for row in log if row["step"] > 0]
     if not rows:
         return None
     return {
@@ -41,25 +40,17 @@ def training_cost(metrics_file: Path) -> dict[str, float] | None:
     }
 
 
-def _rows(metrics_file: Path) -> list[dict[str, float]]:
-    """Read the rows of the log; the list is empty if the run trained nothing."""
-    if not metrics_file.is_file():
-        return []
-    return [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-
-
-def plot_training(metrics_file: Path) -> None:
-    """Plot the loss and its terms over the steps, in curves.png and curves.svg beside the log."""
-    rows = _rows(metrics_file)
-    if not rows:
+def plot_training(folder: Path, log: Log) -> None:
+    """Plot the loss and its terms over the steps, in curves.png and curves.svg; nothing without training."""
+    if not log:
         return
-    names = [name for name in rows[-1] if name not in FIGURES]
-    keys = ["loss", *(["valid_loss"] if "valid_loss" in rows[-1] else []), *(names if len(names) > 1 else [])]
-    curves = {key: curve for key in keys if (curve := mean_curve([rows], key)) is not None}
-    save_plot(plot_terms(curves, method_styles(["run"])["run"]), metrics_file.parent, "curves")
+    names = term_names(log)
+    keys = ["loss", *(["valid_loss"] if "valid_loss" in log[-1] else []), *(names if len(names) > 1 else [])]
+    curves = {key: curve for key in keys if (curve := mean_curve([log], key)) is not None}
+    save_plot(plot_terms(curves, method_styles(["run"])["run"]), folder, "curves")
 
 
-def _cells(metrics: dict[str, Any], scores: ScoreTable) -> tuple[list[str], list[list[str]]]:
+def _cells(metrics: dict[str, Any], scores: ScoreTable) -> Texts:
     """Return the header and the rows of the scored models as text."""
     scored = {key: metrics[key] for key in MODELS if key in metrics}
     training = metrics["run"]["training"]
@@ -96,25 +87,16 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
 def write_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
     """Write report.md into the run's folder."""
     header, rows = _cells(metrics, scores)
-    run = metrics["run"]
-    lines = [
-        f"# {folder.name}",
-        "",
-        *markdown_table(header, rows),
-        "",
-        *(f"**Warning: {warning}**\n" for warning in metrics["warnings"]),
-        _legend(folder, header, scores),
-        "",
-        *record_lines(run),
-        "",
-        "The settings are in `run.json`, the course of the training in `metrics.jsonl` and `tensorboard/`"
-        + (", every answer in `predictions/`." if (folder / "predictions").is_dir() else "."),
-        "",
-    ]
-    write_text(folder / "report.md", "\n".join(lines))
-
-
-def _legend(folder: Path, header: list[str], scores: ScoreTable) -> str:
     speeds = " Speeds are tokens per second of training and generation." if "gen tok/s" in header else ""
     curves = "\n\n![Loss over the steps](curves.png)" if (folder / "curves.png").is_file() else ""
-    return scores.legend + speeds + curves
+    answers = ", every answer in `predictions/`" if (folder / "predictions").is_dir() else ""
+    write_page(
+        folder / "report.md",
+        folder.name,
+        (header, rows),
+        legend=scores.legend + speeds + curves,
+        warnings=metrics["warnings"],
+        record=metrics["run"],
+        closing="The settings are in `run.json`, the course of the training in `metrics.jsonl` and "
+        f"`tensorboard/`{answers}.",
+    )

@@ -135,12 +135,10 @@ def _report(
     seconds: float,
 ) -> None:
     log = read_metrics_log(plan.folder)
-    record = run_record(
-        plan.config.scoring.decoding, world, plan.folder / "metrics.jsonl", plan.sizes["teacher_params"]
-    )
+    record = run_record(plan.config.scoring.decoding, world, log, plan.sizes["teacher_params"])
     results = data.results(summaries, log, plan.sizes)
     if not plan.task.scored:  # the curves are the result
-        plot_training(plan.folder / "metrics.jsonl")
+        plot_training(plan.folder, log)
     metrics = {
         **results,
         "asked": plan.scores_asked(),

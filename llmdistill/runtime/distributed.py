@@ -44,8 +44,8 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """Return the world of a single process on the CPU."""
-        return cls(rank=0, size=1, device=torch.device("cpu"))
+        """Return the world of a single process, on the first GPU if there is one."""
+        return cls(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     @property
     def is_main(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,12 +67,13 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def evaluate(encoder: Path, data: Path, output: Path, *, ranks: int, command: Sequence[str] = ("eval/glue.py",)) -> str:
-    launcher = launch_command(ranks=ranks)
-    assert launcher.pop() == "llmdistill/train.py"
+def evaluate(
+    encoder: Path, data: Path, output: Path, *more: str, ranks: int, command: Sequence[str] = ("eval/glue.py",)
+) -> str:
+    launcher = launch_command(ranks=ranks)[:-1] if ranks else [sys.executable]
     settings = ["--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "12", "--batch_size", "8"]
     settings += ["--tasks", "stsb", "--dtype", "fp32", "--speed", "false", "--data_dir", str(data)]
-    words = [*launcher, *command, "--model", str(encoder), "--output_dir", str(output), *settings]
+    words = [*launcher, *command, "--model", str(encoder), "--output_dir", str(output), *settings, *more]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -80,7 +82,7 @@ def evaluate(encoder: Path, data: Path, output: Path, *, ranks: int, command: Se
 def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
     evaluate(encoder, data, tmp_path / "one", ranks=1)
     said = evaluate(encoder, data, tmp_path / "two", ranks=2, command=GLUE_MODULE)
-    assert said.count("STS-B: run 1 of 1") == 1
+    assert said.count("[1/1] STS-B learning_rate=0.003 epochs=12 seed=1: ") == 1
     run = "STS-B/lr-0.003-epochs-12-seed-1"
     one, two = (
         [line.split("\t") for line in (tmp_path / name / run / "predictions/student/dev.tsv").read_text().splitlines()]
@@ -96,3 +98,17 @@ def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
         assert means[0] > 50
         assert means[1] == pytest.approx(means[0], rel=1e-5)
     assert (tmp_path / "one/predictions/STS-B.tsv").read_text() == (tmp_path / "two/predictions/STS-B.tsv").read_text()
+
+
+def test_trials_in_processes_of_their_own_give_the_same(encoder, data, tmp_path):
+    seeds = ("--seeds", "1,2")
+    evaluate(encoder, data, tmp_path / "one", *seeds, ranks=1)
+    command = ["-m", *GLUE_MODULE[2:], "--trials_at_once", "2", *seeds]
+    said = evaluate(encoder, data, tmp_path / "beside", ranks=0, command=command)
+    assert said.index("seed=1 ...") < said.index("seed=2 ...") < said.index("seed=1: pearson")
+    one, beside = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "beside"))
+    for results in (one, beside):
+        del results["run"], results["tasks"]["STS-B"]["seconds"]
+    assert beside == one
+    weights = [(tmp_path / name / "STS-B/best/model.safetensors").read_bytes() for name in ("one", "beside")]
+    assert weights[0] == weights[1]

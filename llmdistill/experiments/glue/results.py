@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from llmdistill.experiments.glue.grid import Choice, Grid, Point, complete
-from llmdistill.files import write_text
-from llmdistill.report.record import record_lines
-from llmdistill.report.spread import plus_minus
-from llmdistill.report.spread import spread as spread_of
-from llmdistill.report.tables import markdown_table, print_table
+from llmdistill.experiments.grid import Choice, by_settings
+from llmdistill.experiments.trials import Result
+from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
+from llmdistill.report.tables import Texts, markdown_table, print_table, write_page
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, chance_score
 from llmdistill.tasks.glue_files import TASKS, TaskFiles, column_of
 
@@ -26,40 +24,35 @@ NAMES: dict[Convention, str] = {
 """The averages that a table may show; the table shows the first average whose columns all exist."""
 
 
-def summarise(
-    data: TaskFiles, grid: Grid, results: Mapping[Point, Mapping[str, Any]], choice: Choice
-) -> dict[str, Any]:
+def summarise(files: TaskFiles, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
     """Return a task's part of results.json, as plain JSON values."""
-    chosen = [results[trial]["dev"] for trial in choice.trials()]
-    values = {
-        column: {metric: [dev[column][metric] for dev in chosen] for metric in data.task.metrics}
-        for column in chosen[0]
-    }
-    dev = {
-        column: {metric: {**spread_of(seeds).to_dict(), "seeds": seeds} for metric, seeds in metrics.items()}
-        for column, metrics in values.items()
-    }
-    tried = [
-        {
-            "learning_rate": group[0].learning_rate,
-            "epochs": group[0].epochs,
-            **spread_of([results[trial]["score"] for trial in group]).to_dict(),
-        }
-        for group in complete(results, grid)
-    ]
+    metrics = [result.metrics["student"]["dev"] for result in choice.results if result.metrics is not None]
     return {
-        "metric": data.task.metrics[0],
-        "learning_rate": choice.learning_rate,
-        "epochs": choice.epochs,
-        "seeds": list(choice.seeds),
-        "best_run": choice.best.name,
-        "dev": dev,
-        "chance": chance_score(data.name, data.dev["dev"]),
-        "grid": tried,
-        **grid.shared(),
-        "examples": {"train": len(data.train), **{split: len(rows) for split, rows in data.dev.items()}},
-        "seconds": sum(result["seconds"] for result in results.values()),
+        "metric": files.task.metrics[0],
+        **_settings(choice.results),
+        "seeds": [result.trial.seed for result in choice.results],
+        "best_run": choice.best.trial.folder.name,
+        "dev": {
+            column: {metric: over_seeds([dev[column][metric] for dev in metrics]) for metric in files.task.metrics}
+            for column in metrics[0]
+        },
+        "chance": chance_score(files.name, files.dev["dev"]),
+        "grid": [
+            {
+                **_settings(group),
+                **spread([each.metrics["student"]["score"] for each in group if each.metrics is not None]).to_dict(),
+            }
+            for group in by_settings(results)
+            if len(group) == len(choice.results)
+        ],
+        "examples": {"train": len(files.train), **{split: len(rows) for split, rows in files.dev.items()}},
+        "seconds": sum(result.metrics["run"]["seconds"] for result in results if result.metrics is not None),
     }
+
+
+def _settings(group: Sequence[Result]) -> dict[str, Any]:
+    """Return the settings of a group of trials by the last part of their keys."""
+    return {key.rpartition(".")[2]: value for key, value in group[0].trial.settings.items()}
 
 
 def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -93,20 +86,16 @@ def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
     return (f"average of these {count}" if count > 1 else "average"), found["plain"]
 
 
-def table_cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table_cells(results: Mapping[str, Any]) -> Texts:
     """Return the header and the rows as text: the baseline and the teacher, if they exist, and the model."""
-    columns = [
-        (task, column, results["tasks"][task]["metric"])
-        for task in results["tasks"]
-        for column in results["tasks"][task]["dev"]
-    ]
+    columns = [(task, column) for task in results["tasks"].values() for column in task["dev"]]
     has_average, has_speed = len(results["tasks"]) > 1, len(results["params"]) > 1 and results["speed"] is not None
-    header = ["", "params", "embedding", "transformer", *(f"{column} {metric}" for _, column, metric in columns)]
+    header = ["", "params", "embedding", "transformer", *(f"{column} {task['metric']}" for task, column in columns)]
     header += [_shown_average(results, "model")[0]] * has_average + ["speed-up"] * has_speed
     rows = []
     for role, sizes in results["params"].items():
         row = [role, *(f"{sizes[part]:,}" for part in ("total", "embedding", "transformer"))]
-        row += [_score(results["tasks"][task], column, metric, role) for task, column, metric in columns]
+        row += [_score(task, column, role) for task, column in columns]
         if has_average:
             row.append("" if role == "baseline" else f"{_shown_average(results, role)[1]:.1f}")
         if has_speed:
@@ -115,15 +104,10 @@ def table_cells(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
     return header, rows
 
 
-def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
+def _score(task: Mapping[str, Any], column: str, role: str) -> str:
     if role == "model":
-        return spread(task["dev"][column][metric], 1)
-    return f"{task['teacher']['dev'][column][metric]:.1f}" if role == "teacher" else ""
-
-
-def spread(value: Mapping[str, Any], decimals: int) -> str:
-    """Format the mean, with the standard deviation if there are several seeds."""
-    return plus_minus(value["mean"], value["std"] if len(value["seeds"]) > 1 else None, decimals)
+        return show_seeds(task["dev"][column][task["metric"]])
+    return f"{task['teacher']['dev'][column][task['metric']]:.1f}" if role == "teacher" else ""
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
@@ -132,54 +116,44 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
 
 
 def _title(results: Mapping[str, Any]) -> str:
-    counts = {len(task["seeds"]) for task in results["tasks"].values()}
-    seeds = f"mean ± standard deviation over {max(counts)} seeds" if max(counts) > 1 else "one seed"
+    seeds = count_seeds(max(len(task["seeds"]) for task in results["tasks"].values()))
     limit = "" if results["limit"] is None else f", only {results['limit']} training examples"
     return f"GLUE dev sets x 100, {seeds}{limit}"
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """Write report.md."""
-    header, rows = table_cells(results)
-    run = results["run"]
-    lines = [
-        f"# GLUE: {results['model']}",
-        "",
-        *markdown_table(header, rows),
-        "",
-        f"{_title(results)}. {_explained(results)}",
-        "",
-        *(f"**Warning: {warning}**\n" for warning in results["warnings"]),
-        "## What was chosen on dev",
-        "",
-        *markdown_table(*_choices(results)),
-        "",
-        "Train: examples to learn from; chance: what the best single answer to everything would get.",
-        "",
-        *_tsne_lines(results),
-        *(_speed_lines(results) if results["speed"] is not None else []),
-        *_submission_lines(results),
-        "",
-        f"- Method: {', '.join(results['methods'])}; protocol: {results['protocol']}",
-        *([] if results["teacher"] is None else [f"- Teacher: {results['teacher']}"]),
-        *record_lines(run),
-        "",
-        "Each run's course (metrics.jsonl), answers on dev (predictions/) and settings (run.json) are in its folder "
-        "`TASK/lr-...-epochs-...-seed-...`, each task's best model in `TASK/best`.",
-        "",
-    ]
-    write_text(folder / "report.md", "\n".join(lines))
-
-
-def _explained(results: Mapping[str, Any]) -> str:
-    return (
-        "The settings with the best mean over seeds were chosen on the same dev sets, as papers do, so the scores are "
-        "somewhat too high for unseen examples. Embedding: the token embedding; transformer: the layers; params: these "
-        "and positions, norms and pooler, without the classifier."
+    write_page(
+        folder / "report.md",
+        f"GLUE: {results['model']}",
+        table_cells(results),
+        legend=f"{_title(results)}. The settings with the best mean over seeds were chosen on the same dev sets, as "
+        "papers do, so the scores are somewhat too high for unseen examples. Embedding: the token embedding; "
+        "transformer: the layers; params: these and positions, norms and pooler, without the classifier.",
+        warnings=results["warnings"],
+        sections=[
+            "## What was chosen on dev",
+            "",
+            *markdown_table(*_choices(results)),
+            "",
+            "Train: examples to learn from; chance: what the best single answer to everything would get.",
+            "",
+            *_tsne_lines(results),
+            *(_speed_lines(results) if results["speed"] is not None else []),
+            *_submission_lines(results),
+            "",
+        ],
+        facts=[
+            f"- Method: {', '.join(results['methods'])}; protocol: {results['protocol']}",
+            *([] if results["teacher"] is None else [f"- Teacher: {results['teacher']}"]),
+        ],
+        record=results["run"],
+        closing="Each run's course (metrics.jsonl), answers on dev (predictions/) and settings (run.json) are in its "
+        "folder `TASK/lr-...-epochs-...-seed-...`, each task's best model in `TASK/best`.",
     )
 
 
-def _choices(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _choices(results: Mapping[str, Any]) -> Texts:
     header = ["task", "learning rate", "epochs", "seeds", "best run", "metrics over the seeds", "train", "chance"]
     rows = [
         [
@@ -189,7 +163,7 @@ def _choices(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             ", ".join(map(str, task["seeds"])),
             task["best_run"],
             "; ".join(
-                f"{column} {metric} {spread(value, 2)}"
+                f"{column} {metric} {show_seeds(value, 2)}"
                 for column, metrics in task["dev"].items()
                 for metric, value in metrics.items()
             ),

@@ -6,31 +6,46 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from llmdistill.artifacts import read_result, write_result
 from llmdistill.config.glue import GlueConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.measure import measure
+from llmdistill.experiments.glue.protocols import BEST, short_names, teacher_of
 from llmdistill.experiments.glue.results import averages, print_results, write_report
 from llmdistill.experiments.glue.study import TaskStudy
-from llmdistill.experiments.glue.teachers import BEST, short_names, teacher_of
+from llmdistill.experiments.launcher import InProcess, Launcher, Runner
 from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import shape_of
-from llmdistill.report.record import make_record
+from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.load import Head, load_model
+from llmdistill.report.record import describe_hardware, make_record
+from llmdistill.run.job import run_config
 from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
 from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.speed import measure_speed, parameter_split
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
 from llmdistill.tasks.glue import check_classes
 from llmdistill.tasks.glue_files import check_data_dir, find_tasks
 
+_CPU_REPEATS, _GPU_REPEATS = 5, 20
+"""How often a forward pass is timed."""
 
-def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
+
+def run(config: GlueConfig, *, command: str, as_json: bool, launcher_flags: Sequence[str] = ()) -> None:
     """Fine-tune, choose, measure and report; every rank of the launcher must call this function.
+
+    Args:
+        config: the settings of the study.
+        command: the command as the user typed it, for the report.
+        as_json: whether results.json is printed instead of the table.
+        launcher_flags: flags of the deepspeed launcher for each run, if runs have their own processes.
 
     Raises:
         UserError: bad input, or the folder belongs to a run with other settings.
@@ -39,12 +54,17 @@ def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
     read_ds_config(config.ds_config)  # reports a mistake before waiting for the other ranks
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        world = init_distributed()
-        try:
-            quiet_libraries()
-            results = evaluate(config, world, command=command)
-        finally:
-            shut_down()
+        if config.trials_at_once > 1:
+            launcher = Launcher(tuple(launcher_flags), config.trials_at_once)
+            launcher.check()
+            world, results = World.alone(), evaluate(config, World.alone(), command=command, launcher=launcher)
+        else:
+            world = init_distributed()
+            try:
+                quiet_libraries()
+                results = evaluate(config, world, command=command)
+            finally:
+                shut_down()
     if not world.is_main:
         return
     if as_json:
@@ -55,7 +75,9 @@ def run(config: GlueConfig, *, command: str, as_json: bool) -> None:
     print(f"The report is {root / 'report.md'}, all figures are in {root / 'results.json'}.")
 
 
-def evaluate(config: GlueConfig, world: World, *, command: str, prefix: str = "--") -> dict[str, Any]:
+def evaluate(
+    config: GlueConfig, world: World, *, command: str, prefix: str = "--", launcher: Launcher | None = None
+) -> dict[str, Any]:
     """Check, fine-tune, choose, measure and write the report in an existing process group; every rank must call it.
 
     Args:
@@ -63,11 +85,14 @@ def evaluate(config: GlueConfig, world: World, *, command: str, prefix: str = "-
         world: the rank and the number of ranks.
         command: the command as the user typed it, for the report.
         prefix: prefix of the settings' names in error messages.
+        launcher: runs each trial in its own process; by default the trials run in this process group.
 
     Raises:
         UserError: bad input, or the folder belongs to a run with other settings.
     """
-    return conduct(config, prepare(config, world, prefix=prefix), world, command=command)
+    studies = prepare(config, prefix=prefix)
+    runner = InProcess(world, lambda trial: run_config(trial, world)) if launcher is None else launcher
+    return conduct(config, studies, runner, world, command=command)
 
 
 def output_dir(config: GlueConfig) -> Path:
@@ -79,12 +104,11 @@ def output_dir(config: GlueConfig) -> Path:
     return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
 
 
-def prepare(config: GlueConfig, world: World, *, prefix: str = "--") -> dict[str, TaskStudy]:
+def prepare(config: GlueConfig, *, prefix: str) -> dict[str, TaskStudy]:
     """Return the study of each task; all studies are checked before the first one runs.
 
     Args:
         config: the settings of the study.
-        world: the rank and the number of ranks.
         prefix: prefix of the settings' names in error messages.
 
     Raises:
@@ -99,13 +123,11 @@ def prepare(config: GlueConfig, world: World, *, prefix: str = "--") -> dict[str
             root=output_dir(config),
             teacher=None if config.teacher is None else teacher_of(config.teacher, task, tasks, key=f"{prefix}teacher"),
             drawn=_drawn(config, task, tasks, prefix),
-            world=world,
         )
         for task in tasks
     }
     for study in studies.values():
-        plan = study.plan()
-        plan.task.read(plan.models)
+        study.plan.task.read(study.plan.models)
     return studies
 
 
@@ -130,14 +152,16 @@ def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key:
         raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
 
 
-def conduct(config: GlueConfig, studies: dict[str, TaskStudy], world: World, *, command: str) -> dict[str, Any]:
+def conduct(
+    config: GlueConfig, studies: dict[str, TaskStudy], runner: Runner, world: World, *, command: str
+) -> dict[str, Any]:
     """Run all tasks and write results.json and report.md; every rank must call this function."""
     first = next(iter(studies.values()))
     print_main(_headline(config, studies), world)
-    sizes = on_main(lambda: _measure(config, first), world)
+    sizes = on_main(lambda: _measure(config, first, world), world)
     names = list(studies)
     # The study of a finished task is removed, which frees its examples.
-    tasks = {name: studies.pop(name).conduct() for name in names}
+    tasks = {name: studies.pop(name).conduct(runner, world) for name in names}
     results = {
         "model": config.model,
         "teacher": config.teacher,
@@ -160,9 +184,9 @@ def conduct(config: GlueConfig, studies: dict[str, TaskStudy], world: World, *, 
 
 
 def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
-    runs = {name: len(study.grid.trials()) for name, study in studies.items()}
+    runs = {name: study.protocol.num_trials for name, study in studies.items()}
     counted = ", ".join(f"{name} {count}" for name, count in runs.items())
-    plan = next(iter(studies.values())).plan()
+    plan = next(iter(studies.values())).plan
     teacher = "" if config.teacher is None else f" from {config.teacher}"
     terms = ", ".join(plan.method.weights)
     classifier = "; the classifier starts as the teacher's" if plan.copies_classifier else ""
@@ -174,14 +198,32 @@ def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
     )
 
 
-def _measure(config: GlueConfig, study: TaskStudy) -> dict[str, Any]:
-    models = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
-    return measure(
-        {role: path for role, path in models.items() if path is not None},
-        file=study.root / "sizes.json",
-        speed=config.speed,
-        batch_size=study.grid.batch_size,
-        length=study.grid.max_length,
-        dtype=study.plan().dtype,
-        device=study.world.device,
-    )
+def _measure(config: GlueConfig, study: TaskStudy, world: World) -> dict[str, Any]:
+    """Count the parameters by part and, if asked for, time forward passes; one rank calls this function.
+
+    Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.
+    The speed-ups are relative to the first model. The result is stored in a file and not measured again.
+
+    Raises:
+        UserError: a model cannot be loaded, or has fewer positions than the batches have tokens.
+    """
+    named = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
+    models = {role: path for role, path in named.items() if path is not None}
+    file, dtype, device = study.root / "sizes.json", study.plan.dtype, world.device
+    batch = {"batch_size": study.protocol.batch_size, "length": study.protocol.max_length}
+    asked: dict[str, Any] = {"models": {role: fingerprint(path) for role, path in models.items()}, "dtype": str(dtype)}
+    if config.speed:
+        asked |= {**batch, "hardware": describe_hardware(1)}
+    kept = read_result(file, asked)
+    if kept is not None:
+        return kept
+    loaded = {}
+    for role, path in models.items():
+        head: Head = "sequence" if family_of(load_config(path)).causal else "none"
+        loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
+    found: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
+    if config.speed:
+        repeats = _GPU_REPEATS if device.type == "cuda" else _CPU_REPEATS
+        speeds = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
+        found["speed"] = {role: asdict(value) for role, value in speeds.items()}
+    return write_result(file, asked, found)

@@ -5,28 +5,29 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from llmdistill.config import RunConfig, command_line
 from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import GridConfig
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.grid import grid_of
+from llmdistill.experiments.glue.protocols import BEST, teacher_of
 from llmdistill.experiments.glue.run import check_layer, evaluate
 from llmdistill.experiments.glue.study import TaskStudy
-from llmdistill.experiments.glue.teachers import BEST, teacher_of
-from llmdistill.experiments.two_stages.settings import TEACHER, row_configs, tasks_folder
-from llmdistill.experiments.two_stages.table import ROWS, collect, print_rows, write_rows
+from llmdistill.experiments.two_stages.table import ROWS, TEACHER, collect, print_rows, write_rows
+from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.run.plan import Plan
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.glue import check_classes
-from llmdistill.tasks.glue_files import TASKS, check_data_dir, find_tasks, read_task
+from llmdistill.tasks.glue_files import TASKS, check_data_dir, find_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,8 @@ class TasksPlan:
     """The names of the tasks in GLUE."""
     configs: Mapping[str, GlueConfig]
     """The fine-tuning settings of each row, in order."""
-    plans: Mapping[str, Mapping[str, Plan]]
-    """The plan of the first trial of each row and task."""
+    studies: Mapping[str, Mapping[str, TaskStudy]]
+    """The study of each row and task."""
     given: Mapping[str, str]
     """Folder or hub name of each task's teacher; empty if the user named no teacher."""
 
@@ -52,12 +53,12 @@ class TasksPlan:
             row: {
                 "model": config.model,
                 "teacher": config.teacher,
-                "terms": dict(next(iter(self.plans[row].values())).method.weights),
-                "runs": sum(len(grid_of(config, task).trials()) for task in self.tasks),
+                "terms": dict(next(iter(self.studies[row].values())).plan.method.weights),
+                "runs": sum(study.protocol.num_trials for study in self.studies[row].values()),
             }
             for row, config in self.configs.items()
         }
-        copied = any(plan.copies_classifier for plans in self.plans.values() for plan in plans.values())
+        copied = any(study.plan.copies_classifier for row in self.studies.values() for study in row.values())
         folder = str(tasks_folder(self.last))
         return {"names": self.tasks, "folder": folder, "copy_classifier": copied, "rows": rows}
 
@@ -72,8 +73,9 @@ class TasksPlan:
             check_tokens(path, student)
         if TEACHER in self.configs:
             check_tokens(self.first.teacher_path, student)
-        for plans in self.plans.values():
-            for plan in plans.values():
+        for studies in self.studies.values():
+            for study in studies.values():
+                plan = study.plan
                 plan.task.read(replace(plan.models, tokenizer_path=student, teacher_path=student))
 
     def run(self, world: World) -> None:
@@ -100,26 +102,13 @@ class TasksPlan:
 
     def _draw(self, world: World) -> dict[str, Any]:
         """Draw one t-SNE figure per task with the teacher and each row's best model; the last row has both stages."""
-        from llmdistill.experiments.glue.tsne import draw  # scikit-learn's manifolds take a second to import
-
-        config, folder = next(iter(self.configs.values())), tasks_folder(self.last)
+        folder = tasks_folder(self.last)
+        rows = sorted(self.configs, key=list(ROWS).index)
         figures = {}
-        for task in self.tasks:
+        for task, study in next(iter(self.studies.values())).items():
             models = {ROWS[TEACHER].title: self.given[task]} if task in self.given else {}
-            rows = sorted(self.configs, key=list(ROWS).index)
             models |= {ROWS[row].title: str(folder / row / task / BEST) for row in rows}
-            figure = partial(
-                draw,
-                models,
-                read_task(task, config.data_dir, config.limit),
-                folder=folder / "tsne",
-                name=task,
-                layer=config.tsne_layer,
-                max_length=grid_of(config, task).max_length,
-                dtype=next(iter(self.plans.values()))[task].dtype,
-                device=world.device,
-            )
-            figures[task] = {"file": f"tsne/{task}.png", **on_main(figure, world)}
+            figures[task] = {"file": f"tsne/{task}.png", **study.figure(models, folder / "tsne", task, world)}
         return figures
 
 
@@ -148,11 +137,13 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
     studies = {
         row: {task: _study(config, task, first, last, given) for task in tasks} for row, config in configs.items()
     }
-    return TasksPlan(first=first, last=last, tasks=tasks, configs=configs, plans=studies, given=given)
+    for study in (study for row in studies.values() for study in row.values()):
+        assert study.plan is not None  # resolves and checks the settings
+    return TasksPlan(first=first, last=last, tasks=tasks, configs=configs, studies=studies, given=given)
 
 
-def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> Plan:
-    """Return the plan of a row's first trial on a task; its model and its teacher may not exist yet."""
+def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> TaskStudy:
+    """Return the study of a row on a task; its model and its teacher may not exist yet."""
     own = str(first.teacher_path)
     student = first.teacher_config if config.model == own else last.student_config
     if last.config.tasks.tsne:
@@ -165,10 +156,7 @@ def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mappin
             check_classes(load_config(given[task]), task, named=f"tasks.teacher {given[task]}")
         else:
             pending[teacher] = _fine_tuned(first.teacher_config, task)
-    study = TaskStudy(
-        config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, drawn={}, world=World.alone()
-    )
-    return study.plan(pending)
+    return TaskStudy(config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, pending=pending)
 
 
 def _fine_tuned(config: PreTrainedConfig, task: str) -> PreTrainedConfig:
@@ -176,3 +164,67 @@ def _fine_tuned(config: PreTrainedConfig, task: str) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     config.num_labels = TASKS[task].num_outputs
     return config
+
+
+def tasks_folder(plan: Plan) -> Path:
+    """Return the folder of all outputs of a run's second stage."""
+    return plan.folder / "tasks"
+
+
+def row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig]:
+    """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it.
+
+    Args:
+        plans: the runs of the first stage; the teacher of the first run and the student of the last run are fine-tuned.
+        tasks: names in TASKS.
+
+    Raises:
+        UserError: the settings are invalid.
+    """
+    plan, config = plans[-1], plans[-1].config
+    settings, folder = config.tasks, tasks_folder(plans[-1])
+    shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
+    shared |= {"tasks": tasks, "ds_config": config.ds_config, "dtype": config.train.dtype, "speed": False}
+    alone = {**shared, "method": "sft", "copy_classifier": None}
+    teacher = str(folder / TEACHER) if settings.teacher is None else settings.teacher
+    trained = str(plan.folder / "student")
+    given = plan.config.student.model
+    untrained = str(plan.folder / "untrained") if given is None else str(locate(given))
+    learning = {**shared, "teacher": teacher, **_methods(config)}
+    configs: dict[str, GlueConfig] = {}
+    if settings.teacher is None and set(settings.rows) != {"no_kd"}:
+        own = str(plans[0].teacher_path)
+        configs[TEACHER] = command_line.checked(
+            GlueConfig, {**alone, "model": own, "output_dir": str(folder / TEACHER)}, METHODS
+        )
+    for row in settings.rows:
+        model = untrained if row == "no_pretraining" else trained
+        values = alone if row == "no_kd" else learning
+        configs[row] = command_line.checked(
+            GlueConfig, {**values, "model": model, "output_dir": str(folder / row)}, METHODS
+        )
+    return configs
+
+
+def _methods(config: RunConfig) -> dict[str, Any]:
+    """Return the methods of the second stage with their settings; `tasks` overrides the settings of the run."""
+    settings = config.tasks
+    method = config.method if settings.method is None else settings.method
+    if not METHODS[method].needs_teacher:
+        raise UserError(
+            f"tasks.method: the run's method {method} has no teacher; say by which one the student learns from its "
+            "fine-tuned teachers, such as kroneckerbert or kd"
+        )
+    inherited = config.also if settings.method is None else []
+    also = inherited if settings.also is None else settings.also
+    unused = sorted(settings.settings.keys() - {method, *also})
+    if unused:
+        raise UserError(
+            f"tasks.settings.{unused[0]}: that is no method of the second stage ({', '.join([method, *also])})"
+        )
+    sections: dict[str, Any] = {
+        name: command_line.changed(part, settings.settings.get(name, {}), key=f"tasks.settings.{name}")
+        for name, part in config.method_settings.items()
+        if name in (method, *also)
+    }
+    return {"method": method, "also": also, "method_settings": sections}

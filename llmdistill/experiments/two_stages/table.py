@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from llmdistill.experiments.glue.results import spread
-from llmdistill.experiments.two_stages.settings import TEACHER
-from llmdistill.files import write_json, write_text
-from llmdistill.report.record import record_lines
-from llmdistill.report.spread import spread as spread_of
-from llmdistill.report.tables import markdown_table, print_table
+from llmdistill.files import write_json
+from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
+from llmdistill.report.tables import Texts, print_table, write_page
 
-_TITLE = "Dev sets x 100"
+TEACHER = "teacher"
+"""The row of the run's own teacher, which is fine-tuned if no fine-tuned teacher is given."""
 
 
 class Row(NamedTuple):
@@ -79,7 +77,7 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
 def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a teacher that was already fine-tuned: one model per task, with unknown seeds."""
     dev = {
-        column: {metric: {**spread_of([value]).to_dict(), "seeds": [value]} for metric, value in metrics.items()}
+        column: {metric: over_seeds([value]) for metric, value in metrics.items()}
         for task in results["tasks"].values()
         for column, metrics in task["teacher"]["dev"].items()
     }
@@ -91,7 +89,7 @@ def _given_teacher(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def table_cells(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table_cells(table: Mapping[str, Any]) -> Texts:
     """Return the header and the rows as text."""
     columns = table["columns"]
     averaged = len({column["task"] for column in columns}) > 1
@@ -100,25 +98,19 @@ def table_cells(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in table["rows"].values():
         cells = [row["title"], row["pretraining"], row["finetuning"], f"{row['params']:,}"]
-        cells += [spread(row["dev"][column["column"]][column["metric"]], 1) for column in columns]
+        cells += [show_seeds(row["dev"][column["column"]][column["metric"]]) for column in columns]
         rows.append([*cells, f"{row['average']:.1f}"] if averaged else cells)
     return [*header, "average"] if averaged else header, rows
 
 
 def print_rows(table: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal."""
-    print_table(f"{_TITLE}, {_seeds(table)}", *table_cells(table), left=range(3), console=console)
-
-
-def _seeds(table: Mapping[str, Any]) -> str:
-    count = table["seeds"]
-    return f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"
+    print_table(f"Dev sets x 100, {count_seeds(table['seeds'])}", *table_cells(table), left=range(3), console=console)
 
 
 def write_rows(folder: Path, table: Mapping[str, Any]) -> None:
     """Write report.md and report.json."""
     write_json(folder / "report.json", table)
-    run, header = table["run"], table_cells(table)[0]
     teacher = ""
     if TEACHER in table["rows"]:
         teacher = (
@@ -126,28 +118,23 @@ def write_rows(folder: Path, table: Mapping[str, Any]) -> None:
             if table["own_teacher"]
             else " The teacher is the one that was given."
         )
-    average = " The average is that of the tasks' first metrics." if header[-1] == "average" else ""
+    average = " The average is that of the tasks' first metrics." if "average" in table_cells(table)[0] else ""
     figures = [
         f"{task}: {figure['examples']} examples, {_layers(figure)}\n\n![t-SNE of {task}]({figure['file']})\n"
         for task, figure in table["figures"].items()
     ]
-    lines = [
-        f"# Two stages: {table['name']}",
-        "",
-        *markdown_table(*table_cells(table)),
-        "",
-        f"{_TITLE}, {_seeds(table)}; in brackets the number of training examples. Distilled: the terms of the method, "
-        f"labels: these alone.{teacher}{average} The settings with the best mean over seeds were chosen on the same "
-        "dev sets, as papers do. Params: without the classifier.",
-        "",
-        *(f"**Warning: {warning}**\n" for warning in table["warnings"]),
-        *(["## A layer's output by t-SNE", "", *figures] if figures else []),
-        *record_lines(run),
-        "",
-        "Each row has a folder with its own report, and the best model of each task in `TASK/best` there.",
-        "",
-    ]
-    write_text(folder / "report.md", "\n".join(lines))
+    write_page(
+        folder / "report.md",
+        f"Two stages: {table['name']}",
+        table_cells(table),
+        legend=f"Dev sets x 100, {count_seeds(table['seeds'])}; in brackets the number of training examples. "
+        f"Distilled: the terms of the method, labels: these alone.{teacher}{average} The settings with the best mean "
+        "over seeds were chosen on the same dev sets, as papers do. Params: without the classifier.",
+        warnings=table["warnings"],
+        sections=["## A layer's output by t-SNE", "", *figures] if figures else [],
+        record=table["run"],
+        closing="Each row has a folder with its own report, and the best model of each task in `TASK/best` there.",
+    )
 
 
 def _layers(figure: Mapping[str, Any]) -> str:

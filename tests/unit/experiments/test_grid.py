@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from llmdistill.config import RunConfig
-from llmdistill.experiments.grid import choose, points
+from llmdistill.experiments.grid import choose, may_be_best, points
 from llmdistill.experiments.trials import Result, Trial
 
 CONFIG = RunConfig(ds_config="zero2.json", output_dir="runs/x")
@@ -64,3 +64,27 @@ def test_a_single_setting_needs_no_score():
     found = choose([result("p", 0, 1.0)], lambda each: each.metrics["missing"])
     assert found is not None
     assert found.best.metrics == {"score": 1.0}
+
+
+def test_of_equals_the_first_is_chosen():
+    found = choose([result(name, seed, 50.0) for name in "pq" for seed in (1, 2)], score)
+    assert (found.settings, found.best.trial.seed) == ({"name": "p"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("scores", "leaders"),
+    [
+        ([50.0], [("p", 1)]),
+        ([50.0, 60.0], [("p", 2)]),
+        ([50.0, 60.0, 1.0], [("q", 1), ("p", 2)]),
+        ([50.0, 60.0, 1.0, 2.0], [("p", 2)]),
+        ([50.0, 60.0, 70.0, 1.0], [("p", 2)]),
+        ([50.0, 60.0, 70.0, 80.0], [("q", 2)]),
+        ([50.0, None, 70.0, 80.0], [("p", 1), ("q", 2)]),
+    ],
+)
+def test_trials_that_may_yet_be_the_best(scores, leaders):
+    keys = [(name, seed) for name in "pqrs" for seed in (1, 2)]
+    results = [result(*key, value) for key, value in zip(keys, scores, strict=False)]
+    found = may_be_best(results, score, 2)
+    assert [(each.trial.title, each.trial.seed) for each in found] == leaders

@@ -19,7 +19,6 @@ from llmdistill.report.results import (
     Sample,
     SizePoint,
     describe_finding,
-    score_row,
 )
 from llmdistill.report.wording import markdown, markdown_code, signed
 
@@ -312,7 +311,7 @@ def test_plots_of_an_earlier_report_do_not_stay(tmp_path, comparison):
 
 def finding(**scores):
     rows = [make_row(name, name.upper(), [(value, value) for value in values]) for name, values in scores.items()]
-    return describe_finding([score_row(row, SETS) for row in rows], SETS)
+    return describe_finding(rows, SETS)
 
 
 def test_finding_is_a_lead_only_over_the_standard_error():

@@ -91,21 +91,13 @@ def test_only_scored_models_have_rows(tmp_path, metrics, capsys):
     assert "No model was to be scored" in capsys.readouterr().out
 
 
-def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    assert training_cost(file) is None
+def test_training_cost_sums_tokens_and_takes_the_median_speed_and_the_peak():
+    assert training_cost([]) is None
     rows = [
         {"step": n, "tokens": 10 * n, "tokens_per_second": speed, "peak_memory_bytes": speed}
         for n, speed in enumerate([1, 100, 7], start=1)
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert training_cost(file) == {"tokens": 60, "tokens_per_second": 7, "peak_memory_bytes": 100}
-
-
-def text_log(folder, *rows):
-    file = folder / "metrics.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    assert training_cost(rows) == {"tokens": 60, "tokens_per_second": 7, "peak_memory_bytes": 100}
 
 
 def text_row(step, loss, **more):
@@ -122,7 +114,7 @@ def text_row(step, loss, **more):
 
 def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metrics, capsys):
     rows = [{"step": 0, "valid_loss": 3.5}, text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
-    plot_training(text_log(tmp_path, *rows))
+    plot_training(tmp_path, rows)
     scores = {
         name: {"params": params, "valid_loss": loss}
         for name, params, loss in zip(MODELS, (200, 50, 50), (None, 3.5, 1.25), strict=True)

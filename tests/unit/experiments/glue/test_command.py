@@ -18,7 +18,7 @@ def test_only_the_result_stands_on_stdout(capsys, engine, encoder, data, tmp_pat
     results = json.loads(said.out)
     assert results == json.loads((tmp_path / "out/results.json").read_text())
     assert results["run"]["command"].startswith("eval/glue.py --model")
-    assert "RTE: run 1 of 1: learning rate 0.01, 1 epochs, seed 1" in said.err
+    assert "[1/1] RTE learning_rate=0.01 epochs=1 seed=1: accuracy" in said.err
 
 
 def test_it_is_a_suite_of_evaluate(capsys, engine, encoder, data, tmp_path, monkeypatch) -> None:

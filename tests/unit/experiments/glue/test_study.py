@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from llmdistill.commands.glue import main
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue import study
+from llmdistill.experiments.glue import run as glue
 from llmdistill.factorize.convert import compress
 
 DEV = Path("predictions/student/dev.tsv")
@@ -96,7 +96,7 @@ def test_a_second_call_runs_nothing_and_says_the_same(evaluate, engine) -> None:
     assert engine.built == 2
     second, said = evaluate("--tasks", "rte,cola")
     assert engine.built == 2
-    assert "1 of 1 runs are there already" in said
+    assert said.count("on dev (kept)") == 2
     for results in (first, second):
         del results["run"]
     assert first == second
@@ -132,20 +132,21 @@ def test_a_finished_run_of_other_settings_is_refused(evaluate, engine, arguments
 
 
 def test_a_failed_trial_stops_no_other(evaluate, monkeypatch) -> None:
-    learn = study.run_config
+    learn = glue.run_config
 
     def run(config, world):
         if config.train.learning_rate == 2e-2:
             raise UserError("the loss is nan at step 3")
         return learn(config, world)
 
-    monkeypatch.setattr(study, "run_config", run)
+    monkeypatch.setattr(glue, "run_config", run)
     results, said = evaluate("--tasks", "rte", "--learning_rates", "2e-2,1e-2", "--seeds", "1,2")
     task = results["tasks"]["RTE"]
     assert task["learning_rate"] == 1e-2
     assert [entry["learning_rate"] for entry in task["grid"]] == [1e-2]
     assert len([line for line in results["warnings"] if "the loss is nan at step 3" in line]) == 2
-    assert "lr-0.02-epochs-4-seed-1 failed" in " ".join(said.split())
+    assert "RTE: lr-0.02-epochs-4-seed-1 failed: the loss is nan at step 3" in results["warnings"]
+    assert "RTE learning_rate=0.02 epochs=4 seed=1: FAILED: the loss is nan at step 3" in " ".join(said.split())
     _, error = evaluate("--tasks", "rte", "--learning_rates", "2e-2", folder="none", code=2)
     assert "the loss is nan at step 3; no settings have all their seeds" in error
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2
 
 from llmdistill.commands.glue import main
 from llmdistill.experiments.glue import tsne
-from llmdistill.experiments.glue.teachers import short_names
+from llmdistill.experiments.glue.protocols import short_names
 from llmdistill.tasks.glue_files import read_task
 
 QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "3", "--batch_size", "16", "--speed", "false"]

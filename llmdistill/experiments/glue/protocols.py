@@ -1,0 +1,110 @@
+"""The settings that are tried on a task of GLUE, and the fine-tuned teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import ProtocolName
+from llmdistill.errors import UserError
+from llmdistill.tasks.glue_files import TASKS
+
+BEST = "best"
+"""The folder of a task's best model, inside the task's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """The settings that are tried, and the settings that all runs share."""
+
+    learning_rates: Sequence[float]
+    epochs: Sequence[int]
+    seeds: Sequence[int]
+    batch_size: int = 32
+    max_length: int = 128
+    warmup_ratio: float = 0.1
+    weight_decay: float = 0.01
+
+    @property
+    def grid(self) -> dict[str, Sequence[float]]:
+        """The values that are tried, by dotted key of a run."""
+        return {"train.learning_rate": self.learning_rates, "train.epochs": self.epochs}
+
+    @property
+    def num_trials(self) -> int:
+        """The number of runs."""
+        return len(self.learning_rates) * len(self.epochs) * len(self.seeds)
+
+
+PROTOCOLS: dict[ProtocolName, Protocol] = {
+    # MaKD §4.1, which does not give the epochs, batch size, length, warm-up and weight decay.
+    "makd": Protocol(learning_rates=[1e-5, 2.3e-5, 3.5e-5, 4.8e-5], epochs=[3], seeds=[1, 2, 3, 4, 5]),
+    # MiniLMv2 appendix C.
+    "minilmv2": Protocol(learning_rates=[1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5], epochs=[3, 5, 10], seeds=[1, 2, 3, 4]),
+    # KroneckerBERT appendix A.1, "single runs"; it gives only a range of epochs, and Table 8 has the learning rate 1e-5
+    # outside of the paper's own range.
+    "kroneckerbert": Protocol(learning_rates=[5e-5, 1e-4, 5e-4], epochs=[5, 10, 15], seeds=[1]),
+    "custom": Protocol(learning_rates=[2e-5], epochs=[3], seeds=[1]),
+}
+
+LONGER: dict[tuple[ProtocolName, str], list[int]] = {
+    ("minilmv2", "CoLA"): [25],
+    ("kroneckerbert", "CoLA"): [15, 20, 30],
+}
+"""Epochs of tasks that differ from the other tasks of the protocol (MiniLMv2 app. C, KroneckerBERT app. A.1)."""
+
+SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
+"""The settings that all runs of a protocol share."""
+
+
+def protocol_of(config: GlueConfig, task: str) -> Protocol:
+    """Return the protocol for a task; settings in the configuration replace those of the protocol."""
+    protocol = PROTOCOLS[config.protocol]
+    given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
+    given = {key: value for key, value in given.items() if value is not None}
+    return replace(protocol, **{"epochs": LONGER.get((config.protocol, task), protocol.epochs), **given})
+
+
+def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:
+    """Return the folder or hub name of a task's teacher, or of another model that is fine-tuned on the task.
+
+    Args:
+        teacher: an earlier run's folder, a path that contains {task}, or a single model.
+        task: a name in TASKS.
+        tasks: all tasks of the study; a single model can teach only one task.
+        key: name of the setting, for error messages.
+
+    Raises:
+        UserError: the folder has no model for the task, or a single model is given for several tasks.
+    """
+    if "{task}" in teacher:
+        spellings = [task, task.lower(), TASKS[task].hub]
+        paths = [teacher.replace("{task}", spelling) for spelling in spellings]
+        return next((path for path in paths if Path(path).is_dir()), paths[-1])
+    folder = Path(teacher)
+    best = folder / task / BEST
+    if (best / "config.json").is_file():
+        return str(best)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"{key} {teacher}: it holds no model for {task} (no {best / 'config.json'}); "
+            "fine-tune one on it first, or name a path with {task} in it"
+        )
+    if len(tasks) > 1:
+        raise UserError(
+            f"{key} {teacher}: one model, but {len(tasks)} tasks; a model is fine-tuned on one: give a path with "
+            "{task} in it or an earlier run's folder, or name one task"
+        )
+    return teacher
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return a name for each path: as many of its last parts as are needed to make the names unique."""
+    parts = [Path(path).parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(paths)
