@@ -13,7 +13,7 @@ import wrapt
 
 if TYPE_CHECKING:
     from llmdistill import losses
-    from llmdistill.api import Distilled, compress, distill, evaluate
+    from llmdistill.api import Distilled, compress, distill, evaluate, export, sizes
     from llmdistill.errors import UserError
     from llmdistill.run.hf_trainer import DistillationTrainer
     from llmdistill.run.loss import DistillationLoss, LossOutput
@@ -29,6 +29,8 @@ _PUBLIC: dict[str, str] = {
     "compress": "llmdistill.api",
     "distill": "llmdistill.api",
     "evaluate": "llmdistill.api",
+    "export": "llmdistill.api",
+    "sizes": "llmdistill.api",
 }
 """Public name -> the module from which it is loaded on first access."""
 
@@ -42,7 +44,9 @@ __all__ = [
     "compress",
     "distill",
     "evaluate",
+    "export",
     "losses",
+    "sizes",
 ]
 
 # This module registers the student classes in transformers. It is loaded as soon as transformers is imported, or

@@ -1,4 +1,4 @@
-"""The Python API: compress, distill and evaluate models and data, given in memory or by name.
+"""The Python API: compress, distill, evaluate and export models, given in memory or by name.
 
 A model is a transformers `PreTrainedModel`, a folder, a name on the Hub, or `embedded:teacher`. Data are rows (a list
 of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.sources.Data`.
@@ -7,33 +7,38 @@ of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig
+from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.distillation import distil as distil_plans
 from llmdistill.factorize.convert import compress_model
+from llmdistill.factorize.export import export_dense
+from llmdistill.factorize.plan import summarise
+from llmdistill.factorize.search import needs_search, search
 from llmdistill.files import new_folder
-from llmdistill.models.load import copy_companions, load_model
+from llmdistill.models.load import Head, load_model
 from llmdistill.run.inputs import Given, Model, save_with_tokenizer, tokenizer_of
 from llmdistill.run.plan import make_plans
-from llmdistill.runtime.distributed import init_distributed, on_main
+from llmdistill.runtime.distributed import TORCH_DTYPES, best_dtype, default_device, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
+from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
+from llmdistill.tasks.glue import score_task
 from llmdistill.tasks.text import score_texts
 
-__all__ = ["Distilled", "compress", "distill", "evaluate"]
+__all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
 
 _LIMITS = ("max_prompt_length", "max_length", "long_prompts")
 """Data settings for the maximum lengths and for examples that are longer."""
@@ -76,24 +81,70 @@ def compress(
     """
     _check_models(model=model)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings}, key="")
-    on = None if device is None else torch.device(device)
     with nullcontext() if output is None else new_folder(output) as folder:
-        if isinstance(model, PreTrainedModel):
-            student = compress_model(model, chosen, method, device=on)
-            if folder is not None:
-                save_with_tokenizer(student, tokenizer, folder)
-            return student
-        source = locate(str(model))
-        if on is None and torch.cuda.is_available():
-            on = torch.device("cuda")
-        teacher = load_model(source, dtype="auto", head="saved")
-        student = compress_model(teacher, chosen, method, device=on, in_place=True)
+        named = not isinstance(model, PreTrainedModel)
+        source = locate(str(model)) if named else None
+        teacher = load_model(source, dtype="auto", head="saved") if source is not None else cast(PreTrainedModel, model)
+        student = compress_model(teacher, chosen, method, device=_device(model, device), in_place=named)
         if folder is not None:
-            student.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            copy_companions(source, folder)
-        return student
+            save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))
+    return student
+
+
+def sizes(
+    model: Model,
+    *,
+    rank: int | None = None,
+    method: Literal["svd", "kronecker"] = "svd",
+    device: torch.device | str | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Compute the size of the student that `compress` makes with the same arguments, from the model's config alone.
+
+        print(llmdistill.sizes(model, rank=48)["ratio"])
+
+    Only kronecker with target_params reads the weights, because it searches the shapes with the smallest error; this
+    search runs on `device`.
+
+    Returns:
+        teacher_params, student_params, their ratio and more (see `factorize.plan.summarise`); after a search also the
+        `candidates`, best first, and the `settings` with which `compress` makes the best one.
+
+    Raises:
+        UserError: as in `compress`.
+    """
+    _check_models(model=model)
+    chosen = changed(FactorizeConfig(), {"rank": rank, **settings}, key="")
+    source = model if isinstance(model, PreTrainedModel) else locate(str(model))
+    candidates = search(source, chosen, device=_device(model, device)) if needs_search(chosen, method) else []
+    chosen = candidates[0].settings if candidates else chosen
+    result = summarise(source.config if isinstance(source, PreTrainedModel) else source, chosen, method)
+    rows = [candidate.row() for candidate in candidates]
+    return {**result, "settings": rows[0]["settings"], "candidates": rows} if rows else result
+
+
+def export(student: Model, output: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
+    """Multiply a student's factors out: the result is a stock Hugging Face model, which loads without llmdistill.
+
+        llmdistill.export(student, "dense")
+
+    Args:
+        student: a factorized student. A student in memory is not changed.
+        output: a new folder. It gets its name when its logits have been compared with the student's.
+        tokenizer: the tokenizer of a student in memory; by default that of the folder it was loaded from.
+
+    Returns:
+        output, params (the number of parameters), and largest_difference of a logit.
+
+    Raises:
+        UserError: the student is not factorized, the output folder is not empty, or the logits differ.
+    """
+    _check_models(student=student)
+    if not isinstance(student, PreTrainedModel):
+        return export_dense(locate(str(student)), output)
+    with TemporaryDirectory() as folder:
+        save_with_tokenizer(student, tokenizer, Path(folder))
+        return export_dense(folder, output)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +211,9 @@ def distill(
     Raises:
         UserError: a setting, a model or a row is invalid; this is raised before training starts.
     """
+    # Imported here, because the other functions do not need the libraries of training and reports.
+    from llmdistill.experiments.distillation import distil as distil_plans
+
     _check_models(teacher=teacher, student=student)
     given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
     config = given.first_config({**(settings or {}), "method": method}, keywords, output_dir)
@@ -185,68 +239,103 @@ def evaluate(
     model: Model,
     data: Data | Mapping[str, Data],
     *,
-    kind: DataKind | None = None,
+    kind: DataKind | Literal["task"] | None = None,
+    data_dir: str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     output: str | Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Score a model: ROUGE-L of its answers to instructions, or its cross-entropy and perplexity on a text.
+    """Score a model: ROUGE-L of its answers, its cross-entropy and perplexity on a text, or the metrics of a GLUE task.
 
         scores = llmdistill.evaluate(model, rows, decoding="greedy")
         print(scores["rougeL"])
 
     Args:
-        model: a decoder; for text also an encoder with a masked-language-model head.
-        data: rows of instructions, or texts; or several such sets by name.
-        kind: instructions or text; by default it is inferred from the first row or the file extension (.txt).
+        model: a decoder; for text also an encoder with a masked-language-model head; for a task of GLUE a model that
+            is fine-tuned on it (`llmdistill evaluate --suite glue` fine-tunes).
+        data: rows of instructions, texts, or the name of a task of GLUE such as "rte"; or several such sets by name.
+        kind: instructions, text or task; by default it is inferred from the name, the first row or the file extension
+            (.txt).
+        data_dir: for tasks, the folder of GLUE's own download; by default the data set on the Hub.
         tokenizer: the tokenizer of a model in memory; by default the tokenizer of the folder or name that the model was
             loaded from.
-        output: the folder for the answers to instructions, with one JSONL file per set.
+        output: the folder for the predictions, with one file per set.
         settings: fields of `llmdistill.config.GenerationConfig` (decoding, seeds, limit, batch_size,
-            no_repeat_ngram_size), and max_prompt_length, max_length and long_prompts of `DataConfig`.
+            no_repeat_ngram_size), and max_prompt_length, max_length and long_prompts of `DataConfig`; tasks use
+            batch_size and max_length, which is 128 by default.
 
     Returns:
         For instructions ``{"rougeL": 0-100, "per_seed", "std", "examples", "tokens_per_second", ...}``, for text
-        ``{"loss": nats per token, "perplexity", "tokens"}``; for several sets one such dict per name.
+        ``{"loss": nats per token, "perplexity", "tokens"}``, for a task ``{"dev": {COLUMN: {METRIC: 0-100}}, "score":
+        the main metric, "chance": that of the best constant answer}``; for several sets one such dict per name.
 
     Raises:
-        UserError: a setting does not exist, the data are empty, a row is malformed, or a prompt is too long.
+        UserError: a setting does not exist, the data are empty, a row is malformed, a prompt is too long, or the model
+            has no classifier for a task.
     """
     _check_models(model=model)
     limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
     sets = {str(name): each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}
-    texts = {name: each for name, each in sets.items() if (kind or kind_of(each)) == "text"}
+    kinds = {name: kind or _kind_of(each) for name, each in sets.items()}
+    folder = None if output is None else Path(output)
+    if "task" in kinds.values():
+        if set(kinds.values()) != {"task"}:
+            raise UserError("data holds tasks and other sets, which need different heads: evaluate them one by one")
+        limited = changed(DataConfig(kind="task", task=TaskConfig(name="rte"), max_length=128), limits, key="")
+        of_tasks: dict[str, Any] = {"max_length": limited.max_length, "batch_size": generation.batch_size}
+        of_tasks["data_dir"] = None if data_dir is None else str(data_dir)
+        with _evaluating(model, head="sequence") as loaded:
+            scores: dict[str, Any] = {
+                name: score_task(
+                    loaded, own, str(task), predictions=None if folder is None else folder / name, **of_tasks
+                )
+                for name, task in sets.items()
+            }
+        return scores if isinstance(data, Mapping) else dict(scores["data"])
+    texts = {name: each for name, each in sets.items() if kinds[name] == "text"}
     examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
     limited = changed(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
     if examples:
         answering = Limits(**{key: getattr(limited, key) for key in _LIMITS})
         encode_sets(examples, own, generation, answering)
-    loaded = _loaded(model)
-    was_training = loaded.training
-    loaded.eval()
-    try:
-        scores: dict[str, Any] = {
+    with _evaluating(model, head="lm_head") as loaded:
+        scores = {
             name: score_texts(loaded, own, text, max_length=limited.max_length, batch_size=generation.batch_size)
             for name, text in texts.items()
         }
         if examples:
-            folder = None if output is None else Path(output)
             scores |= score_sets(loaded, own, examples, generation, answering, predictions_dir=folder)
-    finally:
-        loaded.train(was_training)
     return {name: scores[name] for name in sets} if isinstance(data, Mapping) else dict(scores["data"])
 
 
-def _loaded(model: Model) -> PreTrainedModel:
-    """Return the model; a model given by name is loaded in bf16 on a GPU that supports it, else in fp32."""
+def _kind_of(data: Data) -> str:
+    named = isinstance(data, str) and is_task(data) and not Path(data).exists()
+    return "task" if named else kind_of(data)
+
+
+@contextmanager
+def _evaluating(model: Model, *, head: Head) -> Iterator[PreTrainedModel]:
+    """Yield the model in evaluation mode; a named model is loaded in the best dtype, on the GPU if there is one."""
     if isinstance(model, PreTrainedModel):
-        return model
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported() else torch.float32
-    source = locate(str(model))
-    return load_model(source, dtype=dtype, device="cuda" if on_gpu else "cpu")
+        loaded = model
+    else:
+        device = default_device()
+        loaded = load_model(locate(str(model)), dtype=TORCH_DTYPES[best_dtype(device)], device=device, head=head)
+    was_training = loaded.training
+    loaded.eval()
+    try:
+        yield loaded
+    finally:
+        loaded.train(was_training)
+
+
+def _device(model: Model, device: torch.device | str | None) -> torch.device | None:
+    """Return the device of the arithmetic: the given one, else for a named model the best one, else the model's own."""
+    if device is not None:
+        return torch.device(device)
+    return None if isinstance(model, PreTrainedModel) else default_device()
 
 
 def _check_models(**models: object) -> None:

@@ -7,11 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, get_args
 
 from jsonargparse import ArgumentParser
 
+import llmdistill
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.config.student import FactorizeMethod
@@ -74,43 +75,26 @@ def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]
 def compress(arguments: Sequence[str]) -> None:
     """Factorize a model folder into a new folder, or with --dry_run report the resulting sizes."""
     parsed = parse(_compress_parser(), arguments)
-    # Imported here so that --help and errors in the arguments do not wait for torch.
-    import torch
-
-    from llmdistill.embedded import locate
-    from llmdistill.factorize.convert import compress as compress_folder
-    from llmdistill.factorize.plan import summarise
-    from llmdistill.factorize.search import needs_search, search, table
-
-    quiet_transformers()
-    settings, model, method = build(parsed, FactorizeConfig), locate(parsed.model), parsed.method
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
-    if needs_search(settings, method):
-        found = search(model, settings, device=device)
-        settings = found[0].settings
-    elif parsed.candidates:
+    settings = asdict(build(parsed, FactorizeConfig))
+    quiet_transformers()
+    result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
+    candidates = result.pop("candidates", None)
+    if parsed.candidates and candidates is None:
         raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
-    if parsed.dry_run:
-        result = summarise(model, settings, method)
-    else:
-        result = compress_folder(model, Path(parsed.output), settings, method, device=device)
-    if found:
-        result["settings"] = found[0].row()["settings"]
+    if not parsed.dry_run:
+        chosen = result.get("settings", settings)
+        llmdistill.compress(parsed.model, method=parsed.method, output=parsed.output, **chosen)
     if parsed.candidates and parsed.json:
-        result["candidates"] = [candidate.row() for candidate in found]
+        result["candidates"] = candidates
     elif parsed.candidates:
-        print(table(found, result["teacher_params"]) + "\n")
+        from llmdistill.factorize.search import table
+
+        print(table(candidates, result["teacher_params"]) + "\n")
     shown = (
-        "teacher_params",
-        "student_params",
-        "ratio",
-        "rank",
-        "flops_per_token",
-        "teacher_flops_per_token",
-        "settings",
+        *("teacher_params", "student_params", "ratio", "rank"),
+        *("flops_per_token", "teacher_flops_per_token", "settings"),
     )
     _show(result, parsed.json, [key for key in shown if key in result])
 
@@ -119,17 +103,17 @@ def _compress_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="llmdistill compress",
         exit_on_error=False,
-        description="Factorize a model: every linear of its layers becomes a product of two, low-rank or Kronecker. "
-        "With --dry_run nothing but config.json is needed, save for --method kronecker with --target_params, which "
-        "looks at the weights.",
+        description="Factorize a model: every linear of its layers is replaced by a product of two smaller ones, "
+        "low-rank or Kronecker. --dry_run reads only config.json, but --method kronecker with --target_params also "
+        "reads the weights.",
     )
     parser.add_argument("--model", type=str, required=True, help="Model folder.")
-    parser.add_argument("--output", type=str, help="Folder of the student; needed without --dry_run.")
+    parser.add_argument("--output", type=str, help="New folder for the student; required without --dry_run.")
     parser.add_argument("--method", choices=get_args(FactorizeMethod), default="svd", help="Kind of factorization.")
-    text = "With --method kronecker and --target_params: also tell the best combinations of shapes, each that of the "
-    text += "first factor where there are as many outputs as inputs or more; elsewhere it is transposed."
+    text = "With --method kronecker and --target_params: also print the best combinations of shapes. A shape is that "
+    text += "of the first factor of a matrix with at least as many outputs as inputs, and transposed for the others."
     parser.add_argument("--candidates", action="store_true", help=text)
-    parser.add_argument("--dry_run", action="store_true", help="Only count.")
+    parser.add_argument("--dry_run", action="store_true", help="Only print the sizes.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_class_arguments(FactorizeConfig, None)
     return parser
@@ -140,20 +124,18 @@ def export(arguments: Sequence[str]) -> None:
     parser = ArgumentParser(
         prog="llmdistill export",
         exit_on_error=False,
-        description="Multiply a student's factors out: the result is a stock Hugging Face model, checked against the "
-        "student before it takes its name.",
+        description="Multiply a student's factors out: the result is a stock Hugging Face model, whose logits are "
+        "compared with the student's before it is saved under its name.",
     )
-    parser.add_argument("--dense", action="store_true", help="Multiply the factors out (the only kind there is).")
+    parser.add_argument("--dense", action="store_true", help="Multiply the factors out (currently the only format).")
     parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
-    parser.add_argument("--output", type=str, required=True, help="Folder of the stock model.")
+    parser.add_argument("--output", type=str, required=True, help="New folder for the stock model.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parsed = parse(parser, arguments)
     if not parsed.dense:
         raise UserError("--dense is missing: a student is a Hugging Face model already; add --dense to merge it")
-    from llmdistill.factorize.export import export_dense
-
     quiet_transformers()
-    _show(export_dense(Path(parsed.model), Path(parsed.output)), parsed.json)
+    _show(llmdistill.export(parsed.model, parsed.output), parsed.json)
 
 
 def evaluate(arguments: Sequence[str]) -> None:

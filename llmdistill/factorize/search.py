@@ -10,7 +10,7 @@ size of entries means little in a model whose norms rescale the outputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,15 +152,15 @@ def combine(
     return picks, [first[:, number] + rest[:, i] for _, _, number, i in best]
 
 
-def table(candidates: Sequence[Candidate], teacher_params: int) -> str:
-    """The candidates as a text table, with one line for each combination."""
-    groups = list(candidates[0].shapes)
+def table(candidates: Sequence[Mapping[str, Any]], teacher_params: int) -> str:
+    """The rows of candidates as a text table, with one line for each combination."""
+    groups = list(candidates[0]["shapes"])
     rows = [["parameters", "share", "FLOPs/token", "share", "error", *groups, "embedding columns"]]
     for each in candidates:
-        figures = [f"{each.params:,}", f"{each.params / teacher_params:.1%}", f"{each.flops_per_token:,}"]
-        figures += [f"{each.flops_share:.1%}", f"{each.relative_error:.4f}"]
-        columns = "dense" if each.embedding_columns == 1 else str(each.embedding_columns)
-        rows.append([*figures, *each.shapes.values(), columns])
+        figures = [f"{each['params']:,}", f"{each['params'] / teacher_params:.1%}", f"{each['flops_per_token']:,}"]
+        figures += [f"{each['flops_share']:.1%}", f"{each['relative_error']:.4f}"]
+        columns = "dense" if each["embedding_columns"] == 1 else str(each["embedding_columns"])
+        rows.append([*figures, *each["shapes"].values(), columns])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
 

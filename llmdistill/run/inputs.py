@@ -138,10 +138,12 @@ def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs
     return str(folder)
 
 
-def save_with_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Save a model in memory with `tokenizer`, or with the tokenizer of the folder or name that it was loaded from."""
+def save_with_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, *, source: str | None = None
+) -> None:
+    """Save a model with `tokenizer`, or with the tokenizer of `source`; by default it was loaded from there."""
     model.save_pretrained(folder)
-    source = str(model.name_or_path or "")
+    source = str(model.name_or_path or "") if source is None else source
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     elif Path(source).is_dir():

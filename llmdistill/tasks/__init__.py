@@ -61,6 +61,11 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
     return plain
 
 
+def is_task(name: str) -> bool:
+    """Return whether a name, in any spelling, is that of a task with a file of its own, such as rte or SST-2."""
+    return _plain(name) in TASKS.keys() - {"instructions", "text"}
+
+
 def task_folder(folder: str, name: str) -> str:
     """Return the folder of a task in data.task.dir, in any spelling; return data.task.dir itself if there is none."""
     inside = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,6 +21,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_key
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.classification import chance_score, main_score, targets_of, task_metrics
@@ -136,14 +139,18 @@ class GlueData(TaskData):
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the task's metrics on a dev split."""
         examples = self.files.dev[name]  # type: ignore[index]
-        answers = predict(
-            TappedModel(scored.model, Recorder(scored.model, {})),
-            self.encoded[name],
-            self._collate,
-            self.files.task,
-            batch_size=self.batch_size,
-            world=scored.world,
-        )
+        tapped = TappedModel(scored.model, Recorder(scored.model, {}))
+        try:
+            answers = predict(
+                tapped,
+                self.encoded[name],
+                self._collate,
+                self.files.task,
+                batch_size=self.batch_size,
+                world=scored.world,
+            )
+        finally:
+            tapped.remove()
         if scored.world.is_main:
             write_answers(scored.predictions / f"{name}.tsv", examples, answers)
         return {"metrics": task_metrics(self.files.name, answers, targets_of(examples)), "examples": len(examples)}
@@ -189,6 +196,56 @@ class GlueData(TaskData):
             },
             legend=f"GLUE's metrics on dev, x 100; {len(self.files.train):,} training examples.",
         )
+
+
+def score_task(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    *,
+    data_dir: str | None,
+    max_length: int,
+    batch_size: int,
+    predictions: Path | None = None,
+) -> dict[str, Any]:
+    """Score a fine-tuned classifier in evaluation mode on the dev splits of a task, in this process alone.
+
+    Args:
+        model: the classifier.
+        tokenizer: the tokenizer of the model.
+        task: the task as the user wrote it, such as rte or SST-2.
+        data_dir: the folder of GLUE's own download; None takes the data set on the hub.
+        max_length: the largest number of tokens of an example; the longer sentence is cut first.
+        batch_size: sequences in a forward pass.
+        predictions: the folder for the predictions; None does not keep them.
+
+    Returns:
+        As `GlueData.summary`.
+
+    Raises:
+        UserError: the task does not exist, the model has no classifier for it, or a file is missing or malformed.
+    """
+    name = glue_name(task_key(task, key="data"), key="data")
+    check_data_dir(data_dir, [name], key="data_dir")
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        raise UserError(f"model is a {type(model).__name__} without classifier: give one that is fine-tuned on {name}")
+    check_classes(model.config, name, named="model")
+    files = read_task(name, data_dir, None)
+    check_examples(files, tokenizer, max_length, [model.config])
+    data = GlueData(
+        files=files,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        encoded={split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()},
+        batch_size=batch_size,
+        teacher_name="",
+        report="",
+    )
+    world = World(rank=0, size=1, device=model.device)
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) if predictions is None else predictions
+        scored = ScoredModel(model=model, tokenizer=tokenizer, predictions=folder, world=world, sharded=False)
+        return data.summary({split: data.score_set(split, scored) for split in data.sets})
 
 
 def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:

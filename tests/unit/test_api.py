@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     TrainingArguments,
@@ -160,6 +161,34 @@ class TestCompress:
             llmdistill.compress(torch.nn.Linear(2, 2), rank=1)
 
 
+def test_sizes_are_those_of_the_student(model, folder):
+    found = llmdistill.sizes(model, rank=8)
+    assert found == llmdistill.sizes(folder, rank=8)
+    student = llmdistill.compress(model, rank=8)
+    assert found["student_params"] == sum(parameter.numel() for parameter in student.parameters())
+    assert found["ratio"] == found["student_params"] / found["teacher_params"] < 1
+    searched = llmdistill.sizes(model, method="kronecker", target_params="80%")
+    assert searched["candidates"][0]["params"] == searched["student_params"]
+    best = llmdistill.compress(model, method="kronecker", **searched["settings"])
+    assert sum(parameter.numel() for parameter in best.parameters()) == searched["student_params"]
+
+
+def test_export_in_memory_and_by_name_gives_the_students_logits(model, folder, tokenizer, tmp_path):
+    student = llmdistill.compress(model, rank=8)
+    found = llmdistill.export(student, tmp_path / "one", tokenizer=tokenizer)
+    assert found["output"] == str(tmp_path / "one")
+    assert found["params"] == model.num_parameters()
+    llmdistill.compress(folder, rank=8, output=tmp_path / "student")
+    assert llmdistill.export(tmp_path / "student", tmp_path / "two") == {**found, "output": str(tmp_path / "two")}
+    ids = torch.tensor([[3, 4, 5]])
+    for name in ("one", "two"):
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert type(stock.model.layers[0].mlp.up_proj) is torch.nn.Linear
+        assert torch.allclose(stock(ids).logits, student(ids).logits, atol=1e-4)
+    with pytest.raises(UserError, match="no factorized student"):
+        llmdistill.export(folder, tmp_path / "three")
+
+
 class TestEvaluate:
     def test_in_memory_and_by_name_alike(self, model, folder, tokenizer):
         scores = llmdistill.evaluate(model, ROWS, tokenizer=tokenizer, **ANSWERS)
@@ -186,6 +215,39 @@ class TestEvaluate:
     def test_the_mode_of_a_model_stays(self, model, tokenizer):
         llmdistill.evaluate(model.train(), ["The town lies by a lake."], tokenizer=tokenizer)
         assert model.training
+
+    def test_a_task_of_glue_by_its_name(self, tmp_path, tokenizer, model):
+        (tmp_path / "RTE").mkdir()
+        answers = ["entailment", "not_entailment", "entailment"]
+        rows = [f"{i}\tThe town lies by lake {i}.\tIt lies there.\t{label}\n" for i, label in enumerate(answers)]
+        for split in ("train", "dev"):
+            text = "index\tsentence1\tsentence2\tlabel\n" + "".join(rows)
+            (tmp_path / "RTE" / f"{split}.tsv").write_text(text, encoding="utf-8")
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        classifier = BertForSequenceClassification(BertConfig(vocab_size=model.config.vocab_size, **sizes)).train()
+        torch.nn.init.constant_(classifier.classifier.weight, 0)
+        classifier.classifier.bias.data = torch.tensor([1.0, 0.0])  # it answers with the first class, entailment
+        given = {"tokenizer": tokenizer, "data_dir": tmp_path}
+        scores = llmdistill.evaluate(classifier, "rte", output=tmp_path / "answers", **given)
+        assert scores["dev"] == {"RTE": {"accuracy": pytest.approx(200 / 3)}}
+        assert scores["score"] == scores["chance"] == pytest.approx(200 / 3)
+        assert (tmp_path / "answers" / "data" / "dev.tsv").read_text().splitlines()[1:] == [
+            "0\t0\t0",
+            "1\t0\t1",
+            "2\t0\t0",
+        ]
+        assert classifier.training
+        classifier.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        assert llmdistill.evaluate(tmp_path / "model", {"a": "RTE"}, data_dir=tmp_path) == {"a": scores}
+        for data, scored, said in (
+            ("stsb", classifier, "it has no folder STS-B"),
+            ("rte", model, "model is a LlamaForCausalLM without classifier"),
+            ({"rte": "rte", "rows": ROWS}, classifier, "need different heads"),
+        ):
+            with pytest.raises(UserError, match=said):
+                llmdistill.evaluate(scored, data, **given)
 
     def test_what_does_not_fit(self, model, folder, tokenizer):
         with pytest.raises(UserError, match="tokenizer is missing"):
@@ -313,6 +375,8 @@ def example_of(documented) -> str:
         llmdistill.compress,
         llmdistill.distill,
         llmdistill.evaluate,
+        llmdistill.export,
+        llmdistill.sizes,
         llmdistill.DistillationLoss,
         llmdistill.DistillationTrainer,
     ],
