@@ -19,12 +19,13 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
-from llmdistill.factorize.install import base_name, install, is_factorized, matrix, tied_heads, token_embedding
+from llmdistill.factorize.install import install, is_factorized, matrix, tied_heads, token_embedding
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
 from llmdistill.factorize.plan import describe, plan, plan_embedding
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
+from llmdistill.models.families import base_name
 from llmdistill.models.load import Head, auto_class, copy_companions, load_model
 from llmdistill.models.shapes import initialise, parse_shape, shaped_config, teacher_layers
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.hub import install_saved
+from llmdistill.factorize.hub import NAME, FactorizedConfig
 from llmdistill.factorize.install import LINEAR_TYPES, features
 from llmdistill.factorize.kronecker import kronecker_flops, kronecker_params
 from llmdistill.factorize.modules import KroneckerLinear
 from llmdistill.models.load import build_meta
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 Shape = tuple[int, int]
 """Outputs m and inputs n of a matrix."""
@@ -44,8 +40,11 @@ def build_reference(config: PreTrainedConfig) -> PreTrainedModel:
     This is the base model (with pooler) for encoders, and the causal LM for decoders. Raises UserError if the
     architecture is not supported.
     """
-    model = build_meta(config)
-    install_saved(model)
+    model, saved = build_meta(config), getattr(config, "quantization_config", None)
+    if isinstance(saved, dict) and saved.get("quant_method") == NAME:
+        saved = FactorizedConfig.from_dict(saved)
+    if isinstance(saved, FactorizedConfig):  # a model that transformers builds from a config alone is always dense
+        saved.install(model)
     return model
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
@@ -18,9 +19,6 @@ from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import copy_companions, load_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest allowed difference between the exported logits and the student's, as a share of the largest logit (and of

@@ -1,9 +1,7 @@
 """Lets transformers load a student: config.json holds the factorization, and a hook replaces the modules.
 
 transformers calls its hook for changed modules "quantizer", but nothing is quantised here. The named linears are
-factorized before the weights are read, while the model is on the meta device; after that, loading is the stock one
-(sharded files, dtype, device_map, tied weights). Without `import llmdistill` transformers warns of an unknown
-quantization type and loads the dense architecture with random weights.
+factorized before the weights are read, while the model is on the meta device; after that, loading is the stock one.
 
 This module is loaded during the import of transformers, before the models of transformers are available. Code that
 needs these models is therefore imported where it is used.
@@ -13,12 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -31,6 +24,7 @@ NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
 
 
+@register_quantization_config(NAME)
 class FactorizedConfig(QuantizationConfigMixin):
     """The factorization of a student, stored in config.json as `quantization_config`."""
 
@@ -80,18 +74,7 @@ def _unknown(what: str) -> UserError:
     )
 
 
-def install_saved(model: PreTrainedModel) -> None:
-    """Give a new model the factorized modules that its config asks for, if any, as loading does, but without weights.
-
-    This is needed for counting, because a model that transformers builds from a config alone is always dense.
-    """
-    saved = getattr(model.config, "quantization_config", None)
-    if isinstance(saved, dict) and saved.get("quant_method") == NAME:
-        saved = FactorizedConfig.from_dict(saved)
-    if isinstance(saved, FactorizedConfig):
-        saved.install(model)
-
-
+@register_quantizer(NAME)
 class FactorizedLoader(HfQuantizer):
     """Replaces the modules before the weights are read; the loaded model is then handled like an ordinary model."""
 
@@ -102,7 +85,7 @@ class FactorizedLoader(HfQuantizer):
         if not self.pre_quantized:
             raise UserError(
                 "quantization_config of llmdistill describes a saved student and cannot be passed to from_pretrained; "
-                "load the dense model and call llmdistill.factorize.factorize"
+                "load the dense model and factorize it by llmdistill.compress"
             )
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -123,14 +106,3 @@ class FactorizedLoader(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
-
-
-def register() -> None:
-    """Make transformers recognise students, as loading this module does; calling it again changes nothing."""
-    if NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(NAME)(FactorizedConfig)
-    if NAME not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(NAME)(FactorizedLoader)
-
-
-register()

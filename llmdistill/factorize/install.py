@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.kinds import Factorization, FactorizationKind, Size, kind_of
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from llmdistill.models.families import base_name
 
 LINEAR_TYPES = (nn.Linear, Conv1D)
 """The types of linears that can be factorized. The type must match exactly: a subclass (quantised, or used by a
@@ -31,11 +30,6 @@ def matrix(module: nn.Module) -> Tensor:
     """The weight of a linear or Conv1D as nn.Linear stores it: (m, n), outputs by inputs."""
     weight = cast(Tensor, module.weight)
     return weight.T if type(module) is Conv1D else weight
-
-
-def base_name(model: PreTrainedModel, name: str) -> str:
-    """The name of a module inside the base model, as in config.json; it works for a model with any head."""
-    return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def is_factorized(model: PreTrainedModel) -> bool:

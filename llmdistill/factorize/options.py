@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from llmdistill.factorize.install import base_name, matrix, token_embedding
+from llmdistill.factorize.install import matrix, token_embedding
 from llmdistill.factorize.kronecker import (
     KroneckerShape,
     dense_flops,
@@ -22,10 +23,7 @@ from llmdistill.factorize.kronecker import (
     most_sums,
     rearrange,
 )
-from llmdistill.models.families import family_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from llmdistill.models.families import base_name, family_of
 
 SAMPLED_LAYERS = 3
 """Number of layers whose weights are used, evenly spread."""
@@ -49,25 +47,22 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a group, in parallel lists with one entry for each choice."""
+    """The choices of a group and what each costs."""
 
     choices: list[Any]
     """KroneckerShape, or None for dense; for the embedding the columns."""
-    params: NDArray[np.float64]
-    flops: NDArray[np.float64]
-    """FLOPs for one token."""
-    errors: NDArray[np.float64]
-    """Squared error, as a share of the group's Σ ‖W‖², times the number of its entries; before any weights are read
-    it is the number of parameters."""
+    costs: NDArray[np.float64]
+    """(3, choices): parameters, FLOPs for one token, and the squared error as a share of the group's Σ ‖W‖², times the
+    number of its entries; before any weights are read the error is the number of parameters."""
 
     def only(self, numbers: Any) -> Options:
         """Some of the choices, in the given order."""
-        return Options(
-            choices=[self.choices[number] for number in numbers],
-            params=self.params[numbers],
-            flops=self.flops[numbers],
-            errors=self.errors[numbers],
-        )
+        return Options(choices=[self.choices[number] for number in numbers], costs=self.costs[:, numbers])
+
+    def with_errors(self, entries: int, kept: NDArray[np.float64], energy: float) -> Options:
+        """The same choices, of which each keeps a part of the energy Σ ‖W‖² of the weights that were looked at."""
+        missing = (1 - kept / energy).clip(min=0.0) if energy > 0 else np.zeros_like(kept)
+        return replace(self, costs=np.stack([*self.costs[:2], entries * missing]))
 
 
 def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) -> list[Group]:
@@ -93,7 +88,7 @@ def group_costs(group: Group, sums: int) -> Options:
     one = [dense_flops(m, n), *(kronecker_flops(m, n, shape) for shape in shapes)]
     other = [dense_flops(n, m), *(kronecker_flops(n, m, shape.transposed) for shape in shapes)]
     flops = (count - swapped) * np.array(one, dtype=float) + swapped * np.array(other, dtype=float)
-    return Options(choices=[None, *shapes], params=params, flops=flops, errors=params)
+    return Options(choices=[None, *shapes], costs=np.stack([params, flops, params]))
 
 
 def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: torch.device | None) -> Options:
@@ -101,20 +96,22 @@ def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: t
     energies, energy = np.zeros(len(costs.choices)), 0.0
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        for weight in _weights(model, group, _sample(model, group), device):
+        for name in _sample(model, group):
+            weight = matrix(model.base_model.get_submodule(base_name(model, name)))
+            weight = (weight.T if group.members[name] else weight).to(device or weight.device).float().contiguous()
             energy += _square(weight)
             energies += [
                 _square(weight) if shape is None else _leading_energy(rearrange(weight, shape), shape.sums)
                 for shape in costs.choices
             ]
-    return replace(costs, errors=group.m * group.n * len(group.members) * _missing(energies, energy))
+    return costs.with_errors(group.m * group.n * len(group.members), energies, energy)
 
 
 def embedding_costs(vocabulary: int, width: int, columns: int | None) -> Options:
     """The choices of the embedding: all divisors of the width, or the given columns; 1 keeps the table as it is."""
     choices = divisors(width) if columns is None else [columns]
     params = np.array([vocabulary * (width // c) + (c if c > 1 else 0) for c in choices], dtype=float)
-    return Options(choices=choices, params=params, flops=np.zeros(len(choices)), errors=params)
+    return Options(choices=choices, costs=np.stack([params, np.zeros_like(params), params]))
 
 
 def embedding_errors(model: PreTrainedModel, costs: Options, device: torch.device | None) -> Options:
@@ -129,7 +126,7 @@ def embedding_errors(model: PreTrainedModel, costs: Options, device: torch.devic
     for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
         gram.addmm_(chunk.double().T, chunk.double())
     kept = np.array([_block_energy(gram, columns) for columns in costs.choices])
-    return replace(costs, errors=table.numel() * _missing(kept, float(gram.trace())))
+    return costs.with_errors(table.numel(), kept, float(gram.trace()))
 
 
 def undominated(options: Options, *, with_flops: bool) -> Options:
@@ -137,17 +134,12 @@ def undominated(options: Options, *, with_flops: bool) -> Options:
 
     FLOPs are a cost only if they are limited.
     """
-    cost = np.stack([options.params, options.errors, *([options.flops] if with_flops else [])], axis=1)
+    cost = options.costs[[0, 2, 1] if with_flops else [0, 2]].T
     kept: list[int] = []
     for number in np.lexsort(cost.T[::-1]):  # a choice comes after all choices that dominate it
         if not (kept and (cost[kept] <= cost[number]).all(axis=1).any()):
             kept.append(int(number))
     return options.only(kept)
-
-
-def _missing(kept: NDArray[np.float64], energy: float) -> NDArray[np.float64]:
-    """The share of the energy that is not kept; 0 if there is no energy."""
-    return (1 - kept / energy).clip(min=0.0) if energy > 0 else np.zeros_like(kept)
 
 
 def _sample(model: PreTrainedModel, group: Group) -> list[str]:
@@ -158,16 +150,6 @@ def _sample(model: PreTrainedModel, group: Group) -> list[str]:
     count = min(SAMPLED_LAYERS, len(present))
     taken = {present[(2 * i + 1) * len(present) // (2 * count)] for i in range(count)}
     return [name for name in group.members if number[name] in taken]
-
-
-def _weights(
-    model: PreTrainedModel, group: Group, names: Sequence[str], device: torch.device | None
-) -> Iterator[Tensor]:
-    """The matrices (m, n) in fp32."""
-    for name in names:
-        weight = matrix(model.base_model.get_submodule(base_name(model, name)))
-        weight = weight.T if group.members[name] else weight
-        yield (weight if device is None else weight.to(device)).float().contiguous()
 
 
 def _leading_energy(rearranged: Tensor, sums: int) -> float:

@@ -13,9 +13,10 @@ from dataclasses import fields, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
@@ -26,9 +27,6 @@ from llmdistill.factorize.kronecker import KroneckerShape, check_shape, dense_fl
 from llmdistill.factorize.modules import check_columns
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import auto_class
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "svd": ("rank", "ranks", "target_params", "embedding_rank", "sigma"),

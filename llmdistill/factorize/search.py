@@ -9,6 +9,7 @@ size of entries means little in a model whose norms rescale the outputs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +43,6 @@ from llmdistill.models.load import load_model
 
 CANDIDATES = 10
 """Number of the best combinations that are reported."""
-_NO_BOUND = int(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,7 @@ def search(
     plan_embedding(reference, settings, "kronecker")
     linears = layer_linears(reference)
     all_flops = sum(dense_flops(m, n) for m, n in linears.values())
-    share = _share(settings.max_flops)
-    most_flops = _NO_BOUND if share is None else int(share * all_flops)
+    most_flops = _most_flops(settings.max_flops, all_flops)
     _, embedding = token_embedding(reference)
     fixed = count_parameters(reference) - sum(m * n for m, n in linears.values()) - embedding.weight.numel()
     target = parse_target(settings.target_params, count_parameters(reference))
@@ -112,7 +111,7 @@ def search(
     for group, of_group in tqdm(list(zip(groups, fitting[1:], strict=True)), desc="shapes", disable=None):
         options.append(group_errors(model, group, of_group, device))
     numbers = count_parameters(reference) - fixed
-    kept = [undominated(option, with_flops=share is not None) for option in options]
+    kept = [undominated(option, with_flops=settings.max_flops is not None) for option in options]
     chosen, totals = combine(kept, target - fixed, most_flops)
     return [
         Candidate(
@@ -129,14 +128,14 @@ def search(
 
 
 def combine(
-    options: Sequence[Options], most_params: int, most_flops: int, count: int = CANDIDATES
+    options: Sequence[Options], most_params: float, most_flops: float, count: int = CANDIDATES
 ) -> tuple[list[tuple[int, ...]], list[NDArray[np.float64]]]:
     """The best combinations of one choice per list: their indices and sums (parameters, FLOPs, squared error).
 
     All combinations are evaluated, for one choice of the first list at a time. If errors are equal, fewer parameters
     win.
     """
-    first, *others = (np.stack([each.params, each.flops, each.errors]) for each in options)  # (3, choices)
+    first, *others = (each.costs for each in options)
     rest, sizes = np.zeros((3, 1)), [table.shape[1] for table in others]
     for table in others:
         rest = (rest[:, :, None] + table[:, None, :]).reshape(3, -1)
@@ -183,36 +182,35 @@ def _text(choice: Any) -> str:
     return DENSE if choice is None else str(choice)
 
 
-def _share(text: str | None) -> float | None:
+def _most_flops(text: str | None, all_flops: int) -> float:
+    """The number of FLOPs that max_flops allows."""
     if text is None:
-        return None
+        return math.inf
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", text)
     if match is None or not 0 < float(match[1]) <= 100:
         raise UserError(f"max_flops {text!r} is no share of the teacher's FLOPs: write 30%")
-    return float(match[1]) / 100
+    return int(float(match[1]) / 100 * all_flops)
 
 
-def _fitting(costs: Sequence[Options], number: int, most_params: int, most_flops: int) -> Options:
+def _fitting(costs: Sequence[Options], number: int, most_params: float, most_flops: float) -> Options:
     """The choices of a group that fit if all other groups take their smallest choice."""
-    others = [each for i, each in enumerate(costs) if i != number]
-    params = most_params - sum(each.params.min() for each in others)
-    flops = most_flops - sum(each.flops.min() for each in others)
-    of_group = costs[number]
-    return of_group.only(np.nonzero((of_group.params <= params) & (of_group.flops <= flops))[0])
+    others = sum(each.costs[:2].min(axis=1) for i, each in enumerate(costs) if i != number)
+    own = costs[number].costs[:2] + np.array(others)[:, None]
+    return costs[number].only(np.nonzero((own[0] <= most_params) & (own[1] <= most_flops))[0])
 
 
 def _check_reach(
-    settings: FactorizeConfig, costs: Sequence[Options], fixed: int, target: int, all_flops: int, most_flops: int
+    settings: FactorizeConfig, costs: Sequence[Options], fixed: int, target: int, all_flops: int, most_flops: float
 ) -> None:
     """Raises UserError if no combination has so few parameters, or so few FLOPs."""
-    fewest = sum(float(each.flops.min()) for each in costs)
+    fewest = sum(float(each.costs[1].min()) for each in costs)
     if fewest > most_flops:
         raise UserError(
             f"max_flops {settings.max_flops} is out of reach: with {settings.sums} sum(s) no shapes take less than "
             f"{fewest / all_flops:.2%} of the teacher's FLOPs; raise it"
         )
     kept = [undominated(each, with_flops=settings.max_flops is not None) for each in costs]
-    _, totals = combine(kept, _NO_BOUND, most_flops, count=1)
+    _, totals = combine(kept, math.inf, most_flops, count=1)
     nearest = fixed + int(totals[0][0])
     if nearest > target:
         columns = "" if settings.embedding_columns is None else f", {settings.embedding_columns} embedding columns"

@@ -155,6 +155,17 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     return cast("nn.ModuleList", model.base_model.get_submodule(family_of(model.config).layers))
 
 
+def base_name(model: PreTrainedModel, name: str) -> str:
+    """The name of a module or parameter inside the base model, the same for a model with any head."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def is_head(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter belongs to a head; the pooler counts as one, because some models of a family have none."""
+    in_base = model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
+    return not in_base or ".pooler." in f".{name}"
+
+
 def shape_of(config: PreTrainedConfig) -> Shape:
     """The sizes of a model, from its config alone."""
     num_layers, num_heads, hidden_size = config.num_hidden_layers, config.num_attention_heads, config.hidden_size

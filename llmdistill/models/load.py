@@ -24,7 +24,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, base_of, cast_parameters
 from llmdistill.models.configs import load_config, not_loaded, of_base
-from llmdistill.models.families import family_of
+from llmdistill.models.families import family_of, is_head
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 
 Head = Literal["lm_head", "pretraining", "sequence", "none", "saved"]
@@ -125,7 +125,9 @@ def _load_weights(
             raise
         raise not_loaded(path, "weights (safetensors)", error) from error
     model, info = loaded
-    missing = {name for name in info["missing_keys"] if head == "saved" or not _may_be_new(model, name, new_head)}
+    missing = set(info["missing_keys"])
+    if new_head or (head != "saved" and model.base_model is model):  # without a head, the pooler may be new
+        missing = {name for name in missing if not is_head(model, name)}
     if missing:  # transformers would initialise them at random
         raise UserError(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: the folder is not a whole checkpoint "
@@ -142,14 +144,6 @@ _WITH_HEAD: dict[Head, str] = {
     "none": "",
     "saved": "",
 }
-
-
-def _may_be_new(model: PreTrainedModel, name: str, new_head: bool) -> bool:
-    """Whether a weight may start at random: with `new_head` those of head and pooler; without a head, the pooler's."""
-    in_base = name.startswith(f"{model.base_model_prefix}.") or model.base_model is model
-    if ".pooler." in f".{name}":
-        return new_head or model.base_model is model
-    return new_head and not in_base
 
 
 def build_meta(config: PreTrainedConfig) -> PreTrainedModel:

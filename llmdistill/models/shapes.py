@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
-from llmdistill.models.families import Axis, Family, Shape, family_of, shape_of
+from llmdistill.models.families import Axis, Family, Shape, base_name, family_of, is_head, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +138,14 @@ def initialise(
         if name is not None:
             rules[name] = ("ffn", "hidden")
     taken = _taken(sizes, teacher_sizes, rotary=hasattr(student.config, "rope_parameters"))
-    sources = {_bare(teacher, name): weight for name, weight in teacher.named_parameters(remove_duplicate=False)}
+    sources = {base_name(teacher, name): weight for name, weight in teacher.named_parameters(remove_duplicate=False)}
     for name, target in student.named_parameters():
-        owner, _, leaf = _bare(student, name).rpartition(".")
+        owner, _, leaf = base_name(student, name).rpartition(".")
         layer, owner_in_layer = _split(owner, family)
         source_owner = owner if layer is None else f"{family.layers}.{layers[layer]}.{owner_in_layer}"
         source: Tensor | None = sources.get(f"{source_owner}.{leaf}")
         if source is None:
-            assert _is_head(student, name), f"the teacher has no {name}"
+            assert is_head(student, name), f"the teacher has no {name}"
             continue
         module = student.get_submodule(name.rpartition(".")[0])
         axes = _axes_of(module, owner, leaf) if layer is None else _axes_of(module, owner_in_layer, leaf, rules)
@@ -221,17 +221,6 @@ def _taken(student: Shape, teacher: Shape, *, rotary: bool) -> dict[Axis, Tensor
         "fused": torch.cat([query, block + key, 2 * block + value]),
         "head": turned,
     }
-
-
-def _bare(model: PreTrainedModel, name: str) -> str:
-    """The name of a parameter within the base model; the name of a head's parameter is not changed."""
-    return name.removeprefix(f"{model.base_model_prefix}.")
-
-
-def _is_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter belongs to a head; the pooler counts as a head, because some models have no pooler."""
-    in_base = model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
-    return not in_base or ".pooler." in f".{name}"
 
 
 def _split(owner: str, family: Family) -> tuple[int | None, str]:

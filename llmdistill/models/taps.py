@@ -190,23 +190,20 @@ class Recorder:
         self.model.set_attn_implementation(ATTENTION_NAME)
 
     def _install_hooks(self) -> None:
-        family, layers = family_of(self.model.config), layers_of(self.model)
-        names: dict[Aspect, str | None] = {
-            "ffn_up": family.ffn_up,
-            "ffn_gate": family.ffn_gate,
-            "ffn_down": family.ffn_down,
-            "hidden": "",  # the layer itself
-        }
-        for aspect, name in names.items():
-            for index in sorted(self._request.get(aspect, ())):
-                assert name is not None
-                module = layers[index].get_submodule(name)
-                self._handles.append(module.register_forward_hook(partial(self._keep_output, aspect, index)))
-        if "embedding" in self._request:
-            module = self.model.base_model.get_submodule(family.embedding)
-            self._handles.append(module.register_forward_hook(partial(self._keep_output, "embedding", 0)))
+        for aspect, layers in self._request.items():
+            if aspect not in _ATTENTION_ASPECTS:
+                for index in sorted(layers):
+                    hook = partial(self._keep_output, aspect, index)
+                    self._handles.append(self._tapped_module(aspect, index).register_forward_hook(hook))
         self._handles.append(self.model.register_forward_pre_hook(self._start))
         self._handles.append(self.model.register_forward_hook(self._end))
+
+    def _tapped_module(self, aspect: Aspect, index: int) -> nn.Module:
+        """The module whose output is tapped; a family names those of the feed-forward part as the aspects."""
+        family, layer = family_of(self.model.config), layers_of(self.model)[index]
+        if aspect == "embedding":
+            return self.model.base_model.get_submodule(family.embedding)
+        return layer if aspect == "hidden" else layer.get_submodule(getattr(family, aspect))
 
     def _start(self, *_: object) -> None:
         if self._armed:

@@ -21,9 +21,9 @@ from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
 from llmdistill.factorize.plan import plan_embedding, summarise
 from llmdistill.methods import METHODS, Method, build_method
-from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.heads import copies_classifier
 from llmdistill.models.load import Head
 from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies

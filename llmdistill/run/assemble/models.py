@@ -13,7 +13,7 @@ from llmdistill.batch import TapRequest
 from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
 from llmdistill.models.adapters import add_lora, is_adapter
-from llmdistill.models.classifier import read_classifier, set_classifier
+from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.taps import Recorder
 from llmdistill.run.plan import Plan

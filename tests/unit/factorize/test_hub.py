@@ -254,7 +254,6 @@ def test_adapters_go_on_the_factors() -> None:
 
 
 def test_registration_is_idempotent() -> None:
-    hub.register()
     importlib.reload(llmdistill)
     assert llmdistill.__version__
 

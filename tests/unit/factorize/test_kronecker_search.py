@@ -28,11 +28,12 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import options
 from llmdistill.factorize.convert import compress
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
-from llmdistill.factorize.install import base_name, matrix
+from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_flops, nearest_kronecker
 from llmdistill.factorize.options import Options, make_groups, undominated
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import combine, search
+from llmdistill.models.families import base_name
 
 WIDTH, FFN, TOKENS = 8, 12, 20
 
@@ -180,12 +181,12 @@ def test_combine_and_undominated_against_loops() -> None:
     rng = np.random.default_rng(0)
     options = []
     for size in (7, 5, 6):
-        params, flops, errors = rng.integers(1, 40, size=(3, size)).astype(float)
-        options.append(Options(choices=list(range(size)), params=params, flops=flops, errors=errors))
+        costs = rng.integers(1, 40, size=(3, size)).astype(float)
+        options.append(Options(choices=list(range(size)), costs=costs))
     for most_params, most_flops in ((60, 60), (80, 1000), (30, 1000), (3, 3)):
         all_picks = itertools.product(*(range(len(each.choices)) for each in options))
-        sums = {pick: [sum(getattr(o, k)[i] for o, i in zip(options, pick, strict=True))
-                       for k in ("errors", "params", "flops")] for pick in all_picks}  # fmt: skip
+        sums = {pick: [sum(o.costs[k, i] for o, i in zip(options, pick, strict=True)) for k in (2, 0, 1)]
+                for pick in all_picks}  # fmt: skip
         inside = sorted(total for total in sums.values() if total[1] <= most_params and total[2] <= most_flops)
         picks, totals = combine(options, most_params, most_flops, count=4)
         assert [sums[pick][0] for pick in picks] == [total[0] for total in inside[:4]]
@@ -195,14 +196,13 @@ def test_combine_and_undominated_against_loops() -> None:
         assert len(best) == bool(inside)
         assert not inside or totals[0][2] == inside[0][0]
     for option in options:
-        kept = undominated(option, with_flops=False)
+        kept, costs = undominated(option, with_flops=False), option.costs[[0, 2]]
         for i, choice in enumerate(option.choices):
             others = [j for j in range(len(option.choices)) if j != i]
             beaten = any(
-                option.params[j] <= option.params[i] and option.errors[j] <= option.errors[i]
-                and (option.params[j] < option.params[i] or option.errors[j] < option.errors[i]) for j in others
+                (costs[:, j] <= costs[:, i]).all() and (costs[:, j] < costs[:, i]).any() for j in others
             )  # fmt: skip
-            assert (choice in kept.choices) is not beaten or option.params.tolist().count(option.params[i]) > 1
+            assert (choice in kept.choices) is not beaten or costs[0].tolist().count(costs[0, i]) > 1
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, GPT2Config, LlamaConfig, RobertaConfig
 
 from llmdistill.commands.glue import main
-from llmdistill.models.classifier import classifier_parameters, read_classifier, set_classifier
+from llmdistill.models.heads import classifier_parameters, read_classifier, set_classifier
 
 SMALL = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 CONFIGS = {
