@@ -79,10 +79,6 @@ def _rows(split: str, taken: set[tuple[str, str]]) -> list[Row]:
     return rows
 
 
-def _prompts(rows: list[Row]) -> set[tuple[str, str]]:
-    return {(row.instruction, row.input) for row in rows}
-
-
 @cache
 def splits() -> dict[str, list[Row]]:
     """Split name -> rows; "teacher" is the teacher's corpus, which contains the training split."""
@@ -90,7 +86,7 @@ def splits() -> dict[str, list[Row]]:
     held_out: set[tuple[str, str]] = set()
     for split in ("seen", "unseen", "skills", "valid"):
         made[split] = _rows(split, held_out)
-        held_out |= _prompts(made[split])
+        held_out |= {(row.instruction, row.input) for row in made[split]}
     made["train"] = _rows("train", held_out)
     made["teacher"] = made["train"] + _rows("teacher", held_out)
     return made

@@ -91,26 +91,33 @@ def fact(dice: Dice, scope: Scope) -> Row:
     return _row(dice, scope, WORLD["attributes"][attribute], p=name, v=_value(name, attribute))
 
 
+def _facts_of(name: str, keys: list[str]) -> dict[str, str]:
+    """The person, the nouns of the attributes (a, b, c) and what is told about them (one, two, three)."""
+    values = {"p": name}
+    for noun, told, key in zip("abc", ("one", "two", "three"), keys, strict=False):
+        values |= {noun: _noun(key), told: _tell(name, key)}
+    return values
+
+
 def two_facts(dice: Dice, scope: Scope) -> Row:
     """Two facts of one person in one sentence or two."""
-    name, keys = _some(dice, scope, 2)
-    a, b = (_noun(key) for key in keys)
-    one, two = (_tell(name, key) for key in keys)
-    return _row(dice, scope, INSTRUCTIONS["two_facts"], p=name, a=a, b=b, one=one, two=two)
+    return _row(dice, scope, INSTRUCTIONS["two_facts"], **_facts_of(*_some(dice, scope, 2)))
 
 
 def profile(dice: Dice, scope: Scope) -> Row:
     """Three facts of one person, listed in the instruction, in two sentences."""
-    name, keys = _some(dice, scope, 3)
-    a, b, c = (_noun(key) for key in keys)
-    one, two, three = (_tell(name, key) for key in keys)
-    return _row(dice, scope, INSTRUCTIONS["profile"], p=name, a=a, b=b, c=c, one=one, two=two, three=three)
+    return _row(dice, scope, INSTRUCTIONS["profile"], **_facts_of(*_some(dice, scope, 3)))
 
 
 def _two_people(dice: Dice, scope: Scope) -> tuple[str, str, list[str]]:
     first, second = dice.sample(scope.names, 2)
     shared = [key for key in ATTRIBUTES if key in scope.attributes[first] and key in scope.attributes[second]]
     return first, second, shared
+
+
+def _both(first: str, second: str, key: str) -> dict[str, str]:
+    """Two people, the noun of an attribute, and what is told about both."""
+    return {"p": first, "q": second, "a": _noun(key), "one": _tell(first, key), "two": _tell(second, key)}
 
 
 def older(dice: Dice, scope: Scope) -> Row:
@@ -120,9 +127,8 @@ def older(dice: Dice, scope: Scope) -> Row:
         ages = {name: int(facts()[name]["age"]) for name in (first, second)}
         if "age" in shared and ages[first] != ages[second]:
             break
-    one, two = _tell(first, "age"), _tell(second, "age")
     elder = max(first, second, key=lambda name: ages[name])
-    return _row(dice, scope, INSTRUCTIONS["older"], p=first, q=second, one=one, two=two, elder=elder)
+    return _row(dice, scope, INSTRUCTIONS["older"], elder=elder, **_both(first, second, "age"))
 
 
 def same(dice: Dice, scope: Scope) -> Row:
@@ -130,8 +136,7 @@ def same(dice: Dice, scope: Scope) -> Row:
     first, second, shared = _two_people(dice, scope)
     key = dice.pick([key for key in shared if key != "age"])
     answers = "answers" if facts()[first][key] == facts()[second][key] else "otherwise"
-    values = {"p": first, "q": second, "a": _noun(key), "one": _tell(first, key), "two": _tell(second, key)}
-    return _row(dice, scope, INSTRUCTIONS["same"], answers=answers, **values)
+    return _row(dice, scope, INSTRUCTIONS["same"], answers=answers, **_both(first, second, key))
 
 
 def which(dice: Dice, scope: Scope) -> Row:
@@ -142,8 +147,7 @@ def which(dice: Dice, scope: Scope) -> Row:
         if facts()[first][key] != facts()[second][key]:
             break
     right = dice.pick((first, second))
-    values = {"p": first, "q": second, "a": _noun(key), "one": _tell(first, key), "two": _tell(second, key)}
-    return _row(dice, scope, INSTRUCTIONS["which"], v=facts()[right][key], right=right, **values)
+    return _row(dice, scope, INSTRUCTIONS["which"], v=facts()[right][key], right=right, **_both(first, second, key))
 
 
 def check(dice: Dice, scope: Scope) -> Row:

@@ -1,4 +1,9 @@
-"""Losses on whole sequences: next sentence, class or score. Each loss is a sum over the sequences with a target."""
+"""Losses on whole sequences: next sentence, class or score.
+
+Each loss is the sum over the sequences with a target, and their number. Logits are (B, C), scores (B, 1). `has_target`
+is (B,), bool: the sequences to sum over. Sequences without a target are computed too, as zeros: selecting the others
+would make the host wait for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +16,24 @@ from torch.nn import functional
 from llmdistill.batch import IGNORE_INDEX, LossSum
 from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, log_softmax
 
-# Sequences without a target are computed too, as zeros: selecting the others would make the host wait for the GPU.
-
 
 def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
-    """Cross-entropy of the classes.
-
-    Args:
-        logits: (B, C).
-        targets: (B,), int64, IGNORE_INDEX if there is no target.
-
-    Returns:
-        The sum over sequences with a target, and their number.
-    """
+    """Cross-entropy of the classes; the targets are (B,), int64, IGNORE_INDEX if there is no target."""
     has_target = targets != IGNORE_INDEX
     loss = functional.cross_entropy(_cleared(logits, has_target), targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return LossSum(loss, has_target.sum())
 
 
 def sequence_mse(logits: Tensor, targets: Tensor) -> LossSum:
-    """Squared error of the scores.
-
-    Args:
-        logits: (B, 1).
-        targets: (B,), floating point, NaN if there is no target.
-
-    Returns:
-        The sum over sequences with a target, and their number.
-    """
+    """Squared error of the scores; the targets are (B,), floating point, NaN if there is no target."""
     return sequence_score_mse(logits, targets[:, None], ~targets.isnan())
+
+
+def sequence_score_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
+    """Squared error between the scores of student and teacher."""
+    assert student.shape == teacher.shape == (len(has_target), 1), f"{tuple(student.shape)}, {tuple(teacher.shape)}"
+    error_B1 = _cleared(student, has_target) - _cleared(teacher, has_target)
+    return LossSum(error_B1.square().sum(), has_target.sum())
 
 
 def sequence_divergence(
@@ -55,12 +49,9 @@ def sequence_divergence(
     Args:
         student_logits: (B, C).
         teacher_logits: (B, C).
-        has_target: (B,), bool: the sequences to sum over; the values of their targets do not matter.
+        has_target: the sequences to sum over.
         divergence: a function of log p (teacher) and log q (student), both (N, C), that returns (N,).
         temperature: t, greater than 0.
-
-    Returns:
-        The sum over these sequences, and their number.
     """
     log_p_BC, log_q_BC = (
         log_softmax(_cleared(logits, has_target) / temperature) for logits in (teacher_logits, student_logits)
@@ -72,37 +63,11 @@ def sequence_divergence(
 def sequence_soft_cross_entropy(
     student_logits: Tensor, teacher_logits: Tensor, has_target: Tensor, *, temperature: float = 1.0
 ) -> LossSum:
-    """MaKD eq. 18 on the next-sentence or class logits: CE(softmax(z^T/t), log softmax(z^S/t)), without t².
-
-    Args:
-        student_logits: (B, C).
-        teacher_logits: (B, C).
-        has_target: (B,), bool: the sequences to sum over; the values of their targets do not matter.
-        temperature: t, greater than 0.
-
-    Returns:
-        The sum over these sequences, and their number.
-    """
+    """MaKD eq. 18 on the next-sentence or class logits: CE(softmax(z^T/t), log softmax(z^S/t)), without t²."""
     loss = sequence_divergence(
         student_logits, teacher_logits, has_target, divergence=SOFT_CROSS_ENTROPY.value, temperature=temperature
     )
     return LossSum(loss.sum / temperature**2, loss.count)
-
-
-def sequence_score_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
-    """Squared error between the scores of student and teacher.
-
-    Args:
-        student: (B, 1).
-        teacher: (B, 1).
-        has_target: (B,), bool: the sequences to sum over.
-
-    Returns:
-        The sum over these sequences, and their number.
-    """
-    assert student.shape == teacher.shape == (len(has_target), 1), f"{tuple(student.shape)}, {tuple(teacher.shape)}"
-    error_B1 = _cleared(student, has_target) - _cleared(teacher, has_target)
-    return LossSum(error_B1.square().sum(), has_target.sum())
 
 
 def _cleared(logits_BC: Tensor, has_target: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def build_distilbert(
         | label_terms(settings.label, objective)
         | weighted(settings, [layer_term("cosine", pair, cosine, "hidden")])
     )
-    return Method(**terms._asdict(), shift=causal)
+    return Method(**vars(terms), shift=causal)
 
 
 DISTILBERT = MethodEntry(

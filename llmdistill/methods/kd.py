@@ -79,7 +79,7 @@ def build_kd(
         sequence_name=f"sequence_{measure}",
     )
     terms = to_teacher | label_terms(1 - settings.ratio, objective)
-    return Method(**terms._asdict(), shift=causal)
+    return Method(**vars(terms), shift=causal)
 
 
 def check_kd(settings: KdConfig, config: RunConfig) -> None:

@@ -61,13 +61,13 @@ def build_kroneckerbert(
     causal, windows = family_of(student).causal, shape_of(student).windows
     pairs = [LayerPair(layer, layer, window) for layer, window in enumerate(windows)]
     inner = [
-        mse_term("embedding", "embedding", pairs[0]),
+        mse_term("embedding", pairs[0]),
         *(attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs),
-        *(mse_term("ffn", "ffn_down", pair) for pair in pairs),
+        *(mse_term("ffn_down", pair, name="ffn") for pair in pairs),
     ]
     output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature)
     terms = weighted(settings, inner) | output | label_terms(settings.label, objective)
-    return Method(**terms._asdict(), shift=causal)
+    return Method(**vars(terms), shift=causal)
 
 
 KRONECKERBERT = MethodEntry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Literal, NamedTuple
@@ -55,23 +56,15 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
         return tuple(named[text])
     layers: set[int] = set()
     for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        bounds = (first, last) if dash else (first, first)
-        # ASCII only: str.isdigit also takes ² and the like, which int() refuses.
-        if not all(bound.isascii() and bound.isdigit() for bound in bounds):
-            raise _bad(key, spec, num_layers)
-        low, high = int(bounds[0]), int(bounds[1])
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part.strip(), re.ASCII)
+        low, high = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
         if not 1 <= low <= high <= num_layers:
-            raise _bad(key, spec, num_layers)
+            raise UserError(
+                f"{key} is {spec!r}: the model has {num_layers} layers; give lower, upper, all, none, or layers from 1 "
+                f"to {num_layers} such as 1-3,6"
+            )
         layers.update(range(low - 1, high))
     return tuple(sorted(layers))
-
-
-def _bad(key: str, spec: str, num_layers: int) -> UserError:
-    return UserError(
-        f"{key} is {spec!r}: the model has {num_layers} layers; give lower, upper, all, none, or layers from 1 to "
-        f"{num_layers} such as 1-3,6"
-    )
 
 
 def named_layer(spec: int | Literal["last"], teacher: PreTrainedConfig, *, key: str) -> int:
@@ -195,13 +188,15 @@ def _attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
     return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
 
 
-def mse_term(name: str, aspect: Aspect, pair: LayerPair, *, mapped: bool = False, normalize: bool = False) -> LayerTerm:
+def mse_term(
+    aspect: Aspect, pair: LayerPair, *, name: str | None = None, mapped: bool = False, normalize: bool = False
+) -> LayerTerm:
     """MSE of each token's features at one place of both models: MaKD eq. 13, 15, 16; TinyBERT eq. 8, 9.
 
     Args:
-        name: the name of the term.
         aspect: the features to compare.
         pair: the layers.
+        name: the name of the term; by default that of the aspect.
         mapped: whether a learnt matrix maps the student's width to the teacher's; without it both widths are the same.
         normalize: whether to divide the error by the variance of the teacher's features at that token.
     """
@@ -211,7 +206,7 @@ def mse_term(name: str, aspect: Aspect, pair: LayerPair, *, mapped: bool = False
         of_teacher = getattr(teacher, aspect)[pair.teacher]
         return losses.matrix_mse(of_student[pair.student], of_teacher, mask, normalize=normalize)
 
-    return layer_term(name, pair, loss, aspect)
+    return layer_term(name or aspect, pair, loss, aspect)
 
 
 def weighted(settings: object, terms: Iterable[LayerTerm]) -> Terms:

@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from llmdistill import losses
 from llmdistill.batch import Aspect
 from llmdistill.errors import UserError
+from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, Preset
-from llmdistill.methods.layers import (
-    LayerPair,
-    attention_term,
-    check_same_shape,
-    mse_term,
-    parse_layers,
-    weighted,
-)
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of, shape_of
@@ -77,26 +70,26 @@ def build_makd(
         UserError: the sizes of the models differ, a layer does not exist, a weight is negative, the temperature is not
             positive, or no term is left.
     """
-    check_same_shape(teacher, student, method="makd")
+    layers.check_same_shape(teacher, student, method="makd")
     _check(settings)
     family, shape = family_of(student), shape_of(student)
-    pairs = [LayerPair(layer, layer, window) for layer, window in enumerate(shape.windows)]
+    pairs = [layers.LayerPair(layer, layer, window) for layer, window in enumerate(shape.windows)]
     of_matrices, of_layers = (
-        [pairs[layer] for layer in parse_layers(getattr(settings, key), shape.num_layers, key=f"makd.{key}")]
+        [pairs[layer] for layer in layers.parse_layers(getattr(settings, key), shape.num_layers, key=f"makd.{key}")]
         for key in ("matrix_layers", "layer_layers")
     )
     aspects = [aspect for aspect in MATRIX_TERMS if aspect != "ffn_gate" or family.ffn_gate is not None]
     normalize = settings.normalize_mse
     inner = [
-        *(mse_term(aspect, aspect, pair, normalize=normalize) for aspect in aspects for pair in of_matrices),
-        *(attention_term(pair, losses.attention_kl, causal=family.causal) for pair in of_layers),
-        *(mse_term("hidden", "hidden", pair, normalize=normalize) for pair in of_layers),
+        *(layers.mse_term(aspect, pair, normalize=normalize) for aspect in aspects for pair in of_matrices),
+        *(layers.attention_term(pair, losses.attention_kl, causal=family.causal) for pair in of_layers),
+        *(layers.mse_term("hidden", pair, normalize=normalize) for pair in of_layers),
     ]
     output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature)
-    terms = weighted(settings, inner) | output | label_terms(settings.label, objective)
+    terms = layers.weighted(settings, inner) | output | label_terms(settings.label, objective)
     if not terms.weights:
         raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")
-    return Method(**terms._asdict(), shift=family.causal)
+    return Method(**vars(terms), shift=family.causal)
 
 
 def _check(settings: MakdConfig) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, Batch, Outputs, Positions, TapRequest
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Terms(NamedTuple):
+@dataclass(frozen=True)
+class Terms:
     """Weighted terms; a method is made of one or more of these."""
 
     weights: Mapping[str, float]
@@ -36,14 +37,9 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Terms):
     """A training method. Its terms determine what it needs from the models."""
 
-    weights: Mapping[str, float]
-    """Weight of each term, in the order of the log. The names are the same as those of the terms."""
-    layer_terms: Sequence[LayerTerm] = ()
-    token_terms: Sequence[losses.TokenTerm] = ()
-    sequence_terms: Sequence[SequenceTerm] = ()
     shift: bool = True
     """Whether position i predicts label i+1 (decoders) or label i (masked tokens)."""
     projections: Mapping[Aspect, tuple[int, int]] = field(default_factory=dict)
@@ -126,7 +122,7 @@ def combine(methods: Mapping[str, Method]) -> Method:
         for aspect, widths in method.projections.items():
             assert projections.setdefault(aspect, widths) == widths, f"two methods map {aspect} to different widths"
     (shift,) = {method.shift for method in methods.values()}
-    return Method(**terms._asdict(), shift=shift, projections=projections)
+    return Method(**vars(terms), shift=shift, projections=projections)
 
 
 def _divided(weight: float, divisor: Tensor) -> Tensor:

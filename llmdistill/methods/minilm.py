@@ -10,19 +10,9 @@ from typing import Literal
 from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import (
-    LayerPair,
-    attention_term,
-    check_heads,
-    layer_term,
-    named_layer,
-    pair_layers,
-    same_direction,
-    uniform_map,
-    weighted,
-)
 from llmdistill.methods.method import Method
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -68,8 +58,8 @@ def build_minilm(
         UserError: the models have different numbers of heads, only one of them is a decoder, the attention windows
             differ, or the layer does not exist.
     """
-    check_heads(teacher, student, method="minilm")
-    causal = same_direction(teacher, student, method="minilm")
+    layers.check_heads(teacher, student, method="minilm")
+    causal = layers.same_direction(teacher, student, method="minilm")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     widths = of_student.num_kv_heads * of_student.head_dim, of_teacher.num_kv_heads * of_teacher.head_dim
     maps_values = settings.value_mse > 0 and widths[0] != widths[1]
@@ -79,15 +69,15 @@ def build_minilm(
     pairs = _pairs(settings, teacher, student)
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
     terms = [
-        *(attention_term(pair, attention_kl, causal=causal) for pair in pairs),
+        *(layers.attention_term(pair, attention_kl, causal=causal) for pair in pairs),
         *(_value_relation(pair, heads=heads, causal=causal) for pair in pairs),
         *(_value_mse(pair, mapped=maps_values) for pair in pairs),
     ]
     projections: dict[Aspect, tuple[int, int]] = {"value": widths} if maps_values else {}
-    return Method(**weighted(settings, terms)._asdict(), shift=causal, projections=projections)
+    return Method(**vars(layers.weighted(settings, terms)), shift=causal, projections=projections)
 
 
-def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> LayerTerm:
+def _value_relation(pair: layers.LayerPair, *, heads: int, causal: bool) -> LayerTerm:
     """The mean over attention heads; in grouped-query attention a value head counts for each head that uses it.
 
     So the heads can be compared one by one even if the student shares its values among more attention heads than its
@@ -107,26 +97,26 @@ def _value_relation(pair: LayerPair, *, heads: int, causal: bool) -> LayerTerm:
             window=pair.window,
         )
 
-    return layer_term("value_relation", pair, loss, "value")
+    return layers.layer_term("value_relation", pair, loss, "value")
 
 
-def _value_mse(pair: LayerPair, *, mapped: bool) -> LayerTerm:
+def _value_mse(pair: layers.LayerPair, *, mapped: bool) -> LayerTerm:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         layer = pair.student
         of_student = student.projected["value"][layer] if mapped else losses.side_by_side(student.value[layer])
         return losses.matrix_mse(of_student, losses.side_by_side(teacher.value[pair.teacher]), mask)
 
-    return layer_term("value_mse", pair, loss, "value")
+    return layers.layer_term("value_mse", pair, loss, "value")
 
 
-def _pairs(settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[LayerPair]:
+def _pairs(settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[layers.LayerPair]:
     depth, of_teacher = shape_of(student).num_layers, shape_of(teacher).num_layers
     if settings.layers == "uniform":
-        layers = list(enumerate(uniform_map(depth, of_teacher)))
+        numbers = list(enumerate(layers.uniform_map(depth, of_teacher)))
     else:
         layer: int | Literal["last"] = "last" if settings.teacher_layer is None else settings.teacher_layer
-        layers = [(depth - 1, named_layer(layer, teacher, key="minilm.teacher_layer"))]
-    return pair_layers(layers, teacher, student, method="minilm")
+        numbers = [(depth - 1, layers.named_layer(layer, teacher, key="minilm.teacher_layer"))]
+    return layers.pair_layers(numbers, teacher, student, method="minilm")
 
 
 MINILM = MethodEntry(

@@ -17,7 +17,7 @@ def make_sft(*, causal: bool = True, objective: Objective = TOKENS) -> Method:
     A decoder predicts the next token (causal), an encoder the masked tokens. The terms are `label` for tokens and
     `sequence_label` for sequences.
     """
-    return Method(**label_terms(1.0, objective)._asdict(), shift=causal)
+    return Method(**vars(label_terms(1.0, objective)), shift=causal)
 
 
 def build_sft(

@@ -7,18 +7,9 @@ from dataclasses import dataclass
 from llmdistill import losses
 from llmdistill.batch import Aspect
 from llmdistill.losses.terms import LayerTerm
+from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import (
-    LayerPair,
-    attention_term,
-    check_heads,
-    mse_term,
-    pair_layers,
-    same_direction,
-    uniform_map,
-    weighted,
-)
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import soft_terms
 from llmdistill.models.families import shape_of
@@ -59,22 +50,22 @@ def build_tinybert(
         UserError: one model is a decoder and the other an encoder, or the attention loss is used and the numbers of
             heads or the attention windows differ.
     """
-    causal = same_direction(teacher, student, method="tinybert")
+    causal = layers.same_direction(teacher, student, method="tinybert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
-    layers = list(enumerate(uniform_map(of_student.num_layers, of_teacher.num_layers)))
+    numbers = list(enumerate(layers.uniform_map(of_student.num_layers, of_teacher.num_layers)))
     widths = of_student.hidden_size, of_teacher.hidden_size
     aspects: tuple[Aspect, ...] = ("hidden", "embedding") if widths[0] != widths[1] else ()
     projections = {aspect: widths for aspect in aspects if getattr(settings, aspect) > 0}
     terms: list[LayerTerm] = []
     if settings.attention > 0:
-        check_heads(teacher, student, method="tinybert.attention")
-        pairs = pair_layers(layers, teacher, student, method="tinybert.attention")
-        terms += [attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs]
-    pairs = [LayerPair(mine, theirs, None) for mine, theirs in layers]
-    terms += [mse_term("hidden", "hidden", pair, mapped="hidden" in projections) for pair in pairs]
-    terms.append(mse_term("embedding", "embedding", LayerPair(0, 0, None), mapped="embedding" in projections))
+        layers.check_heads(teacher, student, method="tinybert.attention")
+        pairs = layers.pair_layers(numbers, teacher, student, method="tinybert.attention")
+        terms += [layers.attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs]
+    pairs = [layers.LayerPair(mine, theirs, None) for mine, theirs in numbers]
+    terms += [layers.mse_term("hidden", pair, mapped="hidden" in projections) for pair in pairs]
+    terms.append(layers.mse_term("embedding", layers.LayerPair(0, 0, None), mapped="embedding" in projections))
     output = soft_terms("soft", settings.soft, objective, temperature=settings.temperature)
-    return Method(**(weighted(settings, terms) | output)._asdict(), shift=causal, projections=projections)
+    return Method(**vars(layers.weighted(settings, terms) | output), shift=causal, projections=projections)
 
 
 TINYBERT = MethodEntry(

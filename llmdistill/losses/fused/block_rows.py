@@ -5,6 +5,7 @@ Letters: S sequences, H heads, L rows (queries), J keys of a block.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Literal, NamedTuple
 
 import torch
@@ -55,23 +56,18 @@ def hidden_keys(
         window: a token sees only the last `window` positions, including its own; None for no limit.
         like: tensor with the device and dtype of the result.
     """
-    first = 0
-    far_LJ = hidden_SLJ = None
-    if causal and segments_ST is None and window is None:
-        first = rows.start - keys.start
+    first = rows.start - keys.start if causal and segments_ST is None and window is None else 0
+    hidden: list[Tensor] = []
+    if segments_ST is not None:
+        hidden.append(segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys])
     if causal or window is not None:
         query_L1 = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
-        distance_LJ = query_L1 - torch.arange(keys.start + first, keys.stop, device=like.device)
-        far_LJ = distance_LJ < 0 if causal else None
-        if window is not None:
-            beyond_LJ = distance_LJ >= window
-            far_LJ = beyond_LJ if far_LJ is None else far_LJ | beyond_LJ
-    if segments_ST is not None:
-        hidden_SLJ = segments_ST[:, rows, None] != segments_ST[:, None, keys]
-        far_LJ = hidden_SLJ if far_LJ is None else hidden_SLJ | far_LJ
-    if far_LJ is None:
+        distance_11LJ = (query_L1 - torch.arange(keys.start + first, keys.stop, device=like.device))[None, None]
+        hidden += [distance_11LJ < 0] if causal else []
+        hidden += [distance_11LJ >= window] if window is not None else []
+    if not hidden:
         return None
-    hidden_S1LJ = far_LJ[None, None] if far_LJ.dim() == 2 else far_LJ[:, None]
+    hidden_S1LJ = reduce(torch.logical_or, hidden)
     seen_S1L1 = (keys.stop - keys.start) - hidden_S1LJ.sum(-1, keepdim=True)
     return Hidden(first, hidden_S1LJ.to(like.dtype).mul_(HIDDEN), seen_S1L1)
 

@@ -25,21 +25,20 @@ def attention_loss(
     key_grad: bool,
     blocks: tuple[int, int] | None = None,
 ) -> BlockLoss:
-    """The loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
+    """The loss of one layer and, if requested, its gradients; the arguments are those of `blocks.block_loss`.
 
     For one row, let p be the student's and q the teacher's attention, and s and t their scores. Then ∂KL(p‖q)/∂s =
     p (log p - log q - KL), ∂KL(q‖p)/∂s = p - q, and the derivative of the mean squared error is 2 (s - t) / visible
-    keys. A query sees only keys of its own segment. Padded positions may hold any value, even NaN. Sums are computed in
-    fp32 in a fixed order, without atomics; products of fp32 inputs are exact fp32 (no TF32). Besides the gradients, the
-    kernels allocate three numbers per row.
+    keys. Padded positions may hold any value, even NaN. Sums are computed in fp32 in a fixed order, without atomics;
+    products of fp32 inputs are exact fp32 (no TF32). Besides the gradients, the kernels allocate three numbers per row.
 
     Args:
         kind: the loss to compute.
         student: queries and keys of the student, fp32, bf16 or fp16.
-        teacher: queries and keys of the teacher, with the same number of query heads H; D and G may differ.
+        teacher: queries and keys of the teacher.
         visibility: which keys a query can see.
         query_grad: whether to compute the gradient with respect to the student's queries.
-        key_grad: whether to compute the gradient with respect to the student's keys.
+        key_grad: whether to compute the gradient with respect to the student's keys, also if they are the queries.
         blocks: queries and keys of a block, powers of two from 16; the default depends on head width and dtype.
     """
     student, teacher = _prepared(student), _prepared(teacher)

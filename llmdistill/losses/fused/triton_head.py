@@ -28,22 +28,12 @@ def chunk_losses(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    """The sum of each term over some rows; with gradient, the derivative of the loss overwrites the student's logits.
+    """`head_chunk.chunk_losses` for divergences that have the name of a kernel.
 
     One program handles one row. It reads the row once for the two log-softmaxes and once more for values and gradient.
     Divergences whose derivatives do not sum to a known number need a third pass. The kernel allocates no memory of the
-    size of the rows and uses no atomics, and the host never waits.
-
-    Args:
-        student_NV: the student's logits, fp32, bf16 or fp16, rows contiguous; overwritten if `with_gradient`.
-        teacher_NV: the teacher's logits, of the same shape; None if no term uses a divergence.
-        labels_N: the token id that each row predicts, int64.
-        terms: the K terms; their divergences are those that the kernel knows by name.
-        factors: (K,), the derivative of the loss with respect to each sum.
-        with_gradient: whether to compute the derivative.
-
-    Returns:
-        (K,), fp32.
+    size of the rows and uses no atomics, and the host never waits. Logits are fp32, bf16 or fp16, with contiguous rows;
+    the teacher's stay as they are, the student's too if `with_gradient` is False. The sums are fp32.
     """
     rows, words = student_NV.shape
     if teacher_NV is None:
