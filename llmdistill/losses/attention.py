@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmdistill.batch import LossSum
 from llmdistill.losses.fused.block_rows import AttentionKind
-from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
+from llmdistill.losses.fused.blocks import AttentionInputs, Visibility, block_loss
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.gradient import with_gradient
 
@@ -152,29 +152,12 @@ def _layer_loss(
         assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
     query_grad, key_grad = (torch.is_grad_enabled() and x.requires_grad for x in (student.query, student.key))
     key_grad = key_grad and student.key is not student.query  # one tensor has one gradient
-    loss = _loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+    types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
+    if available(student.query.device) and torch.float64 not in types:
+        from llmdistill.losses.fused.triton_attention import attention_loss  # importing it requires Triton
+
+        loss = attention_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+    else:
+        loss = block_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
     total = with_gradient(loss.sum, (student.query, loss.query_grad), (student.key, loss.key_grad))
     return LossSum(total, (visibility.segments_BT != 0).sum())
-
-
-def _loss(
-    kind: AttentionKind,
-    student: AttentionInputs,
-    teacher: AttentionInputs,
-    visibility: Visibility,
-    *,
-    query_grad: bool,
-    key_grad: bool,
-) -> BlockLoss:
-    """The result of `block_loss`, computed by Triton kernels if they support the device and the dtypes."""
-    types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
-    if not available(student.query.device) or torch.float64 in types:
-        return block_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
-    from llmdistill.losses.fused.triton_attention import attention_loss  # importing it requires Triton
-
-    if student.key is not student.query or not query_grad:
-        return attention_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
-    loss = attention_loss(kind, student, teacher, visibility, query_grad=True, key_grad=True)
-    assert loss.query_grad is not None
-    assert loss.key_grad is not None
-    return BlockLoss(loss.sum, loss.query_grad + loss.key_grad, None)

@@ -22,6 +22,18 @@ _NOTHING = -60.0
 """Lower bound of log shares: exp of it is negligible beside 1 even in fp64, but does not underflow."""
 
 
+class Visibility(NamedTuple):
+    """Which keys a query can see."""
+
+    segments_BT: Tensor
+    """(B, T) int: 0 at padding, elsewhere the number (from 1) of the token's sequence. A token sees only tokens with
+    the same number."""
+    causal: bool
+    """If True, a token sees only itself and the tokens before it."""
+    window: int | None
+    """A token sees only the last `window` positions, including its own; None for no limit."""
+
+
 class RowLosses(NamedTuple):
     """The losses of a block's rows; the buffer of the student's scores then holds the derivative."""
 
@@ -43,7 +55,7 @@ class Hidden(NamedTuple):
 
 
 def hidden_keys(
-    segments_ST: Tensor | None, rows: slice, keys: slice, *, causal: bool, window: int | None, like: Tensor
+    segments_ST: Tensor | None, rows: slice, keys: slice, visibility: Visibility, *, like: Tensor
 ) -> Hidden | None:
     """The keys that a block's queries do not see; None if they see all keys.
 
@@ -52,10 +64,10 @@ def hidden_keys(
             padding, so that its softmax is not NaN.
         rows: positions of the queries.
         keys: positions of the keys; if causal, none is after the last query.
-        causal: if True, a token sees only itself and the tokens before it.
-        window: a token sees only the last `window` positions, including its own; None for no limit.
+        visibility: whether the tokens see those after them, and how far they see.
         like: tensor with the device and dtype of the result.
     """
+    _, causal, window = visibility
     first = rows.start - keys.start if causal and segments_ST is None and window is None else 0
     hidden: list[Tensor] = []
     if segments_ST is not None:

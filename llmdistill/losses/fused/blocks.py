@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.losses.fused.block_rows import AttentionKind, hidden_keys, row_losses
+from llmdistill.losses.fused.block_rows import AttentionKind, Visibility, hidden_keys, row_losses
 
 _CPU_BUDGET = 3 * 2**16
 """Scores of one model in a block, for each thread. With this size most of the three buffers stays in a core's cache; in
@@ -42,18 +42,6 @@ class AttentionInputs(NamedTuple):
     """(B, G, T, D); H is a multiple of G."""
     scaling: float
     """Factor on query·key before the softmax."""
-
-
-class Visibility(NamedTuple):
-    """Which keys a query can see."""
-
-    segments_BT: Tensor
-    """(B, T) int: 0 at padding, elsewhere the number (from 1) of the token's sequence. A token sees only tokens with
-    the same number."""
-    causal: bool
-    """If True, a token sees only itself and the tokens before it."""
-    window: int | None
-    """A token sees only the last `window` positions, including its own; None for no limit."""
 
 
 class BlockLoss(NamedTuple):
@@ -128,9 +116,7 @@ def block_loss(
                 queries_NXD = ours.queries(rows)
                 ours.scores(queries_NXD, keys, out=s)
                 theirs.scores(theirs.queries(rows), keys, out=t)
-                hidden = hidden_keys(
-                    segments_ST, rows, keys, causal=visibility.causal, window=visibility.window, like=s
-                )
+                hidden = hidden_keys(segments_ST, rows, keys, visibility, like=s)
                 losses = row_losses(kind, s, t, spare, hidden, derivative=gradient is not None)
                 weights_S1L1 = weights_B1T1[sequences, :, rows]
                 total += (losses.value * weights_S1L1).sum()

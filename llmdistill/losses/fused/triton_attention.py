@@ -38,9 +38,11 @@ def attention_loss(
         teacher: queries and keys of the teacher.
         visibility: which keys a query can see.
         query_grad: whether to compute the gradient with respect to the student's queries.
-        key_grad: whether to compute the gradient with respect to the student's keys, also if they are the queries.
+        key_grad: whether to compute the gradient with respect to the student's keys.
         blocks: queries and keys of a block, powers of two from 16; the default depends on head width and dtype.
     """
+    both = student.key is student.query
+    assert not (both and key_grad), "one tensor has one gradient"
     student, teacher = _prepared(student), _prepared(teacher)
     batch, heads, tokens, width = student.query.shape
     device = student.query.device
@@ -71,21 +73,20 @@ def attention_loss(
     }
     factor = student.scaling / heads
     of_query = of_key = None
+    if query_grad:
+        of_query = torch.empty(batch, heads, tokens, width, dtype=student.query.dtype, device=device)
+    if key_grad or (both and query_grad):
+        of_key = torch.empty(batch, groups, tokens, width, dtype=student.key.dtype, device=device)
     row_grid, column_grid = (batch * heads, triton.cdiv(tokens, rows)), (batch * groups, triton.cdiv(tokens, columns))
-    if batch * tokens == 0:
-        return BlockLoss(
-            torch.zeros((), device=device),
-            torch.zeros_like(student.query) if query_grad else None,
-            torch.zeros_like(student.key) if key_grad else None,
-        )
-    with torch.cuda.device_of(student.query):
-        row_values[row_grid](**common)
-        if query_grad:
-            of_query = torch.empty(batch, heads, tokens, width, dtype=student.query.dtype, device=device)
-            query_gradient[row_grid](gradient_ptr=of_query, factor=factor, **common)
-        if key_grad:
-            of_key = torch.empty(batch, groups, tokens, width, dtype=student.key.dtype, device=device)
-            key_gradient[column_grid](gradient_ptr=of_key, factor=factor, **common)
+    if batch * tokens > 0:
+        with torch.cuda.device_of(student.query):
+            row_values[row_grid](**common)
+            if of_query is not None:
+                query_gradient[row_grid](gradient_ptr=of_query, factor=factor, **common)
+            if of_key is not None:
+                key_gradient[column_grid](gradient_ptr=of_key, factor=factor, **common)
+    if both and of_query is not None and of_key is not None:
+        of_query, of_key = of_query + of_key, None
     return BlockLoss(statistics[0].sum() / heads, of_query, of_key)
 
 

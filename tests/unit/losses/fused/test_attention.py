@@ -139,6 +139,17 @@ def test_heads_cut_anew_are_views(device: torch.device) -> None:
     check(device, "teacher_student", *sides, MASKS["right"], False, None)
 
 
+def test_one_tensor_on_both_sides_gets_both_shares_of_the_gradient(device: torch.device) -> None:
+    query, teacher = make(0, 1, 2, 2, 8).query.to(device), make(1, 1, 2, 2, 8)
+    one, two = AttentionInputs(query, query, 0.5), AttentionInputs(query, query.clone(), 0.5)
+    segments = torch.tensor(MASKS["packed"])
+    apart = run(device, "teacher_student", two, teacher, segments, False, None)
+    together = run(device, "teacher_student", one, teacher, segments, False, None, key_grad=False)
+    assert torch.equal(together.sum, apart.sum)
+    assert torch.equal(together.query_grad, apart.query_grad + apart.key_grad)
+    assert together.key_grad is None
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_where_student_equals_teacher(device: torch.device, kind: AttentionKind) -> None:
     sides = make(0, 1, 1, 1, 8)
