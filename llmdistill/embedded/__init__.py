@@ -7,13 +7,10 @@ from pathlib import Path
 from llmdistill.errors import UserError
 
 FOLDER = Path(__file__).parent
+SPLITS = ("train", "valid", "seen", "unseen", "skills")
 LOCATIONS = {
     "embedded:teacher": FOLDER / "teacher",
-    "embedded:train": FOLDER / "data" / "train.jsonl",
-    "embedded:valid": FOLDER / "data" / "valid.jsonl",
-    "embedded:seen": FOLDER / "data" / "seen.jsonl",
-    "embedded:unseen": FOLDER / "data" / "unseen.jsonl",
-    "embedded:skills": FOLDER / "data" / "skills.jsonl",
+    **{f"embedded:{split}": FOLDER / "data" / f"{split}.jsonl" for split in SPLITS},
 }
 """Reference -> its folder or file in the package."""
 

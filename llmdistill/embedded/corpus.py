@@ -15,6 +15,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+from llmdistill.embedded import SPLITS
 from llmdistill.embedded.dice import Dice
 from llmdistill.embedded.kinds import PEOPLE_KINDS, SKILL_KINDS, TOPIC_KINDS, Row, Scope
 from llmdistill.embedded.world import ATTRIBUTES, NAMES, SEEN_NAMES, UNSEEN_NAMES, withheld
@@ -26,7 +27,6 @@ WEIGHTS = {"fact": 5, "two_facts": 3, "profile": 3, "older": 2, "same": 2, "whic
 USUAL_SHARE = 0.8
 """Share of training rows whose output is the usual answer; the other rows have another correct answer."""
 
-SHIPPED = ("train", "valid", "seen", "unseen", "skills")
 SIZES = {"train": 2000, "valid": 100, "seen": 80, "unseen": 80, "skills": 80, "teacher": 22000}
 """Number of rows of each split; the teacher's corpus contains these rows in addition to the training split."""
 TESTS = ("seen", "unseen", "skills")
@@ -113,6 +113,6 @@ def records(split: str) -> list[dict[str, str | list[str]]]:
 def write(folder: Path) -> None:
     """Write the splits of the package to `folder`, one JSONL file per split."""
     folder.mkdir(parents=True, exist_ok=True)
-    for split in SHIPPED:
+    for split in SPLITS:
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records(split)]
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")

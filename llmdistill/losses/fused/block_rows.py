@@ -93,15 +93,9 @@ def row_losses(
     *,
     derivative: bool,
 ) -> RowLosses:
-    """The loss of each row; all three buffers are overwritten.
+    """The loss of each row, from the scaled scores of both models; all three buffers are overwritten.
 
-    Args:
-        kind: the loss to compute.
-        student_SHLJ: scaled scores of the student; holds the derivative afterwards.
-        teacher_SHLJ: scaled scores of the teacher.
-        spare_SHLJ: buffer of the same shape.
-        hidden: the keys that the queries do not see.
-        derivative: whether to compute the derivative; if False, the final content of `student_SHLJ` is undefined.
+    `student_SHLJ` then holds the derivative; without `derivative`, its final content is undefined.
     """
     if hidden is not None:
         for scores in (student_SHLJ, teacher_SHLJ):

@@ -76,18 +76,10 @@ def block_loss(
 ) -> BlockLoss:
     """The loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
 
-    Padded positions may hold any value, even NaN: they add nothing to the loss and their gradient is zero.
-
-    Args:
-        kind: the loss to compute.
-        student: queries and keys of the student. If both are the same tensor object, `query_grad` requests the total
-            gradient with respect to this tensor, and `key_grad` must be False.
-        teacher: queries and keys of the teacher, with the same number of query heads H; G and D may differ. The teacher
-            gets no gradient.
-        visibility: which keys a query can see.
-        query_grad: whether to compute the gradient with respect to the student's queries.
-        key_grad: whether to compute the gradient with respect to the student's keys.
-        shape: the size of a block; the default depends on the device.
+    Padded positions may hold any value, even NaN: they add nothing to the loss and their gradient is zero. Student and
+    teacher have the same number of query heads H; G and D may differ. If the student's queries and keys are the same
+    tensor object, `query_grad` requests the total gradient with respect to this tensor, and `key_grad` must be False.
+    The default shape of a block depends on the device.
     """
     batch, heads, tokens, _ = student.query.shape
     both = student.key is student.query

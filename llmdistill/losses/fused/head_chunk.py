@@ -28,20 +28,11 @@ def chunk_losses(
     *,
     with_gradient: bool,
 ) -> Tensor:
-    """The sum of each term over the rows of a chunk.
+    """The sum of each term over the rows of a chunk, (C,), in the dtype of the factors.
 
-    With gradient, the derivative of Σ factor · sum with respect to the student's logits overwrites these logits.
-
-    Args:
-        student_NV: the student's logits; overwritten.
-        teacher_NV: the teacher's logits; overwritten. None if no term uses a divergence.
-        labels_N: the token id that each row predicts.
-        terms: the C terms.
-        factors: (C,), at least fp32; all computations on tokens use this dtype.
-        with_gradient: whether to compute the derivative.
-
-    Returns:
-        (C,), in the dtype of the factors.
+    With gradient, the derivative of Σ factor · sum with respect to the student's logits overwrites these logits. The
+    logits of both models are overwritten in any case; the teacher's are None if no term uses a divergence. All
+    computations on tokens use the dtype of the factors, (C,), at least fp32.
     """
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
     if known and available(student_NV.device) and student_NV.element_size() <= 4:

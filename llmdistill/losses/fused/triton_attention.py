@@ -32,14 +32,8 @@ def attention_loss(
     keys. Padded positions may hold any value, even NaN. Sums are computed in fp32 in a fixed order, without atomics;
     products of fp32 inputs are exact fp32 (no TF32). Besides the gradients, the kernels allocate three numbers per row.
 
-    Args:
-        kind: the loss to compute.
-        student: queries and keys of the student, fp32, bf16 or fp16.
-        teacher: queries and keys of the teacher.
-        visibility: which keys a query can see.
-        query_grad: whether to compute the gradient with respect to the student's queries.
-        key_grad: whether to compute the gradient with respect to the student's keys.
-        blocks: queries and keys of a block, powers of two from 16; the default depends on head width and dtype.
+    Queries and keys are fp32, bf16 or fp16. `blocks` are the numbers of queries and keys of a block, powers of two from
+    16; the default depends on head width and dtype.
     """
     both = student.key is student.query
     assert not (both and key_grad), "one tensor has one gradient"

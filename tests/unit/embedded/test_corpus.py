@@ -7,7 +7,7 @@ import re
 import pytest
 
 from llmdistill.data.sources import read_examples
-from llmdistill.embedded import corpus, locate
+from llmdistill.embedded import SPLITS, corpus, locate
 from llmdistill.embedded.dice import Dice
 from llmdistill.embedded.world import NAMES, SEEN_NAMES, UNSEEN_NAMES, WORLD, facts, withheld
 
@@ -24,12 +24,12 @@ def names_in(records: list[dict]) -> set[str]:
     return set(re.findall(r"\w+", json.dumps(records))) & set(NAMES)
 
 
-@pytest.mark.parametrize("split", corpus.SHIPPED)
+@pytest.mark.parametrize("split", SPLITS)
 def test_shipped_files_are_what_the_generator_makes(split: str) -> None:
     assert shipped(split) == corpus.records(split)
 
 
-@pytest.mark.parametrize("split", corpus.SHIPPED)
+@pytest.mark.parametrize("split", SPLITS)
 def test_shipped_files_can_be_read(split: str) -> None:
     examples = read_examples(locate(f"embedded:{split}"))
     assert len(examples) == corpus.SIZES[split]
@@ -64,7 +64,7 @@ def test_held_out_prompts_are_in_no_training_corpus(split: str) -> None:
     assert not prompts(shipped(split)) & prompts(corpus.records("teacher"))
 
 
-@pytest.mark.parametrize("split", corpus.SHIPPED)
+@pytest.mark.parametrize("split", SPLITS)
 def test_no_prompt_twice(split: str) -> None:
     records = corpus.records(split)
     assert len(prompts(records)) == len(records)
@@ -105,7 +105,7 @@ def test_test_sets_hold_every_kind_and_several_references() -> None:
         assert sum(len(record["output"]) > 1 for record in records) > 0.8 * len(records)
 
 
-@pytest.mark.parametrize("split", corpus.SHIPPED)
+@pytest.mark.parametrize("split", SPLITS)
 def test_answers_have_one_to_three_sentences(split: str) -> None:
     for record in shipped(split):
         outputs = record["output"] if isinstance(record["output"], list) else [record["output"]]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from llmdistill.data.instruct import Limits, encode_prompts, render_prompt
 from llmdistill.data.sources import read_examples
-from llmdistill.embedded import FOLDER, corpus, locate
+from llmdistill.embedded import FOLDER, SPLITS, corpus, locate
 from llmdistill.generation.decode import Decoding, generate
 from llmdistill.tasks.rouge import rouge_l
 
@@ -30,7 +30,7 @@ def test_embedded_files_weigh_at_most_five_megabytes() -> None:
     assert sum(path.stat().st_size for path in paths) <= 5_000_000
 
 
-@pytest.mark.parametrize("split", [*corpus.SHIPPED, "teacher"])
+@pytest.mark.parametrize("split", [*SPLITS, "teacher"])
 def test_tokenizer_gives_texts_back(tokenizer: PreTrainedTokenizerBase, split: str) -> None:
     for example in corpus.records(split)[:300]:
         for text in (example["instruction"], example["input"], "".join(example["output"])):
