@@ -1,7 +1,6 @@
-"""Records of requested settings and their results: how they are read, written and compared.
+"""Records of requested settings, saved with the result: how they are read, written and compared.
 
-A record is a plain JSON object with the requested settings. It is saved with the result, so that a later command can
-tell whether it requests the same result, whether that result is finished, and otherwise which setting differs.
+So a later command knows whether it requests the same result, whether it is finished, and which setting differs.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ class State(Enum):
 
 
 class Difference(NamedTuple):
-    """A setting whose value differs between two records."""
+    """A setting, by its dotted key, whose value differs between two records."""
 
     key: str
-    """The dotted key of the setting."""
     old: Any
     new: Any
 
@@ -89,11 +87,7 @@ def compare_records(
 
 
 def read_record(file: Path, *, remedy: str) -> dict[str, Any] | None:
-    """Read the JSON object in a file; return None if the file does not exist.
-
-    Raises:
-        UserError: the file does not contain a JSON object; the message ends with the remedy.
-    """
+    """Read the JSON object in a file, None if there is no file; a UserError, which ends with the remedy, for others."""
     if not file.is_file():
         return None
     try:

@@ -25,15 +25,10 @@ _WHOLE_BYTES = 1 << 26
 def fingerprint(reference: str | Path) -> str:
     """Return "sha256:…" of a local model folder, data folder or file; for any other reference return its name.
 
-    The fingerprint of a model folder covers config.json (without the keys that change with each save), the tokenizer
-    and the weights. It covers these parts of each safetensors file: the size, the header (names, shapes and offsets of
-    all tensors), up to 64 evenly spaced samples of 64 KiB, and 4 KiB from the middle of each tensor. It therefore
-    changes when any tensor is trained, replaced or reordered. It can miss a change of a few bytes between the samples
-    of a large file, or in a data file over 64 MiB. A folder with only a config.json, which is enough for a dry run, is
-    fingerprinted by this file. The fingerprint of a peft adapter includes the fingerprint of its base model.
-
-    Args:
-        reference: a path, or a name on the Hub or in the package.
+    The fingerprint of a model covers config.json (without the keys that change with each save), the tokenizer, the base
+    of an adapter, and of each safetensors file the size, the header, up to 64 evenly spaced samples of 64 KiB, and 4 KiB
+    from the middle of each tensor. It therefore changes when any tensor is trained, replaced or reordered, but can miss
+    a change of a few bytes between the samples of a large file, or in a data file over 64 MiB.
 
     Raises:
         UserError: an adapter folder has no safetensors file, or a file is damaged.

@@ -37,12 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> None:
-    """Resolve and check the settings, then distil; a dry run only prints the plan.
-
-    Args:
-        arguments: the command line.
-        script: the script that was started, for the reports.
-    """
+    """Resolve and check the settings, then distil; a dry run only prints the plan. Reports name the script."""
     config, flags = command_line.parse_run(arguments, METHODS)
     plans = make_plans(config)
     tasks = second_stage(plans)

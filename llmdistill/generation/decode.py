@@ -63,8 +63,7 @@ class Engine(Protocol):
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """Return the new tokens of each prompt up to and including its end token, if the answer has one.
 
-        seeds holds one random state per prompt (see batch_seeds); an engine with one random stream for the whole
-        batch uses the first random state.
+        seeds has one random state per prompt; an engine with one random stream for the whole batch uses the first.
         """
 
 

@@ -21,13 +21,9 @@ _STEP_KIND, _ROW_NOISE = 1, 2  # keep the random streams of different purposes a
 class ItemLoader(Protocol):
     """A loader that also returns the examples of its micro batches."""
 
-    def micro_batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro batches of a step."""
-        ...
+    def micro_batches(self, step: int) -> list[Batch]: ...
 
-    def micro_batch_items(self, step: int) -> list[list[Encoded]]:
-        """Return the examples of each of this rank's micro batches of a step."""
-        ...
+    def micro_batch_items(self, step: int) -> list[list[Encoded]]: ...
 
 
 @dataclass(frozen=True)

@@ -71,21 +71,8 @@ class VllmEngine:
         max_length: int,
         dtype: torch.dtype,
         seed: int,
-        tensor_parallel_size: int | None = None,
     ) -> None:
-        """Load a model.
-
-        Args:
-            model: folder or hub name of a dense model.
-            tokenizer: only its end token is used.
-            settings: how tokens are chosen; no_repeat_ngram_size must be 0.
-            max_new_tokens: maximum number of tokens of an answer.
-            max_length: maximum number of tokens of prompt and answer together.
-            dtype: number format of the weights.
-            seed: seed of the engine; each request also has its own seed.
-            tensor_parallel_size: number of GPUs that share the model; None: the largest number over which the model's
-                heads can be split.
-        """
+        """Load a dense model from a folder or hub name. Of the tokenizer only the end token is used."""
         import vllm
 
         assert settings.no_repeat_ngram_size == 0
@@ -101,13 +88,11 @@ class VllmEngine:
             "skip_special_tokens": False,
             "detokenize": False,
         }
-        if tensor_parallel_size is None:
-            tensor_parallel_size = shares(load_config(model), torch.cuda.device_count())
         self._llm = vllm.LLM(
             model=str(model),
             tokenizer=str(model),
             dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=shares(load_config(model), torch.cuda.device_count()),
             seed=seed,
             max_model_len=max_length,
             generation_config="vllm",  # nothing from the model's generation_config.json

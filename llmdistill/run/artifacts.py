@@ -35,16 +35,12 @@ _FREE_KEYS = (
 _CHECKPOINT_KEYS = ("train.micro_batch_size", "number of ranks")
 """Settings that matter only for a run that resumes from a checkpoint: a checkpoint is sharded for a number of ranks,
 and with another micro batch size the resumed run would not be bit-equal."""
-_INPUTS = ("teacher.model", "student.model", "data.train")
+_INPUTS = (("teacher", "model"), ("student", "model"), ("data", "train"))
 """Settings that name the inputs of a run; the content of these inputs is compared as well as the names."""
 
 
 def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the record that identifies a run, as plain JSON values.
-
-    Raises:
-        UserError: the DeepSpeed configuration or an input cannot be read.
-    """
+    """Return the record that identifies a run, as plain JSON values."""
     values = to_dict(config)
     return plain(
         {
@@ -59,13 +55,10 @@ def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
 def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | None) -> dict[str, str]:
     """Return the fingerprints of the models and the data that a run reads, by setting key.
 
-    Args:
-        values: the values of a RunConfig.
-        made_below: a folder whose content is created by this run or study; inputs in it have no fingerprint, because
-            the settings determine them.
+    Inputs below `made_below`, which this run or study creates itself, have none, because the settings determine them.
     """
     below = None if made_below is None else Path(made_below).resolve()
-    references = {key: _value(values, key) for key in _INPUTS}
+    references = {f"{block}.{name}": values[block][name] for block, name in _INPUTS}
     task = values["data"]["task"]
     if values["data"]["kind"] == "task" and task["dir"] is not None:
         references["data.task"] = task_folder(task["dir"], task["name"])
@@ -74,11 +67,6 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
         for key, reference in references.items()
         if reference is not None and not (below is not None and Path(reference).resolve().is_relative_to(below))
     }
-
-
-def _value(values: Mapping[str, Any], key: str) -> Any:
-    block, _, name = key.partition(".")
-    return values[block][name]
 
 
 def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,11 +107,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
-    """Return the metrics of a finished run; return None if it is not finished or requested scores are missing.
-
-    Raises:
-        UserError: the folder contains a run with another configuration.
-    """
+    """Return the metrics of a finished run, None if it is unfinished or lacks scores; a UserError if it is another."""
     assert config.output_dir is not None
     folder = Path(config.output_dir)
     metrics = read_record(folder / METRICS_FILE, remedy="remove the file, and the run is finished again")

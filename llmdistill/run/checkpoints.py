@@ -41,10 +41,9 @@ def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: Worl
 
 
 def load_checkpoint(engine: Any, folder: Path) -> int:
-    """Load the newest checkpoint into the engine and return its step; return 0 if there is none.
+    """Load the newest checkpoint into the engine and return its step, 0 if there is none; a UserError if it is damaged.
 
-    Raises:
-        UserError: the checkpoint is damaged, or its parameters are not the trainable parameters of the student.
+    Its parameters must be the trainable parameters of the student.
     """
     step = last_step(folder)
     if step > 0:

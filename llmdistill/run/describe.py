@@ -32,12 +32,10 @@ def headline(plan: Plan, data_report: str) -> str:
 
 
 def estimate(plan: Plan) -> dict[str, float] | None:
-    """Estimate the maximum cost of the training for sequences of full length; only the arithmetic is counted.
+    """Estimate the cost of the training for sequences of full length; None if train.epochs leaves the steps open.
 
-    The estimate is 6 FLOP per parameter and token for the student's forward and backward pass (for all parameters, with
-    or without adapters; more for Kronecker products, which use each parameter many times) and 2 for the teacher's
-    forward pass, at 30 % of the 312 TFLOP/s of an A100 in bf16. The result is None if train.epochs is set, because the
-    number of steps is then not yet known.
+    The student's forward and backward pass cost three forward passes, the teacher's forward pass 2 FLOP per parameter
+    and token, at 30 % of the 312 TFLOP/s of an A100 in bf16.
     """
     train = plan.config.train
     if train.epochs is not None:

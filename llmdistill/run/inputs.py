@@ -43,11 +43,7 @@ class Given:
     def first_config(
         self, settings: Mapping[str, Any], keywords: Mapping[str, Any], output_dir: str | Path | None
     ) -> RunConfig:
-        """Return the run configuration; models and data in memory are represented by their class name.
-
-        Raises:
-            UserError: a setting does not exist, is invalid, or contradicts another one.
-        """
+        """Return the checked run configuration; models and data in memory are represented by their class name."""
         names = {
             "teacher.model": name_of(self.teacher),
             "student.model": None if self.student is None else name_of(self.student),
@@ -115,22 +111,14 @@ def name_of(what: object) -> str:
 
 
 def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs: Path, *, role: str) -> str:
-    """Return the reference of a model; a model in memory is saved to a folder with its tokenizer.
-
-    Args:
-        model: a name, a folder, or a model in memory.
-        tokenizer: the tokenizer of the model; None means the tokenizer of the folder or name that the model was loaded
-            from, if there is one.
-        inputs: the parent of the saved folder.
-        role: teacher or student; the name of the saved folder begins with it.
-    """
+    """Return the reference of a model; a model in memory is saved with its tokenizer to a folder below `inputs`."""
     if not isinstance(model, PreTrainedModel):
         return str(model)
     inputs.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=inputs))
     try:
         save_with_tokenizer(model, tokenizer, part)
-        folder = inputs / f"{role}-{_short(fingerprint(part))}"
+        folder = inputs / f"{role}-{fingerprint(part).partition(':')[2][:16]}"
         if not folder.is_dir():
             part.rename(folder)
     finally:
@@ -155,13 +143,7 @@ def save_with_tokenizer(
 def tokenizer_of(
     model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedTokenizerBase:
-    """Return `tokenizer` if it is given, else the tokenizer of the folder or name of the model.
-
-    A model in memory uses the folder or name that it was loaded from.
-
-    Raises:
-        UserError: there is no tokenizer.
-    """
+    """Return `tokenizer`, by default that of the folder or name of the model; a UserError if there is none."""
     if tokenizer is not None:
         return tokenizer
     source = locate(str(model)) if isinstance(model, str | Path) else str(model.name_or_path or "")
@@ -173,17 +155,9 @@ def tokenizer_of(
 
 
 def data_file(data: Data, inputs: Path, *, name: str, field: str = "text") -> str:
-    """Return the reference of data; rows in memory are checked and written to a file.
-
-    Raises:
-        UserError: there are no rows, or a row is malformed.
-    """
+    """Return the reference of data; rows in memory are checked and written to a file."""
     if isinstance(data, str | Path):
         return str(data)
     if kind_of(data, field=field) == "instructions":
         examples_of(data, name=name)
     return str(write_rows(data, inputs, field=field))
-
-
-def _short(fingerprint_of_content: str) -> str:
-    return fingerprint_of_content.partition(":")[2][:16]

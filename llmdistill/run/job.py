@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.config import RunConfig
+from llmdistill.config.command_line import scores_asked
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.table import finish_report, plot_training, run_record
 from llmdistill.run import assemble
@@ -27,17 +28,9 @@ from llmdistill.teacher.live import LiveTeacher
 
 
 def run_config(config: RunConfig, world: World, before: Plan | None = None) -> dict[str, Any]:
-    """Execute a run from its configuration in an existing process group; every rank must call this function.
+    """Execute a run from its configuration, as `run_plan` does from its plan, in an existing process group.
 
-    A run that is already finished in its folder is not repeated.
-
-    Args:
-        config: the run.
-        world: this process.
-        before: the plan of the run whose student is this run's teacher.
-
-    Returns:
-        the content of its metrics.json.
+    `before` is the plan of the run whose student is this run's teacher.
 
     Raises:
         UserError: the input is invalid, the folder contains another run, or the loss is no longer finite.
@@ -141,7 +134,7 @@ def _report(
         plot_training(plan.folder, log)
     metrics = {
         **results,
-        "asked": plan.scores_asked(),
+        "asked": scores_asked(plan.config),
         "warnings": warnings,
         "run": {**record, "seconds": round(seconds, 2)},
     }

@@ -53,14 +53,9 @@ class RunLog:
     """The log of one training run; only rank 0 writes."""
 
     def __init__(self, folder: Path, *, start: int, steps: int, world: World, monitor: Any) -> None:
-        """Open the log.
+        """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed.
 
-        Args:
-            folder: the run's folder.
-            start: the number of steps that are already done; rows of later steps, from a killed process, are removed.
-            steps: the total number of steps.
-            world: this process.
-            monitor: DeepSpeed's monitor (TensorBoard and the other monitors in the DeepSpeed configuration).
+        `monitor` is DeepSpeed's monitor (TensorBoard and the other monitors in the DeepSpeed configuration).
         """
         self._active = world.is_main
         self._file = folder / METRICS_LOG

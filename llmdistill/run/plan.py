@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from llmdistill.batch import Positions
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import scores_asked
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
@@ -141,10 +140,6 @@ class Plan:
         there = {"teacher": self.config.teacher.model is not None}
         return [name for name in self.config.scoring.models if name in self.task.scored and there.get(name, True)]
 
-    def scores_asked(self) -> dict[str, Any]:
-        """Return the settings of the requested scores, as plain JSON values."""
-        return scores_asked(self.config)
-
 
 def make_plan(
     config: RunConfig, before: Plan | None = None, *, pending: Mapping[str, PreTrainedConfig] | None = None
@@ -159,6 +154,7 @@ def make_plan(
     Raises:
         UserError: the settings are invalid or contradict each other.
     """
+    pending = pending or {}
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ds_config = read_ds_config(config.ds_config)
     split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
@@ -183,11 +179,14 @@ def make_plan(
         method = build_method([*names, "sft"], settled.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
     taught, student = config.teacher.model if method.needs_teacher else None, config.student.model
-    if taught is not None and student is not None and not {taught, student} & (pending or {}).keys():
+    if taught is not None and student is not None and not {taught, student} & pending.keys():
         if task.head is None:
             vocabulary, note = compare_vocabularies(locate(taught), locate(student))
         else:
             check_tokens(locate(taught), locate(student))
+    tokenizer = Path(str(student)) if student in pending else None
+    if tokenizer is None:
+        tokenizer = tokenizer_path(config) if before is None else before.tokenizer_path
     planned = Plan(
         config=config,
         asked=config,
@@ -200,7 +199,7 @@ def make_plan(
         teacher_config=teacher_config,
         student_config=student_config,
         objective=objective,
-        tokenizer_path=Path(str(student)) if student in (pending or {}) else _tokenizer_path(config, before),
+        tokenizer_path=tokenizer,
         before=before,
         copies_classifier=_copies_classifier(config, task, student_config, teacher_config),
         vocabulary=vocabulary,
@@ -216,20 +215,18 @@ def make_plans(config: RunConfig) -> list[Plan]:
     Raises:
         UserError: the settings of one of these runs are invalid or contradict each other.
     """
-    plans: list[Plan] = []
+    configs = []
     for number, shape in enumerate(config.student.assistants, start=1):
         student = replace(config.student, shape=shape, assistants=[])
         folder = f"{config.output_dir}/assistant-{number}"
-        plans.append(_after(plans, replace(config, student=student, output_dir=folder, resume="auto")))
-    plans.append(_after(plans, config))
+        configs.append(replace(config, student=student, output_dir=folder, resume="auto"))
+    plans: list[Plan] = []
+    for each in [*configs, config]:
+        before = plans[-1] if plans else None
+        if before is not None:
+            each = replace(each, teacher=replace(each.teacher, model=str(before.folder / "student")))
+        plans.append(make_plan(each, before))
     return plans
-
-
-def _after(plans: list[Plan], config: RunConfig) -> Plan:
-    if not plans:
-        return make_plan(config)
-    teacher = replace(config.teacher, model=str(plans[-1].folder / "student"))
-    return make_plan(replace(config, teacher=teacher), plans[-1])
 
 
 def _searched(config: RunConfig) -> str | None:
@@ -237,15 +234,8 @@ def _searched(config: RunConfig) -> str | None:
     return next((name for name in names if config.method_settings[name].teacher_layer == "auto"), None)
 
 
-def _tokenizer_path(config: RunConfig, before: Plan | None) -> Path:
-    return tokenizer_path(config) if before is None else before.tokenizer_path
-
-
-def _model_config(
-    task: Task, key: str, reference: str, pending: Mapping[str, PreTrainedConfig] | None
-) -> PreTrainedConfig:
-    known = None if pending is None else pending.get(reference)
-    loaded = load_config(locate(reference)) if known is None else known
+def _model_config(task: Task, key: str, reference: str, pending: Mapping[str, PreTrainedConfig]) -> PreTrainedConfig:
+    loaded = pending[reference] if reference in pending else load_config(locate(reference))
     task.check_model(key, reference, loaded)
     return loaded
 
@@ -263,7 +253,7 @@ def _copies_classifier(config: RunConfig, task: Task, student: PreTrainedConfig,
 
 
 def _student(
-    config: RunConfig, task: Task, teacher: PreTrainedConfig, pending: Mapping[str, PreTrainedConfig] | None
+    config: RunConfig, task: Task, teacher: PreTrainedConfig, pending: Mapping[str, PreTrainedConfig]
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the student's config and the sizes of the models."""
     settings = config.student
@@ -290,11 +280,7 @@ def _student(
 
 
 def _check_teacher_head(plan: Plan) -> None:
-    """Check before any weights are read that the teacher has a head; the config shows when it is a bare encoder.
-
-    Raises:
-        UserError: a term needs the output of a teacher that has no head.
-    """
+    """Raise a UserError if a term needs the output of a bare encoder, which the teacher's config shows."""
     name = (plan.teacher_config.architectures or [""])[0]
     needs_none = plan.causal or plan.before is not None or not plan.method.needs_teacher or plan.task.head is not None
     if needs_none or plan.teacher_head == "none" or not name.endswith("Model"):

@@ -9,36 +9,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmdistill.batch import POSITIONS, Batch, Loader, Outputs
+from llmdistill.batch import POSITIONS, Batch, Loader
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import Losses, RunningTerms
 from llmdistill.methods import Method
+from llmdistill.models.forward import TappedModel
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
-
-
-class Student(Protocol):
-    """The model that is trained."""
-
-    def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
-        """Run the student on a batch and compute the given terms during the forward pass."""
-        ...
-
-
-class Teacher(Protocol):
-    """The model that the student learns from."""
-
-    def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
-        """Run the teacher on a batch; `lm_head` requests its output at the labels."""
-        ...
 
 
 @dataclass
@@ -46,8 +30,8 @@ class Trainer:
     """All objects that a training run needs; `run` trains the student."""
 
     engine: Any
-    student: Student
-    teacher: Teacher | None
+    student: TappedModel
+    teacher: TappedModel | None
     """None for a method that learns from the labels alone."""
     method: Method
     loader: Loader

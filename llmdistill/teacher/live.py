@@ -38,12 +38,8 @@ def load_teacher(
         model = load_model(path, dtype=dtype, device=world.device, head=head)
         model.eval().requires_grad_(False)
         return LiveTeacher(model, model)
-    return _load_sharded(path, dtype, world, head)
-
-
-def _load_sharded(path: str, dtype: torch.dtype, world: World, head: Head) -> LiveTeacher:
     import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
     ds_config = {
         "train_batch_size": world.size,
@@ -58,15 +54,9 @@ def _load_sharded(path: str, dtype: torch.dtype, world: World, head: Head) -> Li
         model = load_model(path, dtype=dtype, head=head)
     finally:
         del alive
-        _forget_hf_config()
+    # transformers keeps only a weak reference to this object.
+    assert not is_deepspeed_zero3_enabled(), "the teacher's ZeRO-3 configuration outlived its loading"
     model.eval().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.eval()
     return LiveTeacher(engine.module, engine)
-
-
-def _forget_hf_config() -> None:
-    """Check that transformers no longer uses the deleted configuration, to which it keeps only a weak reference."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    assert not is_deepspeed_zero3_enabled(), "the teacher's ZeRO-3 configuration outlived its loading"

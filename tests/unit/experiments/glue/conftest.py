@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTraine
 
 from llmdistill.config import TrainConfig
 from llmdistill.experiments.glue import run
-from llmdistill.run.assemble import models as assembled
+from llmdistill.run import assemble
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import parameter_groups
 
@@ -67,7 +67,7 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     """Runs use it, in this process alone; it counts how often it is built."""
     monkeypatch.setattr(Engine, "built", 0)
-    monkeypatch.setattr(assembled, "build_engine", Engine)
+    monkeypatch.setattr(assemble, "build_engine", Engine)
     world = World(rank=0, size=1, device=torch.device("cpu"))
     monkeypatch.setattr(run, "init_distributed", lambda *_: world)
     monkeypatch.setattr(run, "shut_down", lambda: None)

@@ -268,7 +268,7 @@ def test_a_teacher_at_chance_is_warned_of_and_scored_once(evaluate, tmp_path, mo
     assert "scores at chance on RTE" in " ".join(said.split())
     assert "scores at chance on RTE" in results["warnings"][0]
     assert "Warning: the teacher" in (tmp_path / "out/report.md").read_text()
-    monkeypatch.setattr("llmdistill.run.assemble.models.load_teacher", None)
+    monkeypatch.setattr("llmdistill.run.assemble.load_teacher", None)
     again, _ = evaluate("--tasks", "rte", "--teacher", str(tmp_path / "teacher"))
     assert again["tasks"] == results["tasks"]
 

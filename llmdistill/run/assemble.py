@@ -1,7 +1,10 @@
-"""The models of a run, created from its plan: teacher, student, the student's engine, and the hooks on both models."""
+"""The one place where a plan becomes objects: teacher, student, engine, batches and trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +12,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llmdistill.batch import TapRequest
+from llmdistill.batch import Batch, Loader, TapRequest
+from llmdistill.data.prefetch import Prefetched
+from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
+from llmdistill.generation.rollout import OnPolicyLoader
+from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
+from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.taps import Recorder
 from llmdistill.run.plan import Plan
+from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import TORCH_DTYPES, World, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine
+from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 
@@ -74,11 +84,7 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype) -> PreTrainedMode
 
 
 def check_machine(plan: Plan, world: World) -> None:
-    """Check that this machine supports the settings of the run.
-
-    Raises:
-        UserError: a setting is not supported.
-    """
+    """Raise a UserError if this machine does not support a setting of the run."""
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
         check_compile(world.device, student_stage=stage, teacher_sharding=plan.config.teacher.sharding)
@@ -105,3 +111,83 @@ def make_recorder(
     if plan.config.train.compile:
         compile_layers(recorder)
     return recorder
+
+
+def count_steps(plan: Plan, data: TaskData) -> Plan:
+    """Return the plan with train.epochs and train.warmup_ratio converted to steps by the size of the training set.
+
+    The same examples give the same number of steps, so a resumed run has the same plan.
+    """
+    config, train = plan.config, plan.config.train
+    if not plan.trains:
+        return plan
+    steps, notes = train.steps, plan.notes
+    if train.epochs is not None:
+        steps = data.num_steps(train.epochs, train.global_batch_size)
+        notes = [*notes, f"{train.epochs} epoch(s) are {steps:,} steps"]
+    return replace(plan, config=replace(config, train=train.with_steps(steps)), notes=notes)
+
+
+def share_of(plan: Plan, world: World) -> Share:
+    """Return this rank's share of the batches."""
+    return Share(
+        seed=plan.config.seed,
+        global_batch_size=plan.config.train.global_batch_size,
+        micro_batch_size=plan.split.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def prepare_loader(plan: Plan, loader: Any, engine: Any, data: TaskData, world: World) -> Loader:
+    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy)."""
+    config = plan.config
+    if config.data.on_policy == 0:
+        with_label_rows = partial(Batch.with_label_rows, shift=plan.method.shift)
+        return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=with_label_rows)
+    tokenizer: Any = data.tokenizer
+    return OnPolicyLoader(
+        loader,
+        engine.module,
+        share=config.data.on_policy,
+        seed=config.seed,
+        max_new_tokens=config.data.max_length - config.data.max_prompt_length,
+        end_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        rank=world.rank,
+        world_size=world.size,
+        synced=engine.zero_optimization_stage() == 3,
+    )
+
+
+def make_trainer(
+    plan: Plan,
+    student_folder: Path,
+    teacher: Callable[[], LiveTeacher],
+    data: TaskData,
+    loader: Loader,
+    world: World,
+) -> Trainer:
+    """Create the trainer from the engine, hooks, loader and method; `teacher` is called only if the method needs it."""
+    config, method = plan.config, plan.method
+    engine, projectors = make_engine(plan, student_folder)
+    # The recorders are created last, because their hooks must wrap the hooks of DeepSpeed.
+    tapped_teacher = None
+    if method.needs_teacher:
+        live = teacher()
+        recorder = make_recorder(plan, live.model, method.teacher_taps)
+        tapped_teacher = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary)
+    recorder = make_recorder(plan, engine.module, method.student_taps, projectors)
+    return Trainer(
+        engine=engine,
+        student=TappedModel(engine, recorder, vocabulary=plan.vocabulary),
+        teacher=tapped_teacher,
+        method=method,
+        loader=prepare_loader(plan, loader, engine, data, world),
+        settings=config.train,
+        seed=config.seed,
+        folder=plan.folder,
+        world=world,
+        validation=data.validation(share_of(plan, world)),
+        validation_method=make_sft() if plan.task.validates_labels else None,
+    )
