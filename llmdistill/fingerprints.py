@@ -26,7 +26,7 @@ def fingerprint(reference: str | Path) -> str:
     """Return "sha256:…" of a local model folder, data folder or file; for any other reference return its name.
 
     The fingerprint of a model covers config.json (without the keys that change with each save), the tokenizer, the base
-    of an adapter, and of each safetensors file the size, the header, up to 64 evenly spaced samples of 64 KiB, and 4 KiB
+    of an adapter, and of each safetensors file the size, the header, up to 64 evenly spaced samples of 64 KiB and 4 KiB
     from the middle of each tensor. It therefore changes when any tensor is trained, replaced or reordered, but can miss
     a change of a few bytes between the samples of a large file, or in a data file over 64 MiB.
 

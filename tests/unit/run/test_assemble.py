@@ -21,7 +21,7 @@ from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 TOKENS = [f"w{number}" for number in range(20)]
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
