@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import install, is_factorized, matrix, tied_heads, token_embedding
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
-from llmdistill.factorize.plan import describe, plan, plan_embedding
+from llmdistill.factorize.plan import plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
@@ -86,17 +86,10 @@ def compress_model(
     device: torch.device | None = None,
     in_place: bool = False,
 ) -> PreTrainedModel:
-    """A factorized copy of a loaded model, or the factorized model itself if `in_place` is set.
+    """A factorized copy of a loaded model with any head, or with `in_place` the model itself, factorized.
 
-    Args:
-        model: a dense model with any head; the copy has the same dtype, device and mode.
-        settings: the sizes; for a target of kronecker `search` chooses them.
-        method: svd or kronecker.
-        device: the device on which matrices are decomposed; None decomposes each matrix where it is.
-        in_place: whether to change the model instead of a copy.
-
-    Raises:
-        UserError: settings contradict each other or do not fit the model, or the model is already factorized.
+    For a target of kronecker `search` chooses the sizes. Raises UserError if the settings contradict each other or do
+    not fit the model, or if the model is already factorized.
     """
     if needs_search(settings, method):
         settings = search(model, settings, device=device)[0].settings
@@ -125,14 +118,12 @@ def compress(
     unreadable folders and an output folder that is not empty, before the weights are read; only a target of kronecker
     reads the weights first (`search`).
     """
-    config = load_config(model_dir)
     if needs_search(settings, method):
         settings = search(model_dir, settings, device=device)[0].settings
-    summary, factorization = describe(config, settings, method)
+    summary = summarise(model_dir, settings, method)
     with new_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
-        factorize(model, factorization, sigma=settings.sigma, device=device, progress=True)
-        model.save_pretrained(folder)
+        compress_model(model, settings, method, device=device, in_place=True).save_pretrained(folder)
         copy_companions(model_dir, folder)
     return summary
 
@@ -140,20 +131,11 @@ def compress(
 def make_student(
     teacher_path: str | Path, output: str | Path, settings: StudentConfig, *, seed: int, head: Head
 ) -> None:
-    """Write a student with a shape of its own and its teacher's architecture as a new folder, in fp32.
+    """Write a student with a shape of its own and its teacher's architecture as a new folder, in fp32, with tokenizer.
 
-    The tokenizer is copied too. The teacher's weights are read only if `settings.init` uses them.
-
-    Args:
-        teacher_path: folder or hub name.
-        output: the folder to write.
-        settings: shape, init, layers, and the factorization of the token embedding.
-        seed: the seed of the random weights; torch's own generator is not changed.
-        head: the head of the student.
-
-    Raises:
-        UserError: the shape or the layers do not fit the teacher, the teacher cannot be read, or the output is not
-            empty.
+    `settings` gives shape, initial weights and the factorization of the token embedding. The teacher's weights are read
+    only if `settings.init` uses them. Random weights follow the seed; torch's own generator is not changed. Raises
+    UserError if shape or layers do not fit the teacher, if it cannot be read, or if the output is not empty.
     """
     assert settings.shape is not None
     config, shape = load_config(teacher_path), parse_shape(settings.shape)
@@ -165,7 +147,7 @@ def make_student(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             auto = auto_class(shaped, head)
-            student = cast(PreTrainedModel, auto.from_config(shaped, dtype=torch.float32, trust_remote_code=False))
+            student: PreTrainedModel = auto.from_config(shaped, dtype=torch.float32, trust_remote_code=False)
         embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
         if settings.init != "random":
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)

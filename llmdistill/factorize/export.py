@@ -37,12 +37,13 @@ def merge(model: PreTrainedModel) -> None:
     with torch.device("meta"):
         stock = type(model)(config)
     for name, module in list(model.named_modules()):
-        if isinstance(module, FactorizedLinear):
-            bias = dict(module.named_parameters()).get(module.bias_name)
-            replace(model, name, _dense_linear(type(stock.get_submodule(name)), _product(module), bias))
-        elif isinstance(module, FactorizedEmbedding):
-            table = _product(module)
-            replace(model, name, nn.Embedding.from_pretrained(table, freeze=False, padding_idx=module.padding_idx))
+        if isinstance(module, FactorizedLinear | FactorizedEmbedding):
+            dense: Any = stock.get_submodule(name).train(module.training)
+            product = _product(module)
+            dense.weight = nn.Parameter(product.T.contiguous() if type(dense) is Conv1D else product)
+            if isinstance(module, FactorizedLinear):
+                dense.bias = dict(module.named_parameters()).get(module.bias_name)
+            replace(model, name, dense)
     vars(model).pop("_tied_weights_keys", None)
     vars(model.config).pop("quantization_config", None)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -86,18 +87,6 @@ def _product(module: FactorizedLinear | FactorizedEmbedding) -> Tensor:
     # The product is computed in fp64, so that only the stored matrix is rounded.
     dense: Tensor = copy.deepcopy(module).double().dense()
     return dense.to(next(module.parameters()).dtype)
-
-
-def _dense_linear(kind: type, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """A Conv1D or nn.Linear with this weight (m, n)."""
-    m, n = weight.shape
-    dense: Any
-    with torch.device("meta"):
-        dense = Conv1D(m, n) if kind is Conv1D else nn.Linear(n, m, bias=bias is not None)
-    dense.weight = nn.Parameter(weight.T.contiguous() if kind is Conv1D else weight)
-    if bias is not None:
-        dense.bias = bias
-    return dense
 
 
 @torch.no_grad()

@@ -70,8 +70,8 @@ def _rank(value: Any) -> int:
 
 
 def _svd_factors(weight: Tensor, rank: int, sigma: Sigma) -> dict[str, Tensor]:
-    a, b = place_sigma(*truncated_svd(weight.T, rank), sigma)  # MaKD writes the matrix (inputs, outputs)
-    return {"A.weight": a.T, "B.weight": b.T}
+    factors = _svd_embedding_factors(weight.T, rank, sigma)  # MaKD writes the matrix (inputs, outputs)
+    return {name: factor.T for name, factor in factors.items()}
 
 
 def _svd_embedding_factors(table: Tensor, rank: int, sigma: Sigma) -> dict[str, Tensor]:

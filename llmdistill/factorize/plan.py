@@ -103,20 +103,13 @@ def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, m
     the layers' linears, by eq. 7). Parameters are counted in the base model for encoders, and in the causal language
     model for decoders.
     """
-    return describe(model, settings, method)[0]
-
-
-def describe(
-    model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str
-) -> tuple[dict[str, Any], Factorization]:
-    """The result of `summarise`, and the factorization itself."""
     config = load_config(model) if isinstance(model, Path | str) else model
     reference = build_reference(config)
     teacher_params, linears = count_parameters(reference), layer_linears(reference)
     planned = plan(reference, settings, method)
     install(reference, planned)
     student_params = count_parameters(reference)
-    summary = {
+    return {
         "method": method,
         "model_type": config.model_type,
         "teacher_params": teacher_params,
@@ -127,7 +120,6 @@ def describe(
         "dense": [name for name in linears if name not in planned.sizes],
         kind_of(method).embedding_key: planned.embedding,
     }
-    return summary, planned
 
 
 def _describe_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,8 +108,7 @@ class TappedModel:
             "position_ids": batch.position_ids,
             "token_type_ids": batch.token_type_ids,
         }
-        given = {key: value for key, value in inputs.items() if value is not None or key == "attention_mask"}
-        return self._forward(**given, use_cache=False)
+        return self._forward(**{key: value for key, value in inputs.items() if value is not None}, use_cache=False)
 
     def _rows(
         self, batch: Batch, lm_head: bool, use: Callable[[HeadInputs], Tensor] | None
