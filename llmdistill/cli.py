@@ -89,9 +89,9 @@ def compress(arguments: Sequence[str]) -> None:
     if parsed.candidates and parsed.json:
         result["candidates"] = candidates
     elif parsed.candidates:
-        from llmdistill.factorize.search import table
+        from llmdistill.factorize.search import as_table
 
-        print(table(candidates, result["teacher_params"]) + "\n")
+        print(as_table(candidates, result["teacher_params"]) + "\n")
     shown = (
         *("teacher_params", "student_params", "ratio", "rank"),
         *("flops_per_token", "teacher_flops_per_token", "settings"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,18 +34,6 @@ OVERSAMPLING, POWER_ITERATIONS = 6, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """Matrices of the same size up to transposition; they all get the same shape."""
-
-    label: str
-    m: int
-    """The matrices have the size (m, n) with m >= n in the orientation used here: outputs by inputs, or transposed."""
-    n: int
-    members: dict[str, bool]
-    """Name in the reference model -> whether the matrix is transposed into this orientation."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Options:
     """The choices of a group and what each costs."""
 
@@ -65,7 +53,77 @@ class Options:
         return replace(self, costs=np.stack([*self.costs[:2], entries * missing]))
 
 
-def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) -> list[Group]:
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Matrices of the same size up to transposition; they all get the same shape."""
+
+    label: str
+    m: int
+    """The matrices have the size (m, n) with m >= n in the orientation used here: outputs by inputs, or transposed."""
+    n: int
+    sums: int
+    members: dict[str, bool]
+    """Name in the reference model -> whether the matrix is transposed into this orientation."""
+
+    def costs(self) -> Options:
+        """The choices dense, and every shape that makes the matrices smaller; computed without weights."""
+        m, n, sums, count = self.m, self.n, self.sums, len(self.members)
+        shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
+        shapes = [s for s in shapes if sums <= most_sums(m, n, s) and kronecker_params(m, n, s) < m * n]
+        params = count * np.array([m * n, *(kronecker_params(m, n, shape) for shape in shapes)], dtype=float)
+        swapped = sum(self.members.values())
+        one = [dense_flops(m, n), *(kronecker_flops(m, n, shape) for shape in shapes)]
+        other = [dense_flops(n, m), *(kronecker_flops(n, m, shape.transposed) for shape in shapes)]
+        flops = (count - swapped) * np.array(one, dtype=float) + swapped * np.array(other, dtype=float)
+        return Options(choices=[None, *shapes], costs=np.stack([params, flops, params]))
+
+    def errors(self, costs: Options, model: PreTrainedModel, device: torch.device | None) -> Options:
+        """The same choices with the errors on the weights of a few layers, which represent all layers."""
+        energies, energy = np.zeros(len(costs.choices)), 0.0
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            for name in _sample(model, list(self.members)):
+                weight = matrix(model.base_model.get_submodule(base_name(model, name)))
+                weight = (weight.T if self.members[name] else weight).to(device or weight.device).float().contiguous()
+                energy += _square(weight)
+                energies += [
+                    _square(weight) if shape is None else _leading_energy(rearrange(weight, shape), shape.sums)
+                    for shape in costs.choices
+                ]
+        return costs.with_errors(self.m * self.n * len(self.members), energies, energy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The token embedding; its choices are numbers of columns, of which 1 keeps the table as it is."""
+
+    vocabulary: int
+    width: int
+    columns: int | None
+    """The only choice; None allows all divisors of the width."""
+
+    def costs(self) -> Options:
+        """The choices; computed without weights."""
+        choices = divisors(self.width) if self.columns is None else [self.columns]
+        params = np.array([self.vocabulary * (self.width // c) + (c if c > 1 else 0) for c in choices], dtype=float)
+        return Options(choices=choices, costs=np.stack([params, np.zeros_like(params), params]))
+
+    def errors(self, costs: Options, model: PreTrainedModel, device: torch.device | None) -> Options:
+        """The same choices with the exact errors, which are all computed from one product of the table with itself.
+
+        The product for the table in rows of n is the sum of the blocks of n × n on the diagonal of this product.
+        """
+        weight = token_embedding(model)[1].weight
+        table = weight.to(device or weight.device)
+        width = math.lcm(*costs.choices)
+        gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
+        for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
+            gram.addmm_(chunk.double().T, chunk.double())
+        kept = np.array([_block_energy(gram, columns) for columns in costs.choices])
+        return costs.with_errors(table.numel(), kept, float(gram.trace()))
+
+
+def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]], sums: int) -> list[Group]:
     """The groups of a model's linears, given as (m, n) by name: by size, attention and feed-forward separate."""
     family = family_of(model.config)
     feed_forward = tuple(f".{name}" for name in (family.ffn_up, family.ffn_gate, family.ffn_down) if name is not None)
@@ -75,58 +133,9 @@ def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]]) 
         inner = "." + base_name(model, name).removeprefix(f"{family.layers}.").partition(".")[2]
         part = "ffn" if inner in feed_forward else "attention"
         found.setdefault((part, max(m, n), min(m, n)), {})[name] = m < n
-    return [Group(label=f"{part} {m}x{n}", m=m, n=n, members=members) for (part, m, n), members in found.items()]
-
-
-def group_costs(group: Group, sums: int) -> Options:
-    """The choices of a group: dense, and every shape that makes the matrices smaller; computed without weights."""
-    m, n, count = group.m, group.n, len(group.members)
-    shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
-    shapes = [s for s in shapes if sums <= most_sums(m, n, s) and kronecker_params(m, n, s) < m * n]
-    params = count * np.array([m * n, *(kronecker_params(m, n, shape) for shape in shapes)], dtype=float)
-    swapped = sum(group.members.values())
-    one = [dense_flops(m, n), *(kronecker_flops(m, n, shape) for shape in shapes)]
-    other = [dense_flops(n, m), *(kronecker_flops(n, m, shape.transposed) for shape in shapes)]
-    flops = (count - swapped) * np.array(one, dtype=float) + swapped * np.array(other, dtype=float)
-    return Options(choices=[None, *shapes], costs=np.stack([params, flops, params]))
-
-
-def group_errors(model: PreTrainedModel, group: Group, costs: Options, device: torch.device | None) -> Options:
-    """The same choices with the errors on the weights of a few layers, which represent all layers."""
-    energies, energy = np.zeros(len(costs.choices)), 0.0
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        for name in _sample(model, group):
-            weight = matrix(model.base_model.get_submodule(base_name(model, name)))
-            weight = (weight.T if group.members[name] else weight).to(device or weight.device).float().contiguous()
-            energy += _square(weight)
-            energies += [
-                _square(weight) if shape is None else _leading_energy(rearrange(weight, shape), shape.sums)
-                for shape in costs.choices
-            ]
-    return costs.with_errors(group.m * group.n * len(group.members), energies, energy)
-
-
-def embedding_costs(vocabulary: int, width: int, columns: int | None) -> Options:
-    """The choices of the embedding: all divisors of the width, or the given columns; 1 keeps the table as it is."""
-    choices = divisors(width) if columns is None else [columns]
-    params = np.array([vocabulary * (width // c) + (c if c > 1 else 0) for c in choices], dtype=float)
-    return Options(choices=choices, costs=np.stack([params, np.zeros_like(params), params]))
-
-
-def embedding_errors(model: PreTrainedModel, costs: Options, device: torch.device | None) -> Options:
-    """The same choices with the exact errors, which are all computed from one product of the table with itself.
-
-    The product for the table in rows of n is the sum of the blocks of n × n on the diagonal of this product.
-    """
-    _, embedding = token_embedding(model)
-    table = embedding.weight if device is None else embedding.weight.to(device)
-    width = math.lcm(*costs.choices)
-    gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
-    for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
-        gram.addmm_(chunk.double().T, chunk.double())
-    kept = np.array([_block_energy(gram, columns) for columns in costs.choices])
-    return costs.with_errors(table.numel(), kept, float(gram.trace()))
+    return [
+        Group(label=f"{part} {m}x{n}", m=m, n=n, sums=sums, members=members) for (part, m, n), members in found.items()
+    ]
 
 
 def undominated(options: Options, *, with_flops: bool) -> Options:
@@ -142,14 +151,14 @@ def undominated(options: Options, *, with_flops: bool) -> Options:
     return options.only(kept)
 
 
-def _sample(model: PreTrainedModel, group: Group) -> list[str]:
-    """The names of the matrices of a few layers."""
+def _sample(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """The names that belong to a few layers."""
     layers = f"{family_of(model.config).layers}."
-    number = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in group.members}
+    number = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in names}
     present = sorted(set(number.values()), key=int)
     count = min(SAMPLED_LAYERS, len(present))
     taken = {present[(2 * i + 1) * len(present) // (2 * count)] for i in range(count)}
-    return [name for name in group.members if number[name] in taken]
+    return [name for name in names if number[name] in taken]
 
 
 def _leading_energy(rearranged: Tensor, sums: int) -> float:

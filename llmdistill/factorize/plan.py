@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
@@ -26,7 +25,7 @@ from llmdistill.factorize.kinds import Factorization, kind_of
 from llmdistill.factorize.kronecker import KroneckerShape, check_shape, dense_flops, kronecker_flops, parse_kronecker
 from llmdistill.factorize.modules import check_columns
 from llmdistill.models.configs import load_config
-from llmdistill.models.load import auto_class
+from llmdistill.models.load import build_meta
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "svd": ("rank", "ranks", "target_params", "embedding_rank", "sigma"),
@@ -264,8 +263,7 @@ def _refuse_dense_head(
         return
     whole = model
     if model.get_output_embeddings() is None:  # the model that papers count has no head if it is an encoder
-        with torch.device("meta"):
-            whole = auto_class(model.config, "lm_head").from_config(model.config, trust_remote_code=False)
+        whole = build_meta(model.config, "lm_head")
     name, _ = token_embedding(whole)
     for head in tied_heads(whole, name):
         for pattern in asked:

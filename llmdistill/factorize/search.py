@@ -27,16 +27,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
 from llmdistill.factorize.install import is_factorized, token_embedding
 from llmdistill.factorize.kronecker import dense_flops
-from llmdistill.factorize.options import (
-    Group,
-    Options,
-    embedding_costs,
-    embedding_errors,
-    group_costs,
-    group_errors,
-    make_groups,
-    undominated,
-)
+from llmdistill.factorize.options import Group, Options, Table, make_groups, undominated
 from llmdistill.factorize.plan import DENSE, check_settings, parse_target, plan_embedding
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
@@ -100,16 +91,17 @@ def search(
     fixed = count_parameters(reference) - sum(m * n for m, n in linears.values()) - embedding.weight.numel()
     target = parse_target(settings.target_params, count_parameters(reference))
 
-    groups = make_groups(reference, linears)
-    costs = [embedding_costs(embedding.num_embeddings, embedding.embedding_dim, settings.embedding_columns)]
-    costs += [group_costs(group, settings.sums) for group in groups]
+    vocabulary, width = embedding.weight.shape
+    groups = make_groups(reference, linears, settings.sums)
+    table = Table(vocabulary=vocabulary, width=width, columns=settings.embedding_columns)
+    parts: list[Table | Group] = [table, *groups]
+    costs = [part.costs() for part in parts]
     _check_reach(settings, costs, fixed, target, all_flops, most_flops)
     fitting = [_fitting(costs, number, target - fixed, most_flops) for number in range(len(costs))]
     if not isinstance(model, PreTrainedModel):
         model = load_model(model, dtype="auto", head="saved")
-    options = [embedding_errors(model, fitting[0], device)]
-    for group, of_group in tqdm(list(zip(groups, fitting[1:], strict=True)), desc="shapes", disable=None):
-        options.append(group_errors(model, group, of_group, device))
+    pairs = zip(tqdm(parts, desc="shapes", disable=None), fitting, strict=True)
+    options = [part.errors(choices, model, device) for part, choices in pairs]
     numbers = count_parameters(reference) - fixed
     kept = [undominated(option, with_flops=settings.max_flops is not None) for option in options]
     chosen, totals = combine(kept, target - fixed, most_flops)
@@ -151,7 +143,7 @@ def combine(
     return picks, [first[:, number] + rest[:, i] for _, _, number, i in best]
 
 
-def table(candidates: Sequence[Mapping[str, Any]], teacher_params: int) -> str:
+def as_table(candidates: Sequence[Mapping[str, Any]], teacher_params: int) -> str:
     """The rows of candidates as a text table, with one line for each combination."""
     groups = list(candidates[0]["shapes"])
     rows = [["parameters", "share", "FLOPs/token", "share", "error", *groups, "embedding columns"]]

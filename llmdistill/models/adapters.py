@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,7 @@ from llmdistill.models.families import layers_of
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LINEAR_TYPES = (nn.Linear, Conv1D)
+_Loaded = TypeVar("_Loaded")
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -52,20 +54,24 @@ def _hub_adapter(name: str) -> Path | None:
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", WEIGHTS_FILE]))
 
 
-def base_of(folder: Path) -> str:
-    """The base model that an adapter names: a path relative to the adapter's folder if it exists, else as given.
+def of_base(adapter: Path, load: Callable[[str], _Loaded]) -> _Loaded:
+    """Call `load` with the base of an adapter: a path relative to the adapter's folder if it exists, else as given.
 
-    Raises UserError if adapter_config.json is damaged, names no base, or names a base that is an adapter itself.
+    Raises UserError, which names the adapter's config file, if it is damaged, if it names no base or an adapter as
+    base, or if `load` raises UserError.
     """
-    file = folder / CONFIG_FILE
+    file = adapter / CONFIG_FILE
     content = read_json(file)
     name = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(name, str) or not name:
         raise UserError(f"{file}: it names no base model: set base_model_name_or_path to a folder or a hub name")
-    base = str((folder / name).resolve()) if (folder / name).is_dir() else name
+    base = str((adapter / name).resolve()) if (adapter / name).is_dir() else name
     if is_adapter(base):
         raise UserError(f"{file}: its base {name} is an adapter itself: merge that one first, or name its base")
-    return base
+    try:
+        return load(base)
+    except UserError as error:
+        raise UserError(f"{file}: base_model_name_or_path: {error}") from error
 
 
 def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import shorten
-from typing import TypeVar, cast
+from typing import cast
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
-from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, base_of
+from llmdistill.models.adapters import adapter_folder, of_base
 from llmdistill.models.families import family_named, family_of
-
-Loaded = TypeVar("Loaded")
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
@@ -34,15 +31,6 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         raise not_loaded(path, "config", error) from error
     family_of(config)
     return cast(PreTrainedConfig, config)
-
-
-def of_base(adapter: Path, load: Callable[[str], Loaded]) -> Loaded:
-    """Call `load` with the base of an adapter; a UserError then also names the adapter's config file."""
-    base = base_of(adapter)
-    try:
-        return load(base)
-    except UserError as error:
-        raise UserError(f"{adapter / CONFIG_FILE}: base_model_name_or_path: {error}") from error
 
 
 def local_folder(path: str | Path) -> Path | None:

@@ -32,13 +32,13 @@ class Family:
     """Name within a layer: the module that calls the attention function."""
     ffn_up: str
     """Name within a layer: the projection to the feed-forward width."""
-    ffn_gate: str | None
+    ffn_gate: str | None = None
     """Name within a layer: the gate projection of the feed-forward part; None if there is no gate."""
     ffn_down: str
     """Name within a layer: the projection back to the model's width."""
-    lm_head: str
+    lm_head: str = "lm_head"
     """Name within the whole model: the LM head, if the model has one."""
-    causal: bool
+    causal: bool = True
     """True for a decoder (a token sees only itself and the tokens before it), False for an encoder."""
     layer_axes: Mapping[str, tuple[Axis, ...]]
     """Axes (outputs, inputs) of the modules of a layer, for students of another shape. The axes of the feed-forward
@@ -58,8 +58,6 @@ _LLAMA = Family(
     ffn_up="mlp.up_proj",
     ffn_gate="mlp.gate_proj",
     ffn_down="mlp.down_proj",
-    lm_head="lm_head",
-    causal=True,
     layer_axes={
         "self_attn.q_proj": ("query", "hidden"),
         "self_attn.k_proj": ("key", "hidden"),
@@ -74,10 +72,7 @@ _GPT2 = Family(
     embedding="drop",
     attention="attn",
     ffn_up="mlp.c_fc",
-    ffn_gate=None,
     ffn_down="mlp.c_proj",
-    lm_head="lm_head",
-    causal=True,
     layer_axes={"attn.c_attn": ("fused", "hidden"), "attn.c_proj": ("hidden", "context")},
     ffn_size="n_inner",
 )
@@ -86,7 +81,6 @@ _BERT = Family(
     embedding="embeddings",
     attention="attention.self",
     ffn_up="intermediate.dense",
-    ffn_gate=None,
     ffn_down="output.dense",
     lm_head="cls.predictions",
     causal=False,

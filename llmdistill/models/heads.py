@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
 from llmdistill.models.families import family_of
-from llmdistill.models.load import auto_class, load_model
+from llmdistill.models.load import build_meta, load_model
 
 
 class LMHead:
@@ -108,14 +108,8 @@ def copies_classifier(
 ) -> bool:
     """Whether a run starts from the teacher's classifier (KroneckerBERT §3.7); never without a teacher.
 
-    Args:
-        wanted: the user's setting; None takes the default.
-        student: config of the student.
-        teacher: config of the teacher, if there is one.
-        num_classes: outputs of the student's classifier.
-        by_default: whether the classifier is copied if `wanted` is None and the shapes agree.
-
-    Raises UserError if `wanted` is True, but the classifiers have different shapes.
+    If the user's setting `wanted` is None, `by_default` decides, and shapes that differ mean no. The student's
+    classifier has `num_classes` outputs. Raises UserError if `wanted` is True, but the shapes differ.
     """
     if teacher is None or wanted is False or (wanted is None and not by_default):
         return False
@@ -135,9 +129,8 @@ def _shapes(config: PreTrainedConfig, num_classes: int | None = None) -> dict[st
     if num_classes is not None:
         config = copy.deepcopy(config)
         config.num_labels = num_classes
-    with torch.device("meta"):
-        model = auto_class(config, "sequence").from_config(config, trust_remote_code=False)
-    return {name: tuple(parameter.shape) for name, parameter in classifier_parameters(model).items()}
+    parameters = classifier_parameters(build_meta(config, "sequence"))
+    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
 def read_classifier(path: str) -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ from transformers import (
 
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder
-from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, base_of, cast_parameters
-from llmdistill.models.configs import load_config, not_loaded, of_base
+from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
+from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, is_head
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 
@@ -146,12 +146,9 @@ _WITH_HEAD: dict[Head, str] = {
 }
 
 
-def build_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model whose parameters papers count, on the meta device: an encoder's base (with pooler), or a causal LM.
-
-    Raises UserError if the architecture is not supported.
-    """
-    auto = auto_class(config, "none")
+def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
+    """A model on the meta device, without weights; by default the one whose parameters papers count."""
+    auto = auto_class(config, head)
     with torch.device("meta"):
         return cast(PreTrainedModel, auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False))
 
@@ -177,7 +174,7 @@ def copy_companions(source: Path | str, target: Path) -> None:
     _copy(folder, target, _COMPANIONS)
     adapter = adapter_folder(folder)
     if adapter is not None:
-        _copy(downloaded(base_of(adapter)), target, _GENERATION if has_tokenizer(adapter) else _COMPANIONS)
+        _copy(of_base(adapter, downloaded), target, _GENERATION if has_tokenizer(adapter) else _COMPANIONS)
 
 
 def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:

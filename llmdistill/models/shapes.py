@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +15,12 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import Axis, Family, Shape, base_name, family_of, is_head, shape_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudentShape:
+class StudentShape(NamedTuple):
     """The sizes of a student with the architecture of its teacher."""
 
     depth: int
-    """Number of layers."""
     width: int
-    """Number of features of a token."""
     heads: int
-    """Number of attention heads."""
     intermediate: int | None = None
     """Feed-forward width; None keeps the teacher's ratio of feed-forward width to width."""
 
@@ -42,11 +37,13 @@ def parse_shape(text: str, *, key: str = "student.shape") -> StudentShape:
             f"{key} {text!r} is no shape: write DEPTHxWIDTHxHEADS such as 6x384x12, or with the feed-forward width as "
             "a fourth number, 6x384x12x1536"
         )
-    depth, width, heads, *rest = numbers
-    if width % heads:
-        divisors = ", ".join(str(number) for number in range(1, width + 1) if width % number == 0)
-        raise UserError(f"{key} {text}: {heads} heads do not divide the width {width}; take one of {divisors} heads")
-    return StudentShape(depth=depth, width=width, heads=heads, intermediate=rest[0] if rest else None)
+    shape = StudentShape(*numbers)
+    if shape.width % shape.heads:
+        divisors = ", ".join(str(number) for number in range(1, shape.width + 1) if shape.width % number == 0)
+        raise UserError(
+            f"{key} {text}: {shape.heads} heads do not divide the width {shape.width}; take one of {divisors} heads"
+        )
+    return shape
 
 
 def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedConfig:

@@ -10,8 +10,8 @@ from typing import cast
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmdistill.errors import UserError
-from llmdistill.models.adapters import CONFIG_FILE, adapter_folder
-from llmdistill.models.configs import load_config, local_folder, not_loaded, of_base
+from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
+from llmdistill.models.configs import load_config, local_folder, not_loaded
 
 _SENTENCEPIECE_FILES = ("tokenizer.model", "sentencepiece.bpe.model")
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", *_SENTENCEPIECE_FILES)
