@@ -15,7 +15,7 @@ from llmdistill.methods.entry import MethodEntry, Preset
 from llmdistill.methods.kd import KD
 from llmdistill.methods.kroneckerbert import KRONECKERBERT
 from llmdistill.methods.makd import MAKD
-from llmdistill.methods.method import Method, combine
+from llmdistill.methods.method import Method, Terms, combine
 from llmdistill.methods.minilm import MINILM
 from llmdistill.methods.minilmv2 import MINILMV2
 from llmdistill.methods.sft import SEQKD, SFT, UNTRAINED
@@ -25,7 +25,7 @@ from llmdistill.objective import TOKENS, Objective
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["METHODS", "Method", "MethodEntry", "Preset", "build_method"]
+__all__ = ["METHODS", "Method", "MethodEntry", "Preset", "Terms", "build_method"]
 
 METHODS: dict[str, MethodEntry] = {
     "makd": MAKD,
