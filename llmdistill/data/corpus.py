@@ -1,11 +1,15 @@
-"""A tokenised text: it is read once, tokenised once, kept on disk and mapped into memory."""
+"""A tokenised text: its segments (lines) are read and tokenised once, kept on disk and mapped into memory."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from fractions import Fraction
+from itertools import groupby, islice
+from math import ceil
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from llmdistill.data.segments import Segments, draw_documents, file_kind, read_segments, text_files, unreadable
+from llmdistill.data.sources import READERS, stream_rows, unreadable
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json
 from llmdistill.fingerprints import digest, file_sha256
@@ -23,6 +27,11 @@ _FORMAT = 1
 
 _AT_ONCE = 512
 """Number of segments that are tokenised and then written together."""
+
+_DOCUMENTS = 4  # separates these random numbers from those of windows, sequences and answers
+
+Segments = Iterator[tuple[tuple[int, int], str]]
+"""The lines of a text, each with its document: number of the file and number in the file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,20 +73,19 @@ def tokenise(
         tokenizer: the tokenizer of the model that is trained on the text.
         field: the key of the text in rows.
         cache_dir: the tokens are stored in its folder ``corpora``; default: $LLMDISTILL_CACHE, or else
-            ~/.cache/llmdistill. A local text is identified by its content, wherever it is stored, and a text on the hub
-            by its name.
-        fraction: the share of the documents that is used, above 0 and up to 1; see `draw_documents`.
-        seed: decides which documents are used.
+            ~/.cache/llmdistill. A local text is identified by its content, a text on the hub by its name.
+        fraction: the share of the documents that is used; see `draw_documents`, also for the seed.
+        seed: see fraction.
 
     Raises:
         UserError: the text does not exist, the text or its share is empty, a row has no text, a file is not UTF-8, or
             the cache has no room.
     """
-    files = text_files(reference)
+    files = _text_files(reference)
     keep_ends = tokenizer.mask_token_id is None
     request = {
         "format": _FORMAT,
-        "text": str(reference) if files is None else [[file_kind(file), _content(file)] for file in files],
+        "text": str(reference) if files is None else [[_kind(file), _content(file)] for file in files],
         "tokenizer": _fingerprint(tokenizer),
         "line_ends": keep_ends,
         "field": field,
@@ -86,7 +94,7 @@ def tokenise(
     }
     folder = _cache(cache_dir) / "corpora" / digest(request)[:16]
     if not _is_there(folder):
-        segments = read_segments(reference, files, field=field, keep_ends=keep_ends)
+        segments = _read_segments(reference, files, field, keep_ends)
         if fraction < 1:
             segments = draw_documents(segments, fraction, seed)
         _make(folder, segments, tokenizer, {"reference": str(reference), **request})
@@ -97,7 +105,7 @@ def _content(file: Path) -> str:
     try:
         return file_sha256(file)
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise unreadable(file, "UTF-8 text", error) from error
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -199,3 +207,104 @@ def _open(folder: Path) -> Corpus:
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: a damaged corpus in the cache ({error}); remove the folder") from error
+
+
+def _text_files(reference: str | Path) -> list[Path] | None:
+    """The files of a text in order, or None if the text is not local."""
+    path = Path(reference)
+    if path.is_dir():
+        inside = [each.relative_to(path) for each in sorted(path.rglob("*")) if each.is_file()]
+        files = [path / each for each in inside if not any(part.startswith(".") for part in each.parts)]
+        if not files:
+            raise UserError(f"{reference}: a folder without files; put the text in or name a file")
+        return files
+    if path.exists():
+        return [path]
+    if path.is_absolute() or path.suffix.lower() == ".txt":
+        raise UserError(
+            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet or CSV file, a folder of them, "
+            "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
+        )
+    return None
+
+
+def _kind(file: Path) -> str:
+    """The ending of a file of rows, else "text"."""
+    suffix = file.suffix.lower()
+    return suffix if suffix in READERS else "text"
+
+
+def _read_segments(reference: str | Path, files: list[Path] | None, field: str, keep_ends: bool) -> Segments:
+    """The segments of the files of a text, or of a data set on the hub, one after the other."""
+    if files is None:
+        yield from _rows(0, reference, field, keep_ends)
+        return
+    for number, file in enumerate(files):
+        if _kind(file) == "text":
+            yield from _text(number, file, keep_ends)
+        else:
+            yield from _rows(number, file, field, keep_ends)
+
+
+def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
+    """Keep the segments of one document out of each 1/fraction successive documents; the seed decides which.
+
+    So of n documents, for any n, between ⌊n·fraction⌋ and ⌈n·fraction⌉ are kept, from all parts of the text, and their
+    number need not be known before the last document is read.
+    """
+    # The fraction is used as it was written: 0.1 is one of every ten, while the float 0.1 is a little more.
+    every = 1 / Fraction(str(fraction))
+    rng = np.random.default_rng((seed, 0, _DOCUMENTS))
+    taken = group = end = 0
+    for number, (_, document) in enumerate(groupby(segments, key=itemgetter(0))):
+        if number == end:
+            group += 1
+            end = ceil(group * every)
+            taken = int(rng.integers(number, end))
+        if number == taken:
+            yield from document
+
+
+def _text(file_number: int, file: Path, keep_ends: bool) -> Segments:
+    document = 0
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            for line in lines:
+                if not line.strip():
+                    document += 1
+                    continue
+                yield (file_number, document), line if keep_ends else line.strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(file, "UTF-8 text", error) from error
+
+
+def _rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:
+    for document, (row, source) in enumerate(stream_rows(reference)):
+        text = row.get(field)
+        if text is None:
+            raise UserError(
+                f'{source}: the key "{field}" is missing (there are {sorted(row)}); '
+                "name the key of the text as data.text.field"
+            )
+        if not isinstance(text, str):
+            raise UserError(
+                f'{source}: "{field}" is a {type(text).__name__}, not a string (there are {sorted(row)}); quote it, '
+                "or name the key of the text as data.text.field"
+            )
+        for line in _row_lines(text, keep_ends):
+            yield (file_number, document), line
+
+
+def _row_lines(text: str, keep_ends: bool) -> list[str]:
+    # Only newlines end a line here; str.splitlines would also split at other separators.
+    lines = text.split("\n")
+    if not keep_ends:
+        return [line.strip() for line in lines if line.strip()]
+    segments: list[str] = []
+    for place, line in enumerate(lines):
+        ended = line + "\n" if place < len(lines) - 1 else line
+        if line.strip():
+            segments.append(ended)
+        elif segments:
+            segments[-1] += ended
+    return segments

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.corpus import Corpus
+from llmdistill.data.masking import vocabulary_mask
 from llmdistill.errors import UserError
 
 Objective = Literal["next", "masked"]
@@ -34,17 +35,9 @@ class TextSequence:
     """0 where the second segment follows the first, 1 where it does not."""
 
 
-class Layout(Protocol):
-    """A way to cut sequences out of a corpus."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int, rng: np.random.Generator) -> TextSequence: ...
-
-
 def lay_out(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, objective: Objective, max_length: int, next_sentence: bool
-) -> Layout:
+) -> Packed | Pairs:
     """Build the layout of sequences of up to max_length tokens, including the tokenizer's special tokens.
 
     For "next" the documents follow one another with the end token between them, after a start token if the tokenizer
@@ -67,7 +60,7 @@ def lay_out(
     start = [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
     end = [] if tokenizer.sep_token_id is None else [tokenizer.sep_token_id]
     if not next_sentence:
-        return _Packed(corpus, max_length, start=start, end=end, between=end)
+        return Packed(corpus, max_length, start=start, end=end, between=end)
     if not start or not end:
         raise UserError(
             f"data.text.next_sentence needs cls_token and sep_token, and this {name} has no "
@@ -75,10 +68,11 @@ def lay_out(
         )
     # RoBERTa separates the two segments by two separators, BERT by one.
     between = end * max(1, tokenizer.num_special_tokens_to_add(pair=True) - 2)
-    return _Pairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=_sentence_ends(tokenizer))
+    sentence_ends = vocabulary_mask(tokenizer, lambda token: token.endswith(_SENTENCE_ENDS))
+    return Pairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=sentence_ends)
 
 
-def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int, next_sentence: bool) -> Layout:
+def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int, next_sentence: bool) -> Packed:
     if next_sentence:
         raise UserError(
             "data.text.next_sentence is for encoders, and a decoder learns each next token; set it to false"
@@ -90,18 +84,10 @@ def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_leng
     # A model that was trained with a start token works badly without it.
     bos = tokenizer.bos_token_id
     start = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
-    return _Packed(corpus, max_length, start=start, end=[], between=[end])
+    return Packed(corpus, max_length, start=start, end=[], between=[end])
 
 
-def _sentence_ends(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Whether each token of the vocabulary can end a sentence, (highest id + 1,) bool."""
-    vocabulary = tokenizer.get_vocab()
-    ends = np.zeros(max(vocabulary.values()) + 1, dtype=bool)
-    ends[[number for token, number in vocabulary.items() if token.endswith(_SENTENCE_ENDS)]] = True
-    return ends
-
-
-class _Packed:
+class Packed:
     """Documents one after the other, with a separator between them, cut into pieces of the same length."""
 
     def __init__(
@@ -140,7 +126,7 @@ class _Packed:
         return TextSequence(ids, len(ids))
 
 
-class _Pairs:
+class Pairs:
     """Two segments in each sequence: the second follows the first or comes from another document.
 
     This follows BERT's create_pretraining_data.py: pairs of up to max_length tokens, a tenth of them shorter; the end

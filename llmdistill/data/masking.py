@@ -86,40 +86,37 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     Raises:
         UserError: the vocabulary is of another kind.
     """
-    begins_word = _rule(tokenizer)
-    if begins_word is None:
+    marks = _word_marks(tokenizer)
+    if marks is None:
         raise UserError(
             f"data.text.whole_words: the vocabulary of this {type(tokenizer).__name__} does not mark where words begin "
             "(WordPiece, byte-level BPE and sentencepiece do); leave whole_words out"
         )
-    vocabulary = tokenizer.get_vocab()
-    starts = np.zeros(max(vocabulary.values()) + 1, dtype=bool)
-    for token, number in vocabulary.items():
-        starts[number] = begins_word(token)
+    prefixes, begin = marks
+    starts = vocabulary_mask(tokenizer, lambda token: token.startswith(prefixes) == begin)
     starts[tokenizer.all_special_ids] = True
     return starts
 
 
-def _rule(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bool] | None:
-    """A function that tells whether a token begins a word; None if the vocabulary does not show it."""
+def vocabulary_mask(tokenizer: PreTrainedTokenizerBase, condition: Callable[[str], bool]) -> np.ndarray:
+    """For each token of the vocabulary, whether it fulfils the condition, (highest id + 1,) bool."""
+    vocabulary = tokenizer.get_vocab()
+    mask = np.zeros(max(vocabulary.values()) + 1, dtype=bool)
+    mask[[number for token, number in vocabulary.items() if condition(token)]] = True
+    return mask
+
+
+def _word_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, ...], bool] | None:
+    """The prefixes that mark tokens, and whether such tokens begin a word (else they continue one), if it has any."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return _follows_sentencepiece if hasattr(tokenizer, "sp_model") else None
+        return (("▁",), True) if hasattr(tokenizer, "sp_model") else None
     parts = json.loads(backend.to_str())
     if parts["model"]["type"] == "WordPiece":
-        prefix = parts["model"]["continuing_subword_prefix"]
-        return lambda token: not token.startswith(prefix)
+        return (parts["model"]["continuing_subword_prefix"],), False
     if '"ByteLevel"' in json.dumps(parts["pre_tokenizer"]):
-        return _follows_byte_blank
+        return _BYTE_BLANKS, True
     # Metaspace has the character as its replacement; older files have it in a normaliser.
     if "▁" in json.dumps([parts["pre_tokenizer"], parts["normalizer"]], ensure_ascii=False):
-        return _follows_sentencepiece
+        return ("▁",), True
     return None
-
-
-def _follows_byte_blank(token: str) -> bool:
-    return token.startswith(_BYTE_BLANKS)
-
-
-def _follows_sentencepiece(token: str) -> bool:
-    return token.startswith("▁")

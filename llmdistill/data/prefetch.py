@@ -28,15 +28,10 @@ class Prefetched:
         device: torch.device,
         prepare: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        """Wrap a loader.
+        """Wrap a loader whose batches depend on the step alone; from now on no other code may ask it for batches.
 
-        Args:
-            loader: the loader, whose batches depend on the step alone, not on the model or on torch's random numbers;
-                from now on no other code may ask it for batches.
-            steps: the number of steps of the run; no batches are prepared beyond them.
-            device: the device for the batches; for a GPU they are kept in pinned memory, from which it copies
-                asynchronously.
-            prepare: a function that is applied to each batch, on the CPU.
+        No batches are prepared beyond `steps`, the steps of the run. `prepare` is applied to each batch, on the CPU.
+        For a GPU the batches are kept in pinned memory, from which it copies asynchronously.
         """
         self._loader = loader
         self._steps = steps
@@ -66,14 +61,12 @@ class Prefetched:
 
 
 def _use(device: torch.device) -> None:
-    """Selects the device in the thread; otherwise the thread of every rank would pin memory through the first GPU."""
+    # Otherwise the thread of every rank would pin memory through the first GPU.
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _pinned(batch: Batch) -> Batch:
-    """Returns the same batch in pinned memory."""
-
     def pinned(value: Any) -> Any:
         return value.pin_memory() if isinstance(value, Tensor) else value
 

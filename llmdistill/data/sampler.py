@@ -90,9 +90,9 @@ class Share:
 
 
 class StepLoader(ABC, Generic[Element]):
-    """The batches of one rank, by step. The order depends only on the seed and the step, not on ranks or micro batches.
+    """The batches of one rank, by step.
 
-    So a resumed run needs only the step.
+    The order depends on the seed and the step, not on ranks or micro batches, so a resumed run needs only the step.
     """
 
     def __init__(self, share: Share, collate: Callable[[list[Element]], Batch], *, spread: bool = False) -> None:
@@ -136,13 +136,8 @@ class TrainLoader(StepLoader[Item]):
     ) -> None:
         """Store the examples; batches are made only when they are requested.
 
-        Args:
-            items: the examples.
-            share: this rank's share.
-            collate: makes a batch from some examples.
-            bucket_steps: the number of successive steps whose examples are sorted by length together; see `bucket`. It
-                is reduced for a small data set.
-            spread: whether each micro batch has examples of all lengths; see `rank_micro_batches`.
+        The examples of `bucket_steps` successive steps are sorted by length together, see `bucket`; it is reduced for a
+        small data set.
         """
         super().__init__(share, collate, spread=spread)
         self.items = items

@@ -34,7 +34,7 @@ _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv
 _SLICE = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<start>\d*):(?P<stop>\d*)\]")
 
 
-def read_examples(reference: str | Path) -> list[Example]:
+def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[Example]:
     """Read the examples of a file or of a data set on the hub; `parse_row` describes their forms.
 
     Args:
@@ -43,16 +43,16 @@ def read_examples(reference: str | Path) -> list[Example]:
             datasets library, such as ``train[:500]``, and ``train`` by default; or one file of such a data set,
             ``hf://datasets/OWNER/NAME/FILE``, optionally with ``:train[:500]``. A path that exists takes precedence
             over a name.
+        needs_answer: False if answers may be missing, for prompts that a model has to answer.
 
     Raises:
         UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
-    return _parse_all(reference, needs_answer=True)
-
-
-def read_prompts(reference: str | Path) -> list[Example]:
-    """As `read_examples`, but an answer may be missing: for prompts that a model has to answer."""
-    return _parse_all(reference, needs_answer=False)
+    rows = _open_rows(reference, streaming=False)
+    examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
+    if not examples:
+        raise no_example(reference)
+    return examples
 
 
 def stream_rows(reference: str | Path) -> Rows:
@@ -67,14 +67,6 @@ def stream_rows(reference: str | Path) -> Rows:
     return _open_rows(reference, streaming=True)
 
 
-def _parse_all(reference: str | Path, *, needs_answer: bool) -> list[Example]:
-    rows = _open_rows(reference, streaming=False)
-    examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
-    if not examples:
-        raise no_example(reference)
-    return examples
-
-
 def no_example(reference: str | Path) -> UserError:
     """The error for a data set without any row."""
     return UserError(f"{reference}: holds no example; give at least one row of instruction, input, output")
@@ -83,7 +75,7 @@ def no_example(reference: str | Path) -> UserError:
 def _open_rows(reference: str | Path, *, streaming: bool) -> Rows:
     path = Path(reference)
     if path.exists():
-        return _READERS.get(path.suffix.lower(), _jsonl_rows)(path)
+        return READERS.get(path.suffix.lower(), _jsonl_rows)(path)
     in_set = _HUB_FILE.fullmatch(str(reference))
     kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
     if in_set is not None and kind is not None:
@@ -91,7 +83,7 @@ def _open_rows(reference: str | Path, *, streaming: bool) -> Rows:
         return _hub_rows(str(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
     # A colon inside the brackets of a slice is not a separator.
     name, *rest = re.split(r":(?![^\[]*\])", str(reference))
-    if path.suffix.lower() in _READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
+    if path.suffix.lower() in READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
         raise UserError(
             f"{reference}: no such file; give a JSONL, JSON, Parquet or CSV file, "
             "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
@@ -108,7 +100,7 @@ def _jsonl_rows(path: Path) -> Rows:
                 if line.strip():
                     yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, "UTF-8 text", error) from error
+        raise unreadable(path, "UTF-8 text", error) from error
 
 
 def _json_object(line: str, source: str) -> dict[str, Any]:
@@ -131,7 +123,7 @@ def _json_rows(path: Path) -> Rows:
         where = f"{path}:{error.lineno}"
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one array") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, "UTF-8 text", error) from error
+        raise unreadable(path, "UTF-8 text", error) from error
     items = value.get("data") if isinstance(value, dict) else value
     if not isinstance(items, list):
         raise UserError(f'{path}: holds no array; give an array of objects, or an object with one under "data"')
@@ -159,7 +151,7 @@ def _table_rows(kind: str, path: Path) -> Rows:
         files, options = glob.escape(str(path)), _csv_options(path) if kind == "CSV" else {}
         return datasets.load_dataset(kind.lower(), data_files=files, split="train", streaming=True, **options)
 
-    return _numbered(str(path), open_table, lambda error: _unreadable(path, kind, error))
+    return _numbered(str(path), open_table, lambda error: unreadable(path, kind, error))
 
 
 def _hub_rows(reference: str, name: str, config: str | None, split: str, streaming: bool, **more: str) -> Rows:
@@ -201,7 +193,8 @@ def _numbered(
         raise explain(error) from error
 
 
-def _unreadable(path: Path, kind: str, error: Exception) -> UserError:
+def unreadable(path: Path, kind: str, error: Exception) -> UserError:
+    """The error for a file that cannot be read as text or as a table."""
     return UserError(f"{path}: cannot be read as {kind} ({_line(error)}); give a readable file")
 
 
@@ -209,12 +202,13 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-_READERS: dict[str, Callable[[Path], Rows]] = {
+READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
     ".parquet": partial(_table_rows, "Parquet"),
     ".csv": partial(_table_rows, "CSV"),
 }
+"""The readers by the ending of a file."""
 
 
 def kind_of(data: Data, *, field: str = "text") -> DataKind:
@@ -253,10 +247,7 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
 
 
 def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, *, field: str = "text") -> Path:
-    """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`.
-
-    So the same data always has the same name, and an interrupted run finds its data again.
-    """
+    """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`."""
     rows = ({field: row} if isinstance(row, str) else dict(row) for row in data)
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     path = folder / f"data-{digest(text)[:16]}.jsonl"

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
-from llmdistill.data.sources import read_prompts
+from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
@@ -141,7 +141,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     if not family_of(config).causal:
         raise UserError(f"{folder}: {config.model_type} models do not generate text; give a causal language model")
     decode.check_context(config, settings.max_length)
-    examples = read_prompts(locate(data))[: settings.limit]
+    examples = read_examples(locate(data), needs_answer=False)[: settings.limit]
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{model}: the tokenizer has no end token; set eos_token in its tokenizer_config.json")

@@ -118,12 +118,9 @@ class TaskData(ABC):
     def results(
         self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Return the entries of metrics.json by model; by default these are the summaries.
+        """Return the entries of metrics.json by model; by default these are the summaries of the scored models.
 
-        Args:
-            summaries: the summaries of the scored models.
-            log: the rows of metrics.jsonl.
-            sizes: a mapping with `teacher_params` and `student_params`.
+        `log` holds the rows of metrics.jsonl, and `sizes` has `teacher_params` and `student_params`.
         """
         return dict(summaries)
 
@@ -162,12 +159,7 @@ class Task(ABC):
         return None
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
-        """Check a model's configuration.
-
-        Args:
-            key: the setting that names the model.
-            reference: its value.
-            config: the model's configuration.
+        """Check the configuration of a model, which the setting `key` names as `reference`.
 
         Raises:
             UserError: a model of this kind cannot learn or teach the task.
@@ -176,11 +168,7 @@ class Task(ABC):
 
     @abstractmethod
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """Return the learning objective of the task.
-
-        Args:
-            teacher: the teacher's configuration.
-            uses_output: whether a term of the method uses the outputs of the models.
+        """Return the learning objective; `uses_output` tells whether the method uses the outputs of the models.
 
         Raises:
             UserError: the settings need a part that the architecture does not have.

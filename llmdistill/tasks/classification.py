@@ -1,17 +1,92 @@
-"""The metrics of GLUE, and the averages over its tasks as papers report them."""
+"""The predictions of a classifier, GLUE's metrics, and the averages over its tasks as papers report them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from llmdistill.data.pairs import PairExample
-from llmdistill.tasks.glue_files import TABLES, TASKS, Metric, column_of, task_named
+from llmdistill.batch import Batch, Outputs
+from llmdistill.data.pairs import EncodedPair, PairExample
+from llmdistill.data.sampler import scoring_batches
+from llmdistill.errors import UserError
+from llmdistill.files import write_text
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.glue_files import BEST_SCORE, TABLES, TASKS, GlueTask, Metric, column_of
+
+
+def predict(
+    forward: Callable[[Batch], Outputs],
+    items: Sequence[EncodedPair],
+    collate: Callable[[Sequence[EncodedPair]], Batch],
+    task: GlueTask,
+    *,
+    batch_size: int,
+    world: World,
+) -> np.ndarray:
+    """Predict the class or score of each item: (items,), in order and on every rank, for any number of items.
+
+    Every rank must call this function, and the model must be in evaluation mode.
+    """
+    batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
+    mine: list[tuple[int, float]] = []
+    with torch.no_grad():
+        for indices, batch in batches:
+            logits = forward(batch.to(world.device)).sequence_logits
+            assert logits is not None, "the model has no classifier"
+            values = logits.argmax(-1) if task.classes else logits[:, 0].float()
+            # A batch that only keeps the ranks in step has no indices.
+            mine += zip(indices, values.tolist(), strict=False)
+    shares: list[Any] = [mine]
+    if world.size > 1:
+        shares = [None] * world.size
+        dist.all_gather_object(shares, mine)
+    predictions = np.full(len(items), -1, dtype=np.int64 if task.classes else np.float64)
+    for index, value in (pair for share in shares for pair in share):
+        predictions[index] = value
+    return predictions
+
+
+def write_answers(path: Path, examples: Sequence[PairExample], predictions: np.ndarray) -> None:
+    """Write one line per example: its number, the prediction and the target; classes are written as numbers."""
+    rows = [
+        f"{example.index}\t{value}\t{example.target}\n"
+        for example, value in zip(examples, predictions.tolist(), strict=True)
+    ]
+    write_text(path, "".join(["index\tprediction\ttarget\n", *rows]))
+
+
+def write_submission(path: Path, task: GlueTask, examples: Sequence[PairExample], predictions: np.ndarray) -> None:
+    """Write one file of a submission to the GLUE server, such as MNLI-mm.tsv; the server takes a zip of all files.
+
+    Each line contains the number of the example and the prediction: the text of the label, or a score with three
+    decimals within the range of STS-B.
+
+    Raises:
+        UserError: a score is not finite.
+    """
+    texts = {
+        example.index: _submitted(task, float(value), f"{path.stem}: example {example.index}")
+        for example, value in zip(examples, predictions, strict=True)
+    }
+    assert len(texts) == len(examples), "two examples have the same number"
+    lines = [f"{index}\t{text}\n" for index, text in sorted(texts.items())]
+    write_text(path, "".join(["index\tprediction\n", *lines]))
+
+
+def _submitted(task: GlueTask, value: float, place: str) -> str:
+    if task.classes:
+        assert value in range(len(task.classes)), f"{place}: {value} is no class of {', '.join(task.classes)}"
+        return task.classes[int(value)]
+    if not np.isfinite(value):
+        raise UserError(f"{place}: the predicted score is {value}; the model is broken, train it anew")
+    return f"{min(max(value, 0.0), BEST_SCORE):.3f}"
 
 
 def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
@@ -27,10 +102,9 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
         targets: (examples,), all known.
 
     Raises:
-        UserError: the task does not exist.
         ValueError: predictions and targets differ in length or are empty, or a target is unknown.
     """
-    task = task_named(task_name)
+    task = TASKS[task_name]
     if predictions.shape != targets.shape or predictions.ndim != 1 or len(targets) == 0:
         raise ValueError(f"predictions of shape {predictions.shape} but targets of shape {targets.shape}")
     if not (np.isin(targets, range(len(task.classes))) if task.classes else np.isfinite(targets)).all():
@@ -82,29 +156,22 @@ CONVENTIONS: dict[Convention, dict[str, Metric]] = TABLES["averages"]
 """The columns of each paper's table, with the metric of each column."""
 
 
-@dataclass(frozen=True)
-class Average:
-    """The average over the available columns of a paper's table."""
-
-    glue: float | None
-    """The average over the available columns of GLUE; None if no column is available."""
-    overall: float | None
-    """The average including SQuAD 2.0, which papers with this column report; None if SQuAD 2.0 is not available."""
-    missing: tuple[str, ...]
-    """The missing columns; if there are any, the average cannot be compared with the paper's."""
-
-
-def average_of(scores: Mapping[str, Mapping[str, float]], convention: Convention) -> Average:
+def average_of(scores: Mapping[str, Mapping[str, float]], convention: Convention) -> dict[str, Any]:
     """Compute the average over the columns of a paper; other columns are ignored.
 
     The names of the columns are those of `tasks.glue_files.column_of` (MNLI-m, MNLI-mm, CoLA ...) and SQUAD2; each has
     metrics as task_metrics returns them.
+
+    Returns:
+        ``glue``, the average over the available columns of GLUE (None without any); ``overall``, the average including
+        SQuAD 2.0, which papers with this column report (None without it); and ``missing``, the columns without scores:
+        if there are any, the average cannot be compared with the paper's.
     """
     columns = CONVENTIONS[convention]
     there = {name: scores[name][metric] for name, metric in columns.items() if metric in scores.get(name, {})}
     glue = [score for name, score in there.items() if name != SQUAD2]
-    return Average(
-        glue=fmean(glue) if glue else None,
-        overall=fmean(there.values()) if SQUAD2 in there else None,
-        missing=tuple(name for name in columns if name not in there),
-    )
+    return {
+        "glue": fmean(glue) if glue else None,
+        "overall": fmean(there.values()) if SQUAD2 in there else None,
+        "missing": [name for name in columns if name not in there],
+    }

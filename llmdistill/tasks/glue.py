@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,9 +25,15 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_key
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
-from llmdistill.tasks.classification import chance_score, main_score, targets_of, task_metrics
+from llmdistill.tasks.classification import (
+    chance_score,
+    main_score,
+    predict,
+    targets_of,
+    task_metrics,
+    write_answers,
+)
 from llmdistill.tasks.glue_files import TASKS, GlueTask, TaskFiles, check_data_dir, column_of, glue_name, read_task
-from llmdistill.tasks.predict import predict, write_answers
 
 
 class Glue(Task):
@@ -89,12 +96,15 @@ class Glue(Task):
         """
         max_length, files = self.config.data.max_length, self.read_files()
         tokenizer = load_tokenizer(models.tokenizer_path)
-        check_examples(files, tokenizer, max_length, [models.student, models.teacher])
+        encoded = _encoded(files, str(models.tokenizer_path), max_length)
+        for config in (models.student, models.teacher):
+            tests = (encode_pairs(examples, tokenizer, max_length) for examples in files.test.values())
+            _check_positions(config, files.name, chain(encoded.values(), tests), max_length)
         return GlueData(
             files=files,
             tokenizer=tokenizer,
             max_length=max_length,
-            encoded=_encoded(files, str(models.tokenizer_path), max_length),
+            encoded=encoded,
             batch_size=self.config.train.micro_batch_size or self.config.train.global_batch_size,
             teacher_name=str(self.config.teacher.model),
             report=f"{len(files.train):,} examples",
@@ -231,12 +241,13 @@ def score_task(
         raise UserError(f"model is a {type(model).__name__} without classifier: give one that is fine-tuned on {name}")
     check_classes(model.config, name, named="model")
     files = read_task(name, data_dir, None)
-    check_examples(files, tokenizer, max_length, [model.config])
+    encoded = {split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()}
+    _check_positions(model.config, name, encoded.values(), max_length)
     data = GlueData(
         files=files,
         tokenizer=tokenizer,
         max_length=max_length,
-        encoded={split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()},
+        encoded=encoded,
         batch_size=batch_size,
         teacher_name="",
         report="",
@@ -258,27 +269,17 @@ def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:
         )
 
 
-def check_examples(
-    files: TaskFiles, tokenizer: PreTrainedTokenizerBase, max_length: int, models: Sequence[PreTrainedConfig]
+def _check_positions(
+    config: PreTrainedConfig, task: str, sets: Iterable[Sequence[EncodedPair]], max_length: int
 ) -> None:
-    """Check that the examples of a task fit the models.
-
-    Raises:
-        UserError: max_length leaves no room after the special tokens of the tokenizer, or an example is longer than the
-            number of positions of a model.
-    """
-    encode_pairs(files.train[:1], tokenizer, max_length)
-    positions = min(max_positions(config, max_length) for config in models)
+    """Check that a model has a position for each token of the examples; the sets are read only if it may lack one."""
+    positions = max_positions(config, max_length)
     if positions == max_length:
         return
-    examples = [
-        *files.train,
-        *(example for split in (files.dev, files.test) for each in split.values() for example in each),
-    ]
-    longest = max(len(item) for item in encode_pairs(examples, tokenizer, max_length))
+    longest = max(len(item) for items in sets for item in items)
     if longest > positions:
         raise UserError(
-            f"data.max_length is {max_length}: an example of {files.name} has {longest} tokens, but a model has "
+            f"data.max_length is {max_length}: an example of {task} has {longest} tokens, but a model has "
             f"positions for {positions}; give {positions} or less"
         )
 

@@ -92,13 +92,6 @@ class TaskFiles:
         return TASKS[self.name]
 
 
-def task_named(name: str) -> GlueTask:
-    """Return the task with this name; raise UserError if it does not exist."""
-    if name not in TASKS:
-        raise UserError(f"GLUE has no task {name!r}; there are {', '.join(TASKS)}")
-    return TASKS[name]
-
-
 def find_tasks(names: Sequence[str] | None, *, key: str) -> list[str]:
     """Return GLUE's names of the tasks that the user typed (rte, sst2, STS-B) as the setting `key`; all tasks for None.
 
@@ -142,17 +135,10 @@ def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> N
 
 
 def column_of(name: str, split: Split) -> str:
-    """Return the column name of a split in papers and on the GLUE server: MNLI-m, MNLI-mm, or the task's name.
-
-    Raises:
-        UserError: the task does not exist, or has no such split.
-    """
-    is_other = split.endswith("_mismatched")
-    if not task_named(name).has_mismatched:
-        if is_other:
-            raise UserError(f"{name} has no split {split}; there are train, dev and test")
+    """Return the column name of a split in papers and on the GLUE server: MNLI-m, MNLI-mm, or the task's name."""
+    if not TASKS[name].has_mismatched:
         return name
-    return f"{name}-mm" if is_other else f"{name}-m"
+    return f"{name}-mm" if split.endswith("_mismatched") else f"{name}-m"
 
 
 def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
@@ -184,11 +170,10 @@ def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[Pai
     the Hub.
 
     Raises:
-        UserError: the task, split or file does not exist, there are no examples, a column is missing, or a line is
-            malformed; the message names the line.
+        UserError: the file does not exist, there are no examples, a column is missing, or a line is malformed; the
+            message names the line.
     """
-    named = task_named(task)
-    column_of(task, split)  # raises UserError for a split that the task does not have
+    named = TASKS[task]
     rows = _hub_rows(named, split) if data_dir is None else _file_rows(named, split, Path(data_dir) / task)
     examples = [_example(named, split, row, number, place) for number, (row, place) in enumerate(rows)]
     if not examples:

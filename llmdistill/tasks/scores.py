@@ -33,17 +33,10 @@ class ScoreBook:
         params: int,
         sharded: bool = False,
     ) -> dict[str, Any]:
-        """Return the scores of a model on every set; every rank must call this method.
+        """Return `params`, the model's number of parameters, and the task's `summary` of its scores on every set.
 
-        Args:
-            name: the name of the model in the run, such as "teacher".
-            load: loads the model; it is called only if scores are missing.
-            tokenizer: the tokenizer of the model.
-            params: the number of parameters of the model.
-            sharded: whether the model's forward pass needs every rank (ZeRO-3).
-
-        Returns:
-            ``{"params": …}`` and the `summary` of the task.
+        Every rank must call this method. `name` is the model's name in the run, such as teacher; `load` is called only
+        if scores are missing; see `ScoredModel` for the other arguments.
         """
         file = self.folder / "scores" / f"{name}.json"
         kept = broadcast_object(_read(file) if self.world.is_main else None)

@@ -112,15 +112,11 @@ class TextData(TaskData):
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
         data = replace(self, train=train, valid=valid, report=share + train.report())
         if self.trains:
-            data.num_sequences()  # raises UserError if the text is too short, also if train.steps is set
+            data._train_sequences()  # raises UserError if the text is too short, also if train.steps is set
         return data
 
-    def num_sequences(self) -> int:
-        """Return the number of sequences in an epoch."""
-        return len(self._train_sequences())
-
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        return -(-epochs * self.num_sequences() // global_batch_size)
+        return -(-epochs * len(self._train_sequences()) // global_batch_size)
 
     def loader(self, share: Share) -> TextLoader:
         """See TaskData.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]
     plain = statistics.fmean(scores[column_of(name, "dev")][task["metric"]] for name, task in tasks.items())
     # The conventions for test sets do not apply to dev scores.
     dev = [name for name in CONVENTIONS if not name.endswith("_test")]
-    return {"plain": plain, **{name: asdict(average_of(scores, name)) for name in dev}}
+    return {"plain": plain, **{name: average_of(scores, name) for name in dev}}
 
 
 def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:

@@ -40,8 +40,8 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
+from llmdistill.tasks.classification import predict, write_submission
 from llmdistill.tasks.glue_files import TaskFiles, column_of, read_task
-from llmdistill.tasks.predict import predict, write_predictions
 
 SUBMISSION = "predictions"
 """The folder of the files for the GLUE server."""
@@ -230,8 +230,7 @@ class TaskStudy:
         for split, path in paths.items():
             if not on_main(path.is_file, world):
                 answers = self._answers(self.files.test[split], world)
-                indices = [example.index for example in self.files.test[split]]
-                on_main(partial(write_predictions, path.parent, self.task, split, answers, indices), world)
+                on_main(partial(write_submission, path, self.files.task, self.files.test[split], answers), world)
         return [str(path.relative_to(self.root)) for path in paths.values()]
 
     def _answers(self, examples: Any, world: World) -> np.ndarray:

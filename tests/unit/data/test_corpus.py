@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import corpus as module
-from llmdistill.data import segments, sources
 from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.errors import UserError
 
@@ -178,9 +177,6 @@ class TestRows:
         tokenise("someone/texts:de:train", letters())
         assert len(asked) == 2, "another name is another text"
 
-    def test_endings_are_those_that_sources_reads(self) -> None:
-        assert set(segments.ROWS) == set(sources._READERS)
-
     @pytest.mark.parametrize(
         ("row", "what"),
         [
@@ -328,7 +324,7 @@ class TestFraction:
     def test_the_number_of_documents_is_the_fraction_of_any_number(self, fraction: float) -> None:
         for number in (1, 2, 9, 10, 30, 99, 1000):
             lines = (((0, document), f"{document}-{line}") for document in range(number) for line in range(2))
-            taken = [text for _, text in segments.draw_documents(lines, fraction, seed=3)]
+            taken = [text for _, text in module.draw_documents(lines, fraction, seed=3)]
             documents = [int(text.partition("-")[0]) for text in taken[::2]]
             exact = number * Decimal(str(fraction))
             assert math.floor(exact) <= len(documents) <= math.ceil(exact)

@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from llmdistill.data.examples import Example
-from llmdistill.data.sources import read_examples, read_prompts, stream_rows
+from llmdistill.data.sources import read_examples, stream_rows
 from llmdistill.errors import UserError
 
 ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
@@ -83,7 +83,7 @@ class TestJsonl:
 
     def test_answers_may_be_missing_among_prompts(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.jsonl", {"instruction": "Add."}, ROW)
-        assert read_prompts(path) == [Example("Add.", "", ()), EXAMPLES[0]]
+        assert read_examples(path, needs_answer=False) == [Example("Add.", "", ()), EXAMPLES[0]]
 
     def test_streaming_reads_no_further_than_asked(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.jsonl", ROW, "not JSON")
@@ -142,7 +142,7 @@ class TestTables:
         with pytest.raises(UserError) as error:
             read_examples(path)
         assert str(error.value).startswith(f'{path}: row 2: the key "output" is missing')
-        assert [example.outputs for example in read_prompts(path)] == [("b",), ()]
+        assert [example.outputs for example in read_examples(path, needs_answer=False)] == [("b",), ()]
         for name, kind in (("a.parquet", "Parquet"), ("b.csv", "CSV")):
             (tmp_path / name).write_text("")
             with pytest.raises(UserError, match=f"{name}: cannot be read as {kind}"):

@@ -12,7 +12,7 @@ from transformers import BertConfig
 from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts, render_prompt
-from llmdistill.data.sources import read_examples, read_prompts
+from llmdistill.data.sources import read_examples
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.generation import responses
@@ -141,7 +141,9 @@ def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_
     assert len(set(said)) == 4
     learnt = read_examples(output)
     assert [example.outputs for example in learnt] == [(text,) for text in said]
-    assert [example.messages for example in learnt] == [example.messages for example in read_prompts(data)]
+    assert [example.messages for example in learnt] == [
+        example.messages for example in read_examples(data, needs_answer=False)
+    ]
 
 
 def test_an_interrupted_run_goes_on_and_ends_byte_equal(

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from llmdistill.errors import UserError
-from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Average, Convention, average_of, task_metrics
+from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, task_metrics
 from llmdistill.tasks.glue_files import TASKS
 
 
@@ -84,8 +83,6 @@ def test_what_is_undefined_counts_as_nothing() -> None:
 
 def test_bad_input() -> None:
     ones = np.ones(3, dtype=int)
-    with pytest.raises(UserError, match="GLUE has no task 'SNLI'; there are CoLA"):
-        task_metrics("SNLI", ones, ones)
     for predictions, targets in ((ones, ones[:2]), (ones[:0], ones[:0]), (np.ones((3, 1)), np.ones((3, 1)))):
         with pytest.raises(ValueError, match="predictions of shape"):
             task_metrics("RTE", predictions, targets)
@@ -159,14 +156,14 @@ def scores_of(convention: Convention, columns: list[float]) -> dict[str, dict[st
 )
 def test_printed_averages(convention: Convention, columns: list[float], printed: float) -> None:
     average = average_of(scores_of(convention, columns), convention)
-    value = average.overall if SQUAD2 in CONVENTIONS[convention] else average.glue
-    assert average.missing == ()
+    value = average["overall" if SQUAD2 in CONVENTIONS[convention] else "glue"]
+    assert average["missing"] == []
     assert value == pytest.approx(printed, abs=0.05 + 1e-9)  # printed with one decimal
 
 
 @pytest.mark.parametrize(("columns", "printed"), MAKD_TABLE_1_OFF.values(), ids=MAKD_TABLE_1_OFF.keys())
 def test_makd_prints_some_averages_below_the_mean_of_its_columns(columns: list[float], printed: float) -> None:
-    mean = average_of(scores_of("makd", columns), "makd").glue
+    mean = average_of(scores_of("makd", columns), "makd")["glue"]
     assert mean is not None
     assert 0.05 < mean - printed < 0.13
 
@@ -182,11 +179,15 @@ def test_makd_counts_mnli_as_two_columns() -> None:
 def test_columns_that_are_missing_are_named() -> None:
     scores = {"CoLA": {"matthews": 50.0}, "MNLI-m": {"accuracy": 80.0}, "WNLI": {"accuracy": 1.0}, "MRPC": {"f1": 90.0}}
     average = average_of(scores, "minilm")
-    assert average == Average(65, None, (SQUAD2, "SST-2", "QNLI", "RTE", "MRPC", "QQP"))
+    assert average == {
+        "glue": 65,
+        "overall": None,
+        "missing": [SQUAD2, "SST-2", "QNLI", "RTE", "MRPC", "QQP"],
+    }
     with_squad = average_of({**scores, SQUAD2: {"f1": 71.0}}, "minilm")
-    assert (with_squad.glue, with_squad.overall) == (65, 67)
-    assert average_of({}, "makd").glue is None
-    assert average_of({**scores, SQUAD2: {"f1": 71.0}}, "makd").overall is None, "MaKD's table has no such column"
+    assert (with_squad["glue"], with_squad["overall"]) == (65, 67)
+    assert average_of({}, "makd")["glue"] is None
+    assert average_of({**scores, SQUAD2: {"f1": 71.0}}, "makd")["overall"] is None, "MaKD's table has no such column"
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

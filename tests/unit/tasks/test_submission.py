@@ -5,9 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
-from llmdistill.tasks.glue_files import TASKS, Split
-from llmdistill.tasks.predict import write_predictions
+from llmdistill.tasks.classification import write_submission
+from llmdistill.tasks.glue_files import TASKS, Split, column_of
+
+
+def examples(*indices: int) -> list[PairExample]:
+    return [PairExample("a", "b", None, index) for index in indices]
 
 
 @pytest.mark.parametrize(
@@ -27,31 +32,26 @@ from llmdistill.tasks.predict import write_predictions
     ],
 )
 def test_files(tmp_path: Path, task: str, split: Split, predictions: list[float], name: str, texts: list[str]) -> None:
-    path = write_predictions(tmp_path / "new", task, split, np.array(predictions), [10, 9])
+    path = tmp_path / "new" / f"{column_of(task, split)}.tsv"
+    write_submission(path, TASKS[task], examples(10, 9), np.array(predictions))
     assert path == tmp_path / "new" / name
     assert path.read_text() == f"index\tprediction\n9\t{texts[0]}\n10\t{texts[1]}\n"
 
 
-def test_every_task_has_a_file_of_its_own(tmp_path: Path) -> None:
-    for task in TASKS:
-        write_predictions(tmp_path, task, "test", np.array([1]), [0])
-    write_predictions(tmp_path, "MNLI", "test_mismatched", np.array([1]), [0])
-    assert len(list(tmp_path.glob("*.tsv"))) == 10
+def test_every_task_has_a_file_of_its_own() -> None:
+    columns = {column_of(task, "test") for task in TASKS} | {column_of("MNLI", "test_mismatched")}
+    assert len(columns) == 10
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="RTE: the GLUE server takes predictions of test splits, not of dev"):
-        write_predictions(tmp_path, "RTE", "dev", np.array([1]), [0])
-    with pytest.raises(UserError, match="RTE has no split test_mismatched"):
-        write_predictions(tmp_path, "RTE", "test_mismatched", np.array([1]), [0])
-    with pytest.raises(UserError, match="GLUE has no task 'AX'"):
-        write_predictions(tmp_path, "AX", "test", np.array([1]), [0])
+    path, numbers = tmp_path / "STS-B.tsv", np.array([1, np.nan])
     with pytest.raises(UserError, match="STS-B: example 1: the predicted score is nan"):
-        write_predictions(tmp_path, "STS-B", "test", np.array([1, np.nan]), [0, 1])
+        write_submission(path, TASKS["STS-B"], examples(0, 1), numbers)
     for wrong in (2, -100, 0.5):
-        with pytest.raises(ValueError, match=r"RTE: example 4: .* is no class of entailment, not_entailment"):
-            write_predictions(tmp_path, "RTE", "test", np.array([wrong]), [4])
-    for predictions, indices in (([1, 1], [0]), ([1, 1], [3, 3]), ([[1, 1]], [0, 1])):
-        with pytest.raises(ValueError, match="RTE: predictions of shape"):
-            write_predictions(tmp_path, "RTE", "test", np.array(predictions), indices)
+        with pytest.raises(AssertionError, match=r"RTE: example 4: .* is no class of entailment, not_entailment"):
+            write_submission(tmp_path / "RTE.tsv", TASKS["RTE"], examples(4), np.array([wrong]))
+    with pytest.raises(ValueError, match="zip"):
+        write_submission(path, TASKS["RTE"], examples(0), np.array([1, 1]))
+    with pytest.raises(AssertionError, match="the same number"):
+        write_submission(path, TASKS["RTE"], examples(3, 3), np.array([1, 1]))
     assert not list(tmp_path.iterdir())

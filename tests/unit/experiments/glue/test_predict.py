@@ -10,9 +10,8 @@ import torch.distributed as dist
 from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.classification import chance_score, main_score, task_metrics
+from llmdistill.tasks.classification import chance_score, main_score, predict, task_metrics, write_answers
 from llmdistill.tasks.glue_files import TASKS
-from llmdistill.tasks.predict import predict, write_answers
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
 ITEMS = [EncodedPair([1 + n % 5] * (1 + 7 * n % 4), None, 0) for n in range(11)]
