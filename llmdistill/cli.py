@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -140,35 +141,19 @@ def export(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Score a model's answers by ROUGE-L, or fine-tune it on GLUE; launcher flags start several ranks."""
-    from llmdistill.commands.evaluate import evaluate as evaluate_command
-
     launcher, words = split_launcher_flags(arguments)
-    rest = without_glue(words)
-    if rest is not None:
-        from llmdistill.commands.glue import evaluate as evaluate_glue
-
-        module = ("llmdistill.cli", "evaluate", "--suite", "glue", *rest)
-        return evaluate_glue(
-            rest,
-            prog="llmdistill evaluate --suite glue",
-            launcher_flags=launcher,
-            launch=lambda: launch(launcher, *module),
-        )
     if launcher:
         launch(launcher, "llmdistill.cli", "evaluate", *words)
-    evaluate_command(words, prog="llmdistill evaluate")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--suite", nargs="?")
+    flags, rest = parser.parse_known_args(words)
+    if flags.suite == "glue":
+        from llmdistill.commands.glue import evaluate as evaluate_glue
 
+        return evaluate_glue(rest, prog="llmdistill evaluate --suite glue")
+    from llmdistill.commands.evaluate import evaluate as evaluate_answers
 
-def without_glue(arguments: Sequence[str]) -> list[str] | None:
-    """Return the arguments without `--suite glue`, or None if they do not contain it."""
-    words = list(arguments)
-    if "--suite=glue" in words:
-        words.remove("--suite=glue")
-        return words
-    for index in range(len(words) - 1):
-        if words[index : index + 2] == ["--suite", "glue"]:
-            return [*words[:index], *words[index + 2 :]]
-    return None
+    evaluate_answers(words, prog="llmdistill evaluate")
 
 
 def generate(arguments: Sequence[str]) -> None:

@@ -66,11 +66,11 @@ def build_parser() -> ArgumentParser:
         usage="llmdistill compare [--recipe NAME] [--methods A,B,... | --suite NAME] [--num_gpus N] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Train a student by several methods under equal conditions and report how they compare. All "
-        "settings of a run (llmdistill train --help) may be given too; --num_gpus and its like go to the launcher. "
-        "Finished runs are kept: the same command goes on where it stopped.",
+        "settings of a run (llmdistill train --help) can be given too; --num_gpus and similar flags are passed to the "
+        "launcher. Finished runs are kept, so the same command continues an interrupted comparison.",
         epilog=f"Methods: {', '.join(method_names())}. Suites: {', '.join(suite_names())}.",
     )
-    parser.add_argument("--dry_run", action="store_true", help="List the runs, and stop.")
+    parser.add_argument("--dry_run", action="store_true", help="Only list the runs.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_class_arguments(CompareConfig, None)
     return parser

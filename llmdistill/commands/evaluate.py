@@ -44,18 +44,18 @@ def build_parser(prog: str) -> ArgumentParser:
         "--suite",
         type=str,
         metavar="A,B",
-        help=f"Sets by name, such as dolly,self_inst,vicuna; of {', '.join(SETS)}. Of llmdistill evaluate also glue, "
-        "which fine-tunes and has settings of its own: llmdistill evaluate --suite glue --help.",
+        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join(SETS)}. llmdistill evaluate --suite "
+        "glue fine-tunes the model and has its own settings: llmdistill evaluate --suite glue --help.",
     )
     parser.add_argument(
-        "--data_dir", type=Path, metavar="DIR", help="Where the suite's NAME.jsonl are; without it on the hub."
+        "--data_dir", type=Path, metavar="DIR", help="Folder of the suite's NAME.jsonl files; default: the hub."
     )
     parser.add_argument(
         "--output",
         type=Path,
-        help="Folder for the predictions (one JSONL a set) and metrics.json; without it runs/evaluate/MODEL-DECODING.",
+        help="Folder for metrics.json and the predictions (JSONL); default: runs/evaluate/MODEL-DECODING.",
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object in place of the table.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
     parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on a GPU.")
     # Both names are accepted, so that an error message that names a run's key is valid for this command too.
     for name in ("max_prompt_length", "max_length"):
@@ -64,7 +64,7 @@ def build_parser(prog: str) -> ArgumentParser:
         "--long_prompts",
         "--data.long_prompts",
         type=Literal["error", "drop", "truncate"],
-        help="What happens to prompts over max_prompt_length; default: error, or with --suite drop, as MiniLLM does.",
+        help="What to do with prompts over max_prompt_length; default: error, or with --suite drop, as in MiniLLM.",
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
     parser.add_class_arguments(GenerationConfig)

@@ -25,24 +25,24 @@ def build_parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
-        description="Have a teacher answer prompts, for sequence-level distillation: the output can be data.train. "
-        "Started again after a kill, it goes on where it stood, on any number of ranks.",
+        description="Generate a teacher's answers to prompts, for sequence-level distillation: the output can be used "
+        "as data.train. After an interruption the same command continues, on any number of ranks.",
     )
     parser.add_argument("--model", type=str, required=True, help="The teacher: folder, hub name or embedded:teacher.")
     parser.add_argument(
-        "--data", type=str, required=True, help="Prompts, as in data.train (answers in it are not looked at)."
+        "--data", type=str, required=True, help="Prompts, in any form of data.train; answers in it are ignored."
     )
     parser.add_argument(
         "--output",
         type=Path,
         required=True,
         metavar="FILE.jsonl",
-        help="Where the answers go; FILE.jsonl.provenance.json beside it says which model wrote them, and how.",
+        help="File for the answers; FILE.jsonl.provenance.json beside it records the model and the settings.",
     )
     parser.add_argument("--json", action="store_true", help="Print that record as one JSON object.")
     # Both names are accepted, so that an error message that names a run's key is valid for this command too.
     for name, text in (
-        ("max_prompt_length", "Most tokens a prompt may have, template included."),
+        ("max_prompt_length", "Largest number of tokens of a prompt, template included."),
         ("max_length", "An answer has at most max_length - max_prompt_length tokens."),
     ):
         parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(defaults, name), help=text)
@@ -51,7 +51,7 @@ def build_parser(prog: str) -> ArgumentParser:
         "--data.long_prompts",
         type=Literal["error", "drop", "truncate"],
         default=defaults.long_prompts,
-        help="What happens to prompts over max_prompt_length.",
+        help="What to do with prompts over max_prompt_length.",
     )
     parser.add_class_arguments(ResponseConfig, skip={"max_prompt_length", "max_length", "long_prompts"})
     return parser

@@ -21,10 +21,10 @@ def build_parser(prog: str) -> ArgumentParser:
         prog=prog,
         exit_on_error=False,
         description="Fine-tune a model on GLUE's tasks, choose learning rate and epochs on dev, and report mean and "
-        "standard deviation over seeds. Finished runs are kept: the same command goes on where it stopped. Under the "
-        "deepspeed launcher several ranks share each run.",
+        "standard deviation over seeds. Finished runs are kept, so the same command continues an interrupted one. "
+        "Under the deepspeed launcher several ranks share each run.",
     )
-    parser.add_argument("--json", action="store_true", help="Print results.json in place of the table.")
+    parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
     add_config(parser, GlueConfig, METHODS)
     return parser

@@ -30,7 +30,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 _Config = TypeVar("_Config")
 
 _EXTENDS = (
-    "Only in a recipe: the one it builds on, a shipped one's name or a path seen from its file; its own settings win."
+    "Only in a recipe: the recipe that it extends, by the name of a shipped one or by a path relative to this recipe. "
+    "Its own settings have priority."
 )
 
 
@@ -46,12 +47,14 @@ def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
         usage="deepspeed [--num_gpus N] llmdistill/train.py --ds_config FILE [--recipe NAME] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Distil a teacher into a smaller student under DeepSpeed. "
-        "Any setting below may stand in a recipe (YAML) or on the command line; the command line wins.",
+        "Every setting below can be given in a recipe (YAML) or on the command line, which has priority.",
     )
     text = f"A shipped recipe's name or a YAML file; default: {DEFAULT_RECIPE}."
     parser.add_argument("--recipe", action="config", help=text)
     parser.add_argument("--extends", type=str | None, help=_EXTENDS)
-    parser.add_argument("--dry_run", action="store_true", help="Resolve everything without weights or data, and stop.")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="Check and print all settings, without reading weights or data."
+    )
     parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object.")
     # The launcher adds this flag; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -70,13 +73,7 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
 
 
 def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig, argparse.Namespace]:
-    """Parse the main job's command line.
-
-    Args:
-        arguments: the command line.
-        methods: all methods, by name.
-
-    Returns the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
+    """Parse the main job's command line: the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
 
     Raises:
         UserError: a key is unknown, a value does not fit, or a recipe does not exist.
@@ -202,12 +199,9 @@ def _sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
 
 
 def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
-    """Returns a section of a configuration with some values changed. The values are checked like those of a recipe.
+    """Returns a section of a configuration with some values changed, which are checked like those of a recipe.
 
-    Args:
-        section: the section.
-        values: the new values.
-        key: the dotted key of the section, for error messages; empty for names without a section.
+    `key` is the dotted key of the section for error messages; empty for names without a section.
 
     Raises:
         UserError: a key is unknown, or a value does not fit.
@@ -235,7 +229,7 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
         settings: by dotted key, as on the command line: `{"train.micro_batch_size": 8, "kd.temperature": 2.0}`.
         keywords: by the setting's own name, which is searched in the run, in `train`, in `data`, and in the settings of
             the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`.
-        methods: all methods, by name.
+        methods: the table of all methods.
 
     Raises:
         UserError: a key is unknown, a value does not fit, or settings contradict each other.
@@ -254,13 +248,9 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
 def method_settings(
     names: Sequence[str], settings: Mapping[str, Any], keywords: Mapping[str, Any], methods: MethodTable
 ) -> dict[str, Any]:
-    """Build the settings of some methods, by the method's name.
+    """Build the settings of some methods, by the method's name; the main method is first in `names`.
 
-    Args:
-        names: the methods, the main method first.
-        settings: by dotted key: `{"minilm.attention": 2.0}`.
-        keywords: settings of the main method, by their own names.
-        methods: all methods, by name.
+    Settings are given by dotted key (`{"minilm.attention": 2.0}`), those of the main method also as keywords.
 
     Raises:
         UserError: none of these methods has the setting, or a value does not fit.

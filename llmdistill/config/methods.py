@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+from llmdistill.errors import UserError
+
 
 class MethodInfo(Protocol):
     """The fields of `methods.entry.MethodEntry` that the configuration uses; that class explains them."""
@@ -37,7 +39,7 @@ def with_teacher(known: MethodTable) -> list[str]:
 
 
 def check_names(key: str, names: Collection[str], allowed: Collection[str]) -> None:
-    """Raise a ValueError if a setting names a method that is not allowed."""
+    """Raise a UserError if a setting names a method that is not allowed."""
     for name in names:
         if name not in allowed:
-            raise ValueError(f"{key}: {name!r} does not fit; expected {', '.join(allowed)}")
+            raise UserError(f"{key}: {name!r} does not fit; expected {', '.join(allowed)}")

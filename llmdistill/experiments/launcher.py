@@ -10,7 +10,6 @@ import gc
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result
 from llmdistill.files import write_text
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World, free_port, on_main
 
 _POLL_SECONDS = 0.05
 _PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port")
@@ -154,7 +153,7 @@ class Launcher:
                         progress.start(trial)
                     slot = slots.pop(0)
                     # Launchers that run at the same time must not use the same port.
-                    port = ("--master_port", str(_free_port())) if self.trials_at_once > 1 and slot else ()
+                    port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
                     command = self.train_command(trial.write_recipe(), [*slot, *port])
                     began = time.perf_counter()
                     running.append(_Running(_start(command, trial.log, self._environment()), trial, slot, began))
@@ -251,12 +250,6 @@ def _reason(log: Path, code: int) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = errors[-1] if errors else (lines[-1] if lines else "it printed nothing")
     return f"{said} (exit code {code}, log {log})"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _die_with_parent() -> None:

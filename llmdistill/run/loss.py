@@ -88,7 +88,8 @@ class DistillationLoss:
         self.teacher, self.student = teacher, student
         self.objective = _objective_of(student)
         names = [method, *also]
-        _check_methods(method, also)
+        check_names("method", [method], METHODS)
+        check_names("also", also, with_teacher(METHODS))
         own = method_settings(names, settings or {}, keywords, METHODS)
         self.method: Method = build_method(names, own, teacher.config, student.config, self.objective)
         _check_vocabularies(self.method, teacher, student, vocabulary)
@@ -202,14 +203,6 @@ class DistillationLoss:
             counts = {name: count * scale for name, count in counts.items()}
         # A batch with a small share of the labels has divisors below 1; only a divisor of 0 is replaced by 1.
         return {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
-
-
-def _check_methods(method: str, also: Sequence[str]) -> None:
-    try:
-        check_names("method", [method], METHODS)
-        check_names("also", also, with_teacher(METHODS))
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _tapped(

@@ -78,7 +78,7 @@ def init_distributed(command: str = "") -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if "WORLD_SIZE" not in os.environ:
         # A single process can use any free port, so that several runs can share a machine.
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29500")
@@ -107,7 +107,8 @@ def _forget_shared_memory() -> None:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that no process uses."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

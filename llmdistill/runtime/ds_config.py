@@ -35,7 +35,7 @@ def ds_config_path(name_or_path: str) -> Path:
 
 
 def read_ds_config(path: str) -> dict[str, Any]:
-    """Read a DeepSpeed configuration from its file, or from the shipped file of that name, without resolving "auto".
+    """Read a DeepSpeed configuration, from a file or a shipped one by name, without resolving "auto".
 
     Raises:
         UserError: the file does not exist, is not a JSON object, or sets a part that this program owns.
@@ -58,13 +58,10 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 
 def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy in which each "auto" is replaced by the run's value.
+    """Return a copy of a file's configuration in which each "auto" is replaced by the run's value.
 
-    Args:
-        config: the configuration in the file.
-        owned: the run's values by dotted key, such as ``{"optimizer.params.lr": 1e-4}``. If the file lacks the block of
-            a key, the block is added, unless it is an optional one.
-        path: the file, for error messages.
+    `owned` holds the run's values by dotted key, such as ``{"optimizer.params.lr": 1e-4}``. A block that the file lacks
+    is added, unless it is optional.
 
     Raises:
         UserError: the file sets a value that differs from the run's, or has an "auto" for which the run has no value.

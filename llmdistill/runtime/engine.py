@@ -102,8 +102,7 @@ PROJECTORS = "distillation_projectors"
 def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, int]], seed: int) -> nn.ModuleDict:
     """Add projectors to a student: trainable matrices that map its widths to the teacher's.
 
-    They become a submodule of the student, so that they are trained, sharded and saved in checkpoints like its own
-    parameters. The gathered state dict of the student does not contain them.
+    As a submodule of the student they are trained, sharded and saved in checkpoints like its own parameters.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -183,15 +182,9 @@ def save_student(
     output: Path,
     lora: LoraConfig | None = None,
 ) -> None:
-    """Save the student as a Hugging Face model, with merged adapters and without projectors.
+    """Save the student as a Hugging Face model, with merged adapters and without projectors; every rank must call it.
 
-    Args:
-        engine: the trained student.
-        world: this process; every rank must call this function.
-        template: loads the untrained student, whose structure is saved.
-        source: the folder or Hub name that the student was loaded from; its tokenizer is copied.
-        output: the folder to save in.
-        lora: the settings of the adapters; without a rank the student has no adapters.
+    `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`.
     """
     has_adapters = lora is not None and lora.rank is not None
     state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
