@@ -42,7 +42,7 @@ def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "--suite=glue", "--num_gpus", "2", "--model", "m"])
     module = ["--no_local_rank", "--module", "llmdistill.cli"]
-    assert started == [["deepspeed", "--num_gpus", "2", *module, "evaluate", "--suite", "glue", "--model", "m"]]
+    assert started == [["deepspeed", "--num_gpus", "2", *module, "evaluate", "--suite=glue", "--model", "m"]]
 
 
 @pytest.mark.parametrize(
