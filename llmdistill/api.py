@@ -298,7 +298,7 @@ def evaluate(
     examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
     limited = changed(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
     if examples:
-        answering = Limits(**{key: getattr(limited, key) for key in _LIMITS})
+        answering = Limits.of(limited)
         encode_sets(examples, own, generation, answering)
     with _evaluating(model, head="lm_head") as loaded:
         scores = {

@@ -74,7 +74,7 @@ def tokenise(
         field: the key of the text in rows.
         cache_dir: the tokens are stored in its folder ``corpora``; default: $LLMDISTILL_CACHE, or else
             ~/.cache/llmdistill. A local text is identified by its content, a text on the hub by its name.
-        fraction: the share of the documents that is used; see `draw_documents`, also for the seed.
+        fraction: the share of the documents that is used, drawn by the seed; see `draw_documents`.
         seed: see fraction.
 
     Raises:
@@ -152,12 +152,12 @@ def _make(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _no_text(meta: dict[str, Any]) -> UserError:
+    why = "holds no text; give at least one line of it"
     if "fraction" in meta:
-        return UserError(
-            f"{meta['reference']}: data.text.fraction {meta['fraction']} takes no document of it; raise the "
-            "fraction, or give a longer text"
+        why = (
+            f"data.text.fraction {meta['fraction']} takes no document of it; raise the fraction, or give a longer text"
         )
-    return UserError(f"{meta['reference']}: holds no text; give at least one line of it")
+    return UserError(f"{meta['reference']}: {why}")
 
 
 def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -46,37 +46,25 @@ def parse_row(row: Mapping[str, Any], source: str, *, needs_answer: bool = True)
       list that does not end with an assistant turn is a prompt as a whole.
     - ``prompt`` and ``completion``, ``response`` or ``output``: strings, or lists of messages.
 
-    Args:
-        row: keys and values.
-        source: the place of the row, with which every error message begins.
-        needs_answer: whether a row without answer is an error.
-
     Raises:
-        UserError: a key is missing, or a value does not fit the form.
+        UserError: a key is missing (the answer only if needs_answer), or a value does not fit the form; the message
+            begins with `source`, the place of the row.
     """
     row = {key: value for key, value in row.items() if value is not None}
     if "instruction" in row:
-        return _from_instruction(row, source, needs_answer)
-    for key in ("messages", "conversations"):
-        if key in row:
-            return _from_messages(row, key, source, needs_answer)
+        instruction = _string(row, "instruction", source, "quote it")
+        context = _first(row, ("input", "context"))
+        extra = "" if context is None else _string(row, context, source, "quote it or leave it out")
+        return Example(instruction, extra, _answers(row, _OUTPUTS, source, needs_answer), source)
+    conversation = _first(row, ("messages", "conversations"))
+    if conversation is not None:
+        messages = _messages(row[conversation], conversation, source)
+        if not needs_answer and messages[-1][0] != "assistant":
+            return Example("", "", (), source, messages)
+        return _before_last_answer(messages, conversation, source)
     if "prompt" in row:
         return _from_prompt(row, source, needs_answer)
     raise _missing("instruction", row, source)
-
-
-def _from_instruction(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
-    instruction = _string(row, "instruction", source, "quote it")
-    key = "input" if "input" in row else "context"
-    context = _string(row, key, source, "quote it or leave it out") if key in row else ""
-    return Example(instruction, context, _answers(row, _OUTPUTS, source, needs_answer), source)
-
-
-def _from_messages(row: Mapping[str, Any], key: str, source: str, needs_answer: bool) -> Example:
-    messages = _messages(row[key], key, source)
-    if not needs_answer and messages[-1][0] != "assistant":
-        return Example("", "", (), source, messages)
-    return _before_last_answer(messages, key, source)
 
 
 def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.config import DataConfig, ResponseConfig
 from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
@@ -37,8 +38,12 @@ class Limits:
     long_prompts: LongPrompts = "error"
 
     def __post_init__(self) -> None:
-        """Raises UserError if the longest prompt leaves no room for at least one token of the response."""
         check_lengths(self.max_prompt_length, self.max_length)
+
+    @classmethod
+    def of(cls, settings: DataConfig | ResponseConfig) -> Limits:
+        """The limits in these settings."""
+        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
 
 
 def check_lengths(max_prompt_length: int, max_length: int) -> None:
@@ -52,7 +57,7 @@ def check_lengths(max_prompt_length: int, max_length: int) -> None:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """The prompts within the limit, in order."""
+    """The prompts within the limit, in order, and the numbers of prompts that were dropped and truncated."""
 
     ids: list[list[int]]
     kept: list[int]

@@ -40,8 +40,7 @@ def mask_tokens(
         mask_share: the share of the tokens that is chosen.
         mask_token_id: the id of the mask token.
         vocabulary: the ids from which random tokens are drawn.
-        word_starts: for each token of the vocabulary whether it begins a word, from `word_starts`; whole words are then
-            chosen. None chooses single tokens.
+        word_starts: from the function `word_starts`, to choose whole words; None chooses single tokens.
 
     Returns:
         The input tokens, (T,) as ids, and the labels, (T,) int64: the original token if it is chosen, else

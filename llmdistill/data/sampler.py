@@ -96,8 +96,7 @@ class StepLoader(ABC, Generic[Element]):
     """
 
     def __init__(self, share: Share, collate: Callable[[list[Element]], Batch], *, spread: bool = False) -> None:
-        """Store the share, the function that makes a batch, and whether each micro batch gets examples of all lengths;
-        see `rank_micro_batches`."""
+        """Store the settings; `spread` is that of `rank_micro_batches`."""
         self.share = share
         self.collate = collate
         self.spread = spread

@@ -76,8 +76,7 @@ class TextSequences:
 
     def _read(self, seed: int, epoch: int, index: int) -> tuple[TextSequence, np.ndarray, np.ndarray]:
         """A sequence, its input tokens, and its labels."""
-        # The last number separates index 0 from the random numbers of (seed, epoch) alone, which decide the order of
-        # the epoch.
+        # The last number separates index 0 from the random numbers of (seed, epoch) alone: the order of the epoch.
         rng = np.random.default_rng((seed, epoch, index, 1))
         sequence = self.layout.read(index, rng)
         if not self.masked:
@@ -104,7 +103,6 @@ class TextLoader(StepLoader[int]):
     """
 
     def __init__(self, sequences: TextSequences, share: Share) -> None:
-        """Store the sequences; batches are made only when they are requested."""
         super().__init__(share, lambda places: sequences.batch(places, share.seed))
         self.sequences = sequences
 

@@ -39,10 +39,7 @@ def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
 def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
     """Yield the number of tokens without padding in the global batch of each step, endlessly."""
     data, size = config.data, config.train.global_batch_size
-    limits = Limits(
-        max_prompt_length=data.max_prompt_length, max_length=data.max_length, long_prompts=data.long_prompts
-    )
-    lengths = _lengths(tokenizer_path(config), reference, limits)
+    lengths = _lengths(tokenizer_path(config), reference, Limits.of(data))
     for step in count():
         batch = global_batch_indices(seed=seed, step=step, dataset_size=len(lengths), global_batch_size=size)
         yield int(lengths[batch].sum())

@@ -118,11 +118,7 @@ def generate_responses(
 
 def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, world: World) -> _Job:
     """Resolve the request, and check everything that can be checked without the weights."""
-    limits = Limits(
-        max_prompt_length=settings.max_prompt_length,
-        max_length=settings.max_length,
-        long_prompts=settings.long_prompts,
-    )
+    limits = Limits.of(settings)
     folder = locate(model)
     engine = choose_engine(
         settings.engine, folder, no_repeat_ngram_size=settings.no_repeat_ngram_size, world_size=world.size

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmdistill.tasks.base import Task
 
 _GLUE = "llmdistill.tasks.glue:Glue"
+_KINDS = {"instructions", "text"}
 
 TASKS: dict[str, type[Task] | str] = {
     "instructions": "llmdistill.tasks.instructions:Instructions",
@@ -52,9 +53,9 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
     Raises:
         UserError: the task does not exist.
     """
-    known = [each for each in TASKS if each not in ("instructions", "text")]
     plain = _plain(name)
-    if plain not in known:
+    if not is_task(name):
+        known = [each for each in TASKS if each not in _KINDS]
         near = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{key}: there is no task {name!r}{hint} (there are {', '.join(known)})")
@@ -63,7 +64,7 @@ def task_key(name: str, *, key: str = "data.task.name") -> str:
 
 def is_task(name: str) -> bool:
     """Return whether a name, in any spelling, is that of a task with a file of its own, such as rte or SST-2."""
-    return _plain(name) in TASKS.keys() - {"instructions", "text"}
+    return _plain(name) in TASKS.keys() - _KINDS
 
 
 def task_folder(folder: str, name: str) -> str:

@@ -56,16 +56,9 @@ def score_sets(
 ) -> dict[str, dict[str, Any]]:
     """Generate answers to each named set, once per seed (once if greedy), and score them.
 
-    Args:
-        model: the model; each rank answers its share of the prompts.
-        tokenizer: its tokenizer.
-        sets: the examples by the name of the set.
-        settings: the decoding.
-        limits: the limits on lengths.
-        predictions_dir: rank 0 saves the answers to the set NAME in its file NAME.jsonl.
-        world: this process; None for a single one.
-        synced: whether the model's forward pass needs every rank (ZeRO-3).
-        log: is called with one line per pass.
+    Each rank answers its share of the prompts (world None: there is only one), and rank 0 saves the answers to the set
+    NAME in predictions_dir/NAME.jsonl. synced: the model's forward pass needs every rank (ZeRO-3). log is called with
+    one line per pass.
 
     Returns:
         The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``per_seed``, ``std``

@@ -75,9 +75,9 @@ class TaskData(ABC):
     def sets(self) -> Mapping[str, Mapping[str, Any]]:
         """The sets that models are scored on; each name maps to the settings on which the score depends."""
 
-    @abstractmethod
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         """Return the number of steps for `epochs` passes over the training set, rounded up."""
+        raise AssertionError(f"the configuration allows no epochs for {type(self).__name__}")
 
     @abstractmethod
     def loader(self, share: Share) -> Loader:

@@ -43,21 +43,13 @@ class Glue(Task):
     scored = ("teacher", "student")
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Find the task and its folder.
-
-        Raises:
-            UserError: there is no folder for the task.
-        """
+        """Find the task and its folder; raise UserError if there is none."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         self.name = glue_name(task_key(str(config.data.task.name)))
         check_data_dir(config.data.task.dir, [self.name], key="data.task.dir")
 
     def read_files(self) -> TaskFiles:
-        """Read the examples of all splits.
-
-        Raises:
-            UserError: a file is missing or malformed.
-        """
+        """Read the examples of all splits; raise UserError for a file that is missing or malformed."""
         settings = self.config.data.task
         return read_task(self.name, settings.dir, settings.limit)
 
@@ -220,17 +212,8 @@ def score_task(
 ) -> dict[str, Any]:
     """Score a fine-tuned classifier in evaluation mode on the dev splits of a task, in this process alone.
 
-    Args:
-        model: the classifier.
-        tokenizer: the tokenizer of the model.
-        task: the task as the user wrote it, such as rte or SST-2.
-        data_dir: the folder of GLUE's own download; None takes the data set on the hub.
-        max_length: the largest number of tokens of an example; the longer sentence is cut first.
-        batch_size: sequences in a forward pass.
-        predictions: the folder for the predictions; None does not keep them.
-
-    Returns:
-        As `GlueData.summary`.
+    `task` is as the user wrote it, such as rte or SST-2; data_dir None takes the data set on the hub, and predictions
+    None keeps none. The result is that of `GlueData.summary`.
 
     Raises:
         UserError: the task does not exist, the model has no classifier for it, or a file is missing or malformed.
@@ -241,7 +224,9 @@ def score_task(
         raise UserError(f"model is a {type(model).__name__} without classifier: give one that is fine-tuned on {name}")
     check_classes(model.config, name, named="model")
     files = read_task(name, data_dir, None)
-    encoded = {split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()}
+    encoded: dict[str, Sequence[EncodedPair]] = {
+        split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()
+    }
     _check_positions(model.config, name, encoded.values(), max_length)
     data = GlueData(
         files=files,

@@ -40,11 +40,7 @@ class Instructions(Task):
     validates_labels = True
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Check the names of the test sets.
-
-        Raises:
-            UserError: a test set has the name of the validation set.
-        """
+        """Raise UserError if a test set has the name of the validation set."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         if VALID in config.data.tests:
             raise UserError(
@@ -73,9 +69,7 @@ class Instructions(Task):
         teacher_tokenizer = load_tokenizer(models.teacher_path)
         shared = models.tokenizer_path == models.teacher_path
         tokenizer = teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path)
-        limits = Limits(
-            max_prompt_length=data.max_prompt_length, max_length=data.max_length, long_prompts=data.long_prompts
-        )
+        limits = Limits.of(data)
         valid = [] if data.valid is None else read_examples(locate(data.valid))
         valid_items = encode(valid, tokenizer, limits).items if valid else []
         tests = {name: read_examples(locate(path)) for name, path in data.tests.items()}
@@ -141,10 +135,6 @@ class InstructionData(TaskData):
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.teachers_tokenizer
-
-    def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See TaskData. The configuration does not allow epochs for instructions."""
-        raise AssertionError("epochs of instructions")
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
         data = self.settings

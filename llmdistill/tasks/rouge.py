@@ -57,14 +57,10 @@ class Chance:
 
 
 def measure_chance(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> Chance:
-    """Score each answer against the references of its own question and of some other questions.
+    """Score each of at least two answers against the references of its own question and of some other questions.
 
     The other questions follow at fixed cyclic distances, so the result is deterministic. Fluent text has a ROUGE-L
     above 0 against any reference. This value is the chance level, and a teacher must be above it.
-
-    Args:
-        predictions: one answer per question, for at least two questions.
-        references: the references of each question.
     """
     size = len(predictions)
     assert size == len(references) > 1
