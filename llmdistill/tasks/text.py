@@ -187,43 +187,33 @@ class TextData(TaskData):
 
 
 @torch.no_grad()
-def score_text(model: PreTrainedModel, batches: Sequence[Batch]) -> dict[str, float]:
-    """Return the mean cross-entropy in nats over all labels, its exponential (perplexity), and the number of labels.
-
-    A decoder predicts each next token, an encoder the masked tokens. The logits of a whole batch are computed at once.
-    """
-    shift = family_of(model.config).causal
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for batch in batches:
-        located = batch.with_label_rows(shift=shift).to(model.device)
-        inputs = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
-        if located.token_type_ids is not None:
-            inputs["token_type_ids"] = located.token_type_ids
-        assert located.label_rows is not None
-        rows_NV = model(**inputs).logits.flatten(0, 1).index_select(0, located.label_rows)
-        labels_N = located.row_labels(shift=shift)
-        total += functional.cross_entropy(rows_NV.float(), labels_N, reduction="sum").double().cpu()
-        count += len(labels_N)
-    loss = float(total) / count
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
-
-
 def score_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, *, max_length: int, batch_size: int
 ) -> dict[str, float]:
-    """Call `score_text` for a whole text, which is split into sequences of up to max_length tokens.
+    """Return the mean cross-entropy in nats over all labels, its exponential (perplexity), and the number of labels.
+
+    The text is split into sequences of up to max_length tokens. A decoder predicts each next token, an encoder the
+    masked tokens. The logits of a whole batch are computed at once.
 
     Raises:
         UserError: the text cannot be read or is too short.
     """
+    shift = family_of(model.config).causal
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     with tempfile.TemporaryDirectory() as folder:
         reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
-        sequences = TextSequences(
-            tokenise(reference, tokenizer, cache_dir=folder),
-            tokenizer,
-            objective="next" if family_of(model.config).causal else "masked",
-            max_length=max_length,
-        )
-        batches = validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size)
-    return score_text(model, batches)
+        corpus = tokenise(reference, tokenizer, cache_dir=folder)
+        sequences = TextSequences(corpus, tokenizer, objective="next" if shift else "masked", max_length=max_length)
+        for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
+            located = batch.with_label_rows(shift=shift).to(model.device)
+            inputs = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
+            if located.token_type_ids is not None:
+                inputs["token_type_ids"] = located.token_type_ids
+            assert located.label_rows is not None
+            rows_NV = model(**inputs).logits.flatten(0, 1).index_select(0, located.label_rows)
+            labels_N = located.row_labels(shift=shift)
+            total += functional.cross_entropy(rows_NV.float(), labels_N, reduction="sum").double().cpu()
+            count += len(labels_N)
+    loss = float(total) / count
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
