@@ -115,8 +115,7 @@ def write_result(file: Path, asked: Mapping[str, Any], result: Mapping[str, Any]
 def read_finished(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read the result of a finished folder, with its record under "asked"; return None if it is not finished.
 
-    Raises:
-        UserError: the folder contains the result of other settings, or its result file is damaged.
+    Raises UserError if the folder contains the result of other settings, or its result file is damaged.
     """
     kept = read_record(folder / RESULT_FILE, remedy="remove the folder, and the run is done again")
     if kept is None:

@@ -50,8 +50,7 @@ def train(arguments: Sequence[str]) -> None:
 def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
     """Replace this process by the deepspeed launcher, which runs a module of the package.
 
-    Raises:
-        UserError: the deepspeed launcher is not installed.
+    Raises UserError if the deepspeed launcher is not installed.
     """
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")

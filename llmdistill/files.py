@@ -41,8 +41,7 @@ def read_json(path: Path) -> Any:
 def new_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` if the block ends without an exception.
 
-    Raises:
-        UserError: `path` exists and is not an empty folder.
+    Raises UserError if `path` exists and is not an empty folder.
     """
     final = Path(path)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):

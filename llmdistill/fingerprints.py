@@ -30,8 +30,7 @@ def fingerprint(reference: str | Path) -> str:
     from the middle of each tensor. It therefore changes when any tensor is trained, replaced or reordered, but can miss
     a change of a few bytes between the samples of a large file, or in a data file over 64 MiB.
 
-    Raises:
-        UserError: an adapter folder has no safetensors file, or a file is damaged.
+    Raises UserError if an adapter folder has no safetensors file, or a file is damaged.
     """
     path = Path(reference)
     if path.is_file():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import add_config, build, parse
-from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import GlueConfig
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import exit_code
 

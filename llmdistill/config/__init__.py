@@ -63,11 +63,7 @@ class RunConfig:
     """The second stage: fine-tuning on tasks."""
 
     def __post_init__(self) -> None:
-        """Check the settings that do not depend on the methods.
-
-        Raises:
-            ValueError: a number is out of its range.
-        """
+        """Check the settings that do not depend on the methods; raises ValueError if a number is out of its range."""
         check_least(self, 0, "seed")
         if self.train.epochs is not None and self.data.kind == "instructions":
             raise ValueError("train.epochs counts passes over a text, but data.kind is instructions: give train.steps")
@@ -96,8 +92,7 @@ class RunConfig:
     def check_methods(self, known: MethodTable) -> None:
         """Check the methods against the table of all methods.
 
-        Raises:
-            ValueError: a method does not exist, or it does not fit the other settings of the run.
+        Raises ValueError if a method does not exist, or it does not fit the other settings of the run.
         """
         teachers, tasks = with_teacher(known), self.tasks
         check_names("method", [self.method], known)

@@ -75,8 +75,7 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
 def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig, argparse.Namespace]:
     """Parse the main job's command line: the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
 
-    Raises:
-        UserError: a key is unknown, a value does not fit, or a recipe does not exist.
+    Raises UserError if a key is unknown, a value does not fit, or a recipe does not exist.
     """
     arguments = list(arguments)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -107,8 +106,7 @@ def typed_command(script: str, arguments: Sequence[str]) -> str:
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`.
 
-    Raises:
-        UserError: a key is unknown, or a value does not fit.
+    Raises UserError if a key is unknown, or a value does not fit.
     """
     flags = [word[2:].split("=")[0] for word in arguments if word.startswith("--") and word != "--"]
     check_keys(parser, [flag for flag in flags if flag != "print_config"], prefix="--")
@@ -157,8 +155,7 @@ def build(
         methods: all methods, if the configuration has a section for each of them (see `add_config`).
         prefix: what the user types before the name of a field, for error messages.
 
-    Raises:
-        UserError: settings contradict each other.
+    Raises UserError if settings contradict each other.
     """
     given = values.as_dict() if isinstance(values, Namespace) else values
     built: dict[str, Any] = {}
@@ -203,8 +200,7 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
 
     `key` is the dotted key of the section for error messages; empty for names without a section.
 
-    Raises:
-        UserError: a key is unknown, or a value does not fit.
+    Raises UserError if a key is unknown, or a value does not fit.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(type(section), None)
@@ -231,8 +227,7 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
             the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`.
         methods: the table of all methods.
 
-    Raises:
-        UserError: a key is unknown, a value does not fit, or settings contradict each other.
+    Raises UserError if a key is unknown, a value does not fit, or settings contradict each other.
     """
     method = str(settings.get("method", ""))
     own = _sections({method: methods[method]}) if method in methods else []
@@ -252,8 +247,7 @@ def method_settings(
 
     Settings are given by dotted key (`{"minilm.attention": 2.0}`), those of the main method also as keywords.
 
-    Raises:
-        UserError: none of these methods has the setting, or a value does not fit.
+    Raises UserError if none of these methods has the setting, or a value does not fit.
     """
     given: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key, value in {**settings, **{f"{names[0]}.{name}": each for name, each in keywords.items()}}.items():

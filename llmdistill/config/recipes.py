@@ -39,8 +39,7 @@ def extended(parser: ArgumentParser, path: Path) -> list[Path]:
 
     A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
 
-    Raises:
-        UserError: a recipe does not exist or is invalid, or recipes extend each other in a circle.
+    Raises UserError if a recipe does not exist or is invalid, or recipes extend each other in a circle.
     """
     files = [path]
     while (base := _read(parser, files[0]).get("extends")) is not None:

@@ -54,8 +54,7 @@ def read_provenance(data: str | Path) -> dict[str, Any] | None:
 def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
     """Check that the teacher wrote the answers in `data`; returns a warning if that is not certain, else None.
 
-    Raises:
-        UserError: the teacher is not a model folder, or the record beside the data cannot be read.
+    Raises UserError if the teacher is not a model folder, or the record beside the data cannot be read.
     """
     path = locate(str(data))
     record = read_provenance(path)
@@ -92,8 +91,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
         output: the file of answers to write.
         request: everything that determines the answers, as plain JSON values.
 
-    Raises:
-        UserError: the output or its parts belong to another request, or the output was changed.
+    Raises UserError if the output or its parts belong to another request, or the output was changed.
     """
     parts = parts_folder(output)
     asked = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")

@@ -22,8 +22,7 @@ def choose_engine(
 ) -> EngineName:
     """Return the engine for a request: "auto" means vLLM if vLLM can run the request, else transformers.
 
-    Raises:
-        UserError: vLLM is requested but cannot run this request; the message gives the reason.
+    Raises UserError if vLLM is requested but cannot run this request; the message gives the reason.
     """
     if wanted == "hf":
         return "hf"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import config_of
+from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -63,33 +63,23 @@ class Given:
 
         If no run folder is set, a temporary folder is used, and no checkpoints are saved.
 
-        Raises:
-            UserError: a row is malformed.
+        Raises UserError if a row is malformed.
         """
-        train, output_dir = config.train, config.output_dir
+        values, output_dir = to_dict(config), config.output_dir
         if output_dir is None:
             output_dir = tempfile.mkdtemp(prefix="llmdistill-")
-            train = replace(train, save_every=None)
+            values["train"]["save_every"] = None
         inputs, field = Path(output_dir) / INPUTS, config.data.text.field
-        data = replace(
-            config.data,
-            train=data_file(self.data, inputs, name="data", field=field),
-            valid=None if self.valid is None else data_file(self.valid, inputs, name="valid", field=field),
-            tests={name: data_file(each, inputs, name=f"tests {name}") for name, each in self.tests.items()},
-        )
-        teacher = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
-        student = config.student
+        values |= {"output_dir": str(output_dir), "ds_config": self._ds_config(inputs)}
+        values["teacher"]["model"] = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
         if self.student is not None:
-            student = replace(student, model=model_folder(self.student, self.tokenizer, inputs, role="student"))
-        return replace(
-            config,
-            ds_config=self._ds_config(inputs),
-            output_dir=str(output_dir),
-            teacher=replace(config.teacher, model=teacher),
-            student=student,
-            data=data,
-            train=train,
-        )
+            values["student"]["model"] = model_folder(self.student, self.tokenizer, inputs, role="student")
+        values["data"] |= {
+            "train": data_file(self.data, inputs, name="data", field=field),
+            "valid": None if self.valid is None else data_file(self.valid, inputs, name="valid", field=field),
+            "tests": {name: data_file(each, inputs, name=f"tests {name}") for name, each in self.tests.items()},
+        }
+        return build(values, RunConfig, METHODS)
 
     def _ds_config(self, inputs: Path) -> str:
         if self.ds_config is None:

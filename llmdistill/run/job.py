@@ -32,8 +32,7 @@ def run_config(config: RunConfig, world: World, before: Plan | None = None) -> d
 
     `before` is the plan of the run whose student is this run's teacher.
 
-    Raises:
-        UserError: the input is invalid, the folder contains another run, or the loss is no longer finite.
+    Raises UserError if the input is invalid, the folder contains another run, or the loss is no longer finite.
     """
     plan = make_plan(config, before)
     assemble.check_machine(plan, world)

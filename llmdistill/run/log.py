@@ -74,12 +74,15 @@ class RunLog:
             kept = [row for row in rows if step > 0 and row.endswith("\n") and json.loads(row)["step"] <= step]
             self._file.write_text("".join(kept), encoding="utf-8")
 
+    def _append(self, row: dict[str, float]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
         """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
         if not self._active:
             return
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        self._append({"step": step, **values})
         if getattr(self._monitor, "enabled", False):
             self._monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
         cells = {
@@ -101,8 +104,7 @@ class RunLog:
     def start(self, valid_loss: float) -> None:
         """Log the validation loss of the student before the first step, as step 0."""
         if self._active:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": 0, "valid_loss": valid_loss}) + "\n")
+            self._append({"step": 0, "valid_loss": valid_loss})
             self.say(f"validation loss {valid_loss:.4f} before the first step")
 
     def advance(self, steps: int = 1) -> None:

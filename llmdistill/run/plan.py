@@ -151,8 +151,7 @@ def make_plan(
         before: the plan of the run whose student is this run's teacher; this student may not exist yet.
         pending: the configurations of other models that may not exist yet, by path.
 
-    Raises:
-        UserError: the settings are invalid or contradict each other.
+    Raises UserError if the settings are invalid or contradict each other.
     """
     pending = pending or {}
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -212,8 +211,7 @@ def make_plan(
 def make_plans(config: RunConfig) -> list[Plan]:
     """Return the plans of a configuration in order: one for each assistant (MiniLM §3.3), then the run itself.
 
-    Raises:
-        UserError: the settings of one of these runs are invalid or contradict each other.
+    Raises UserError if the settings of one of these runs are invalid or contradict each other.
     """
     configs = []
     for number, shape in enumerate(config.student.assistants, start=1):

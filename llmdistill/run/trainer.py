@@ -45,11 +45,7 @@ class Trainer:
     """The method whose weighted loss on the validation set is logged; None means `method`."""
 
     def run(self, start: int, log: RunLog) -> None:
-        """Train from step `start` to the end and save checkpoints.
-
-        Raises:
-            UserError: the loss is no longer finite.
-        """
+        """Train from step `start` to the end and save checkpoints; raises UserError if the loss is no longer finite."""
         clock = Stopwatch(self.world.device)
         since = _Since(self.world.device, list(self.method.weights))
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps

@@ -63,8 +63,7 @@ def init_distributed(command: str = "") -> World:
 
     `command` is the command or Python call that started the run, for the reports.
 
-    Raises:
-        UserError: DeepSpeed must compile its extension, and there is no C++ compiler.
+    Raises UserError if DeepSpeed must compile its extension, and there is no C++ compiler.
     """
     on_cpu = not torch.cuda.is_available()
     if on_cpu and not has_compiler():

@@ -21,8 +21,7 @@ SHIPPED = Path(str(resources.files("llmdistill") / "ds_configs"))
 def ds_config_path(name_or_path: str) -> Path:
     """Return the file of a path, or else of a shipped configuration: zero2, zero2.json or ds_configs/zero2.json.
 
-    Raises:
-        UserError: the file does not exist.
+    Raises UserError if the file does not exist.
     """
     path = Path(name_or_path)
     if path.is_file():
@@ -37,8 +36,7 @@ def ds_config_path(name_or_path: str) -> Path:
 def read_ds_config(path: str) -> dict[str, Any]:
     """Read a DeepSpeed configuration, from a file or a shipped one by name, without resolving "auto".
 
-    Raises:
-        UserError: the file does not exist, is not a JSON object, or sets a part that this program owns.
+    Raises UserError if the file does not exist, is not a JSON object, or sets a part that this program owns.
     """
     file = ds_config_path(path)
     try:

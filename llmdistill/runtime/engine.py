@@ -33,8 +33,7 @@ class BatchSplit:
 def split_batch(global_batch_size: int, micro_batch_size: int | None, world_size: int) -> BatchSplit:
     """Derive the accumulation steps from the global batch size, so that the number of ranks does not change the run.
 
-    Raises:
-        UserError: the global batch size is not divisible.
+    Raises UserError if the global batch size is not divisible.
     """
     unit = (micro_batch_size or 1) * world_size
     if global_batch_size % unit != 0:

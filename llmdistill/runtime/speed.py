@@ -46,8 +46,7 @@ def parameter_split(model: PreTrainedModel) -> dict[str, int]:
 
     The embedding includes a head that is tied to it. Works on the meta device and with ZeRO-3.
 
-    Raises:
-        UserError: the architecture is not supported.
+    Raises UserError if the architecture is not supported.
     """
     embedding = list(model.get_input_embeddings().parameters())
     transformer = list(layers_of(model).parameters())
@@ -83,8 +82,7 @@ def measure_speed(
         warmup: the number of passes before them that are not timed.
         seed: the seed of the tokens.
 
-    Raises:
-        UserError: the length exceeds the number of positions of a model.
+    Raises UserError if the length exceeds the number of positions of a model.
     """
     assert models
     assert min(batch_size, length, repeats) >= 1

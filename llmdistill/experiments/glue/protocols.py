@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmdistill.config.glue import GlueConfig
-from llmdistill.config.tasks import ProtocolName
+from llmdistill.config.tasks import GlueConfig, ProtocolName
 from llmdistill.errors import UserError
 from llmdistill.tasks.glue_files import TASKS
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from llmdistill.artifacts import read_result, write_result
-from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import GlueConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import BEST, short_names, teacher_of
 from llmdistill.experiments.glue.results import averages, print_results, write_report

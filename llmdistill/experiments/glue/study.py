@@ -23,7 +23,7 @@ from llmdistill.config import (
     TrainConfig,
 )
 from llmdistill.config.command_line import build, to_dict
-from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import GlueConfig
 from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import BEST, SHARED, Protocol, protocol_of

@@ -12,8 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from llmdistill.config import RunConfig, command_line
-from llmdistill.config.glue import GlueConfig
-from llmdistill.config.tasks import GridConfig
+from llmdistill.config.tasks import GlueConfig, GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import BEST, teacher_of

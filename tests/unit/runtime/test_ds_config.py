@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmdistill.config import TrainConfig
-from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import GlueConfig
 from llmdistill.errors import UserError
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, ds_config_path, read_ds_config, resolve_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config

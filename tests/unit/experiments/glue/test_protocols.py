@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from llmdistill.config.glue import GlueConfig
+from llmdistill.config.tasks import GlueConfig
 from llmdistill.experiments.glue.protocols import SHARED, Protocol, protocol_of
 from llmdistill.experiments.glue.study import TaskStudy
 
