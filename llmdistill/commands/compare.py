@@ -88,10 +88,10 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     if not any(word.split("=")[0] == "--ds_config" for word in rest):
         rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
     recipe, flags = parse_run(rest, METHODS)
-    if recipe.data.kind == "text":
+    if recipe.data.kind != "instructions":
         raise UserError(
-            f"--recipe {flags.recipe} learns from text, and a comparison scores answers to instructions: train its "
-            "students one by one and compare them with `llmdistill evaluate --suite glue`"
+            f"--recipe {flags.recipe} has data.kind {recipe.data.kind}, and a comparison scores answers to "
+            "instructions: train its students one by one and compare them with `llmdistill evaluate --suite glue`"
         )
     suite = choose_suite(settings)
     # Imported here so that --help and errors in the arguments do not wait for torch.

@@ -56,6 +56,7 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--sizes", "9999"], "9999"),
         (["--ds_config", "nowhere.json"], "neither a file nor a shipped configuration"),
         (["--data.kind", "text", "--data.train", "a.txt", "--data.tests", "{}"], "compare them with `llmdistill"),
+        (["--recipe", "finetune"], "--recipe finetune has data.kind task, and a comparison scores answers"),
     ],
 )
 def test_mistakes_are_one_sentence_before_any_run(capsys, arguments, said) -> None:
