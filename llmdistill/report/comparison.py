@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from llmdistill.files import write_json, write_text
+from llmdistill.files import write_json
 from llmdistill.report import plots
+from llmdistill.report.pages import write_page
 from llmdistill.report.results import (
     COSTS,
     TEACHER,
@@ -28,18 +28,6 @@ from llmdistill.report.results import (
 )
 from llmdistill.report.spread import plus_minus
 from llmdistill.report.tables import print_table
-from llmdistill.report.wording import (
-    binary_size,
-    commands,
-    duration,
-    figure,
-    folder_link,
-    markdown,
-    markdown_code,
-    settings_text,
-    signed,
-    thousands,
-)
 
 _CURVES = {
     "valid_loss": (
@@ -72,10 +60,8 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
     write_json(folder / "results.json", _without_prefix(_results(comparison), folder))
     write_json(folder / "costs.json", {row.name: _costs(row) for row in comparison.rows})
     context = _context(comparison, _draw(folder / "plots", comparison))
-    environment = _environment()
-    for name in ("report.html", "report.md"):
-        template = environment.get_template(name.replace("report", "comparison") + ".j2")
-        write_text(folder / name, template.render(context))
+    for kind in ("html", "md"):
+        write_page(folder / f"report.{kind}", f"comparison.{kind}.j2", **context)
 
 
 def _results(comparison: Comparison) -> dict[str, Any]:
@@ -97,7 +83,7 @@ def _result(row: Row, difference: float | None) -> dict[str, Any]:
         "settings": None if row.settings is None else dict(row.settings),
         "valid_rougeL": None if row.valid is None else row.valid.mean,
         "runs": [run.folder for run in row.ended],
-        "failed": [{"seed": run.seed, "folder": run.folder, "error": reason(run)} for run in row.failed],
+        "failed": [{"seed": run.seed, "folder": run.folder, "error": run.reason} for run in row.failed],
     }
 
 
@@ -113,11 +99,6 @@ def _without_prefix(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {key: _without_prefix(item, folder) for key, item in value.items()}
     return [_without_prefix(item, folder) for item in value] if isinstance(value, list) else value
-
-
-def reason(run: Run) -> str:
-    """Return the reason why a run has no scores."""
-    return run.error if run.error is not None else "it ended without scores"
 
 
 def _named(comparison: Comparison, name: str) -> Row | None:
@@ -151,20 +132,6 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
 def _once(runs: Sequence[Run]) -> list[Run]:
     """Return the runs without duplicates; the chosen grid point's first seed may be both a trial and a run."""
     return list({(run.folder, run.command, run.error): run for run in reversed(runs)}.values())[::-1]
-
-
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("llmdistill", "report/templates"),
-        autoescape=select_autoescape(enabled_extensions=("html.j2",)),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    filters: list[Callable[..., Any]] = [figure, signed, thousands, binary_size, duration, settings_text, reason]
-    filters += [markdown, markdown_code, folder_link, commands]
-    environment.filters.update({each.__name__: each for each in filters})
-    return environment
 
 
 def _draw(folder: Path, comparison: Comparison) -> list[dict[str, str]]:

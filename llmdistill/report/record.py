@@ -32,16 +32,6 @@ def make_record(command: str, world_size: int) -> dict[str, Any]:
     }
 
 
-def record_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return the record as a Markdown list."""
-    return [
-        f"- Command: `{record['command']}`",
-        f"- Hardware: {record['hardware']}",
-        f"- Versions: {describe_versions(record)}",
-        f"- Finished: {record['finished']}",
-    ]
-
-
 def describe_versions(record: Mapping[str, Any]) -> str:
     """Return the versions of a record in one line."""
     return ", ".join(f"{name} {number}" for name, number in record["versions"].items())

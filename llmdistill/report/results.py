@@ -48,6 +48,11 @@ class Run:
     error: str | None = None
     """The reason of a failure, in one line."""
 
+    @property
+    def reason(self) -> str:
+        """The reason why the run has no scores."""
+        return "it ended without scores" if self.error is None else self.error
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

@@ -8,9 +8,10 @@ from typing import Any
 
 from llmdistill.files import write_json
 from llmdistill.report.metrics_log import Log, term_names
+from llmdistill.report.pages import write_page
 from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
 from llmdistill.report.record import make_record
-from llmdistill.report.tables import Texts, print_table, write_page
+from llmdistill.report.tables import Texts, print_table
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoreTable
 
@@ -78,25 +79,18 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     if not any(key in metrics for key in MODELS):
         print(f"No model was to be scored; the run is in {folder}.")
         return
-    write_report(folder, metrics, scores)
-    print_table(scores.title, *_cells(metrics, scores))
-    student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
-    print(f"{student} table in {folder / 'report.md'}.")
-
-
-def write_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
-    """Write report.md into the run's folder."""
-    header, rows = _cells(metrics, scores)
-    speeds = " Speeds are tokens per second of training and generation." if "gen tok/s" in header else ""
-    curves = "\n\n![Loss over the steps](curves.png)" if (folder / "curves.png").is_file() else ""
-    answers = ", every answer in `predictions/`" if (folder / "predictions").is_dir() else ""
+    table = _cells(metrics, scores)
     write_page(
         folder / "report.md",
-        folder.name,
-        (header, rows),
-        legend=scores.legend + speeds + curves,
+        "run.md.j2",
+        title=folder.name,
+        table=table,
+        legend=scores.legend,
+        has_curves=(folder / "curves.png").is_file(),
+        has_answers=(folder / "predictions").is_dir(),
         warnings=metrics["warnings"],
         record=metrics["run"],
-        closing="The settings are in `run.json`, the course of the training in `metrics.jsonl` and "
-        f"`tensorboard/`{answers}.",
     )
+    print_table(scores.title, *table)
+    student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
+    print(f"{student} table in {folder / 'report.md'}.")

@@ -1,67 +1,15 @@
-"""Writes a table as a Markdown page or on the terminal; text columns are left-aligned, numbers right-aligned."""
+"""Prints a table on the terminal; text columns are left-aligned, numbers right-aligned."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from llmdistill.files import write_text
-from llmdistill.report.record import record_lines
-
 Texts = tuple[list[str], list[list[str]]]
 """The header and the rows of a table; each row has one text per column."""
-
-
-def write_page(
-    file: Path,
-    title: str,
-    table: Texts,
-    *,
-    legend: str,
-    warnings: Sequence[str],
-    sections: Sequence[str] = (),
-    facts: Sequence[str] = (),
-    record: Mapping[str, Any],
-    closing: str,
-) -> None:
-    """Write report.md: a table with its legend, warnings, further sections, and how the result was made.
-
-    Args:
-        file: the path of the page.
-        title: the heading.
-        table: the table of the results.
-        legend: the explanation of the table.
-        warnings: each in one sentence.
-        sections: further lines.
-        facts: lines of a Markdown list that stand before the record.
-        record: the result of `make_record`.
-        closing: the explanation of the files beside the page.
-    """
-    lines = [f"# {title}", "", *markdown_table(*table), "", legend, ""]
-    lines += [*(f"**Warning: {warning}**\n" for warning in warnings), *sections]
-    lines += [*facts, *record_lines(record), "", closing, ""]
-    write_text(file, "\n".join(lines))
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
-    """Return the lines of a Markdown table.
-
-    Args:
-        header: names of the columns.
-        rows: each row has one text per column.
-        left: indices of the left-aligned columns.
-    """
-    rule = "|".join("---" if number in left else "---:" for number in range(len(header)))
-    return [_line(header), f"|{rule}|", *map(_line, rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def print_table(

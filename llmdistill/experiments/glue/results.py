@@ -11,8 +11,9 @@ from rich.console import Console
 
 from llmdistill.experiments.grid import Choice, by_settings
 from llmdistill.experiments.trials import Result
+from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
-from llmdistill.report.tables import Texts, markdown_table, print_table, write_page
+from llmdistill.report.tables import Texts, print_table
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, chance_score
 from llmdistill.tasks.glue_files import TASKS, TaskFiles, column_of
 
@@ -124,96 +125,11 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """Write report.md."""
     write_page(
         folder / "report.md",
-        f"GLUE: {results['model']}",
-        table_cells(results),
-        legend=f"{_title(results)}. The settings with the best mean over seeds were chosen on the same dev sets, as "
-        "papers do, so the scores are somewhat too high for unseen examples. Embedding: the token embedding; "
-        "transformer: the layers; params: these and positions, norms and pooler, without the classifier.",
-        warnings=results["warnings"],
-        sections=[
-            "## What was chosen on dev",
-            "",
-            *markdown_table(*_choices(results)),
-            "",
-            "Train: examples to learn from; chance: what the best single answer to everything would get.",
-            "",
-            *_tsne_lines(results),
-            *(_speed_lines(results) if results["speed"] is not None else []),
-            *_submission_lines(results),
-            "",
-        ],
-        facts=[
-            f"- Method: {', '.join(results['methods'])}; protocol: {results['protocol']}",
-            *([] if results["teacher"] is None else [f"- Teacher: {results['teacher']}"]),
-        ],
+        "glue.md.j2",
+        **results,
+        title=f"GLUE: {results['model']}",
+        legend=_title(results),
+        table=table_cells(results),
+        all_tasks=list(TASKS),
         record=results["run"],
-        closing="Each run's course (metrics.jsonl), answers on dev (predictions/) and settings (run.json) are in its "
-        "folder `TASK/lr-...-epochs-...-seed-...`, each task's best model in `TASK/best`.",
     )
-
-
-def _choices(results: Mapping[str, Any]) -> Texts:
-    header = ["task", "learning rate", "epochs", "seeds", "best run", "metrics over the seeds", "train", "chance"]
-    rows = [
-        [
-            name,
-            f"{task['learning_rate']:g}",
-            str(task["epochs"]),
-            ", ".join(map(str, task["seeds"])),
-            task["best_run"],
-            "; ".join(
-                f"{column} {metric} {show_seeds(value, 2)}"
-                for column, metrics in task["dev"].items()
-                for metric, value in metrics.items()
-            ),
-            f"{task['examples']['train']:,}",
-            f"{task['chance']:.1f}",
-        ]
-        for name, task in results["tasks"].items()
-    ]
-    return header, rows
-
-
-def _speed_lines(results: Mapping[str, Any]) -> list[str]:
-    header = ["", "latency, one sequence", "batch", "sequences/s", "speed-up"]
-    rows = [
-        [
-            role,
-            *(
-                f"{1000 * speed[kind]['median']:.1f} ms ({1000 * speed[kind]['iqr']:.1f})"
-                for kind in ("latency", "batch")
-            ),
-            f"{speed['throughput']:,.1f}",
-            f"{speed['speedup']:.2f}x",
-        ]
-        for role, speed in results["speed"].items()
-    ]
-    asked = results["speed_asked"]
-    said = (
-        f"Batches of {asked['batch_size']} x {asked['length']} tokens on {asked['hardware']}; "
-        "medians, and in brackets their interquartile ranges."
-    )
-    return ["## Speed", "", *markdown_table(header, rows), "", said, ""]
-
-
-def _tsne_lines(results: Mapping[str, Any]) -> list[str]:
-    figures = {name: task["tsne"] for name, task in results["tasks"].items() if task.get("tsne") is not None}
-    if not figures:
-        return []
-    said = [
-        f"{name}, {figure['examples']} examples:\n\n![t-SNE of {name}]({figure['file']})\n"
-        for name, figure in figures.items()
-    ]
-    return ["## A layer's output by t-SNE (KroneckerBERT Figure 4)", "", *said]
-
-
-def _submission_lines(results: Mapping[str, Any]) -> list[str]:
-    files = [file for task in results["tasks"].values() for file in task["predictions"]]
-    without = [name for name in results["tasks"] if not results["tasks"][name]["predictions"]]
-    lines = [f"For the GLUE server (zip them together): {', '.join(f'`{file}`' for file in files)}."] if files else []
-    if without:
-        lines.append(f"No test file was there for {', '.join(without)}, so nothing to send to the GLUE server.")
-    missing = [name for name in TASKS if name not in results["tasks"]]
-    if files and missing:
-        lines.append(f"It wants all tasks at once; not run: {', '.join(missing)}.")
-    return lines

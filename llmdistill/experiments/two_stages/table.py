@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from llmdistill.files import write_json
+from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
-from llmdistill.report.tables import Texts, print_table, write_page
+from llmdistill.report.tables import Texts, print_table
 
 TEACHER = "teacher"
 """The row of the run's own teacher, which is fine-tuned if no fine-tuned teacher is given."""
@@ -105,46 +106,22 @@ def table_cells(table: Mapping[str, Any]) -> Texts:
 
 def print_rows(table: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the table on the terminal."""
-    print_table(f"Dev sets x 100, {count_seeds(table['seeds'])}", *table_cells(table), left=range(3), console=console)
+    print_table(_title(table), *table_cells(table), left=range(3), console=console)
 
 
 def write_rows(folder: Path, table: Mapping[str, Any]) -> None:
     """Write report.md and report.json."""
     write_json(folder / "report.json", table)
-    teacher = ""
-    if TEACHER in table["rows"]:
-        teacher = (
-            " The teacher was fine-tuned by the same settings, and of its seeds the best one taught."
-            if table["own_teacher"]
-            else " The teacher is the one that was given."
-        )
-    average = " The average is that of the tasks' first metrics." if "average" in table_cells(table)[0] else ""
-    figures = [
-        f"{task}: {figure['examples']} examples, {_layers(figure)}\n\n![t-SNE of {task}]({figure['file']})\n"
-        for task, figure in table["figures"].items()
-    ]
     write_page(
         folder / "report.md",
-        f"Two stages: {table['name']}",
-        table_cells(table),
-        legend=f"Dev sets x 100, {count_seeds(table['seeds'])}; in brackets the number of training examples. "
-        f"Distilled: the terms of the method, labels: these alone.{teacher}{average} The settings with the best mean "
-        "over seeds were chosen on the same dev sets, as papers do. Params: without the classifier.",
-        warnings=table["warnings"],
-        sections=["## A layer's output by t-SNE", "", *figures] if figures else [],
+        "two_stages.md.j2",
+        **table,
+        title=f"Two stages: {table['name']}",
+        legend=_title(table),
+        table=table_cells(table),
         record=table["run"],
-        closing="Each row has a folder with its own report, and the best model of each task in `TASK/best` there.",
     )
 
 
-def _layers(figure: Mapping[str, Any]) -> str:
-    """Describe the layer of each model in the plot and the silhouette of the classes in this layer."""
-    said = []
-    for title, model in figure["models"].items():
-        apart = (
-            ""
-            if model["silhouette"] is None
-            else f" (silhouette of the classes {round(model['silhouette'], 2) + 0.0:.2f})"
-        )
-        said.append(f"{title} layer {model['layer']}{apart}")
-    return ", ".join(said)
+def _title(table: Mapping[str, Any]) -> str:
+    return f"Dev sets x 100, {count_seeds(table['seeds'])}"

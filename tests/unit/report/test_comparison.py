@@ -12,6 +12,7 @@ import pytest
 
 from llmdistill.errors import UserError
 from llmdistill.report.comparison import write_comparison
+from llmdistill.report.pages import markdown, markdown_code, signed
 from llmdistill.report.results import (
     Comparison,
     Row,
@@ -20,7 +21,6 @@ from llmdistill.report.results import (
     SizePoint,
     describe_finding,
 )
-from llmdistill.report.wording import markdown, markdown_code, signed
 
 SETS = ["seen", "unseen"]
 SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.0), (52.5, 31.0), (51.0, 32.5)]}

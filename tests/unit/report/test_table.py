@@ -72,6 +72,7 @@ def test_report_is_markdown_and_json(tmp_path, metrics):
     finish_report(tmp_path, metrics, rouge_table(metrics))
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     report = (tmp_path / "report.md").read_text()
+    assert "\n|---|---:|---:|---:|---:|---:|---:|---:|\n" in report
     assert "| trained | 521,152 | 43% | 97.3 | 48.6 | 32.4 | 3,585 | 1,234 |" in report
     assert "`deepspeed llmdistill/train.py`" in report
     assert "Warning" not in report

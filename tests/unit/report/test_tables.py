@@ -8,7 +8,7 @@ import statistics
 from rich.console import Console
 
 from llmdistill.report.spread import over_seeds, plus_minus, show_seeds, spread
-from llmdistill.report.tables import markdown_table, print_table
+from llmdistill.report.tables import print_table
 
 HEADER, ROWS = ["model", "stage", "RTE accuracy"], [["teacher", "one", "70.1"], ["student of it", "two", "9.5"]]
 
@@ -17,15 +17,6 @@ def printed(width, **settings):
     out = io.StringIO()
     print_table("A title", HEADER, ROWS, console=Console(file=out, width=width), **settings)
     return [line.strip() for line in out.getvalue().splitlines()]
-
-
-def test_markdown():
-    assert markdown_table(HEADER, ROWS, left=(0, 1)) == [
-        "| model | stage | RTE accuracy |",
-        "|---|---|---:|",
-        "| teacher | one | 70.1 |",
-        "| student of it | two | 9.5 |",
-    ]
 
 
 def test_terminal_aligns_figures_to_the_right():

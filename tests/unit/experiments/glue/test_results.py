@@ -35,6 +35,7 @@ def task(name: str, score: float, *, teacher: float | None = None, seeds: int = 
         "teacher": None if teacher is None else {"path": "t", "dev": dev(teacher), "score": teacher, "chance": 1.0},
         "chance": 12.5,
         "examples": {"train": 2490, "dev": 277},
+        "tsne": None,
         "predictions": [f"predictions/{column}.tsv" for column in columns],
     }
 

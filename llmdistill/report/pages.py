@@ -1,13 +1,30 @@
-"""Formats numbers, paths and names for a report."""
+"""Writes the pages of reports from the templates in templates/, and formats the values on them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from llmdistill.report.results import Run
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from llmdistill.files import write_text
+from llmdistill.report.record import describe_versions
+from llmdistill.report.spread import show_seeds
+
+
+def write_page(file: Path, template: str, **values: Any) -> None:
+    """Write a page from a template and its variables; page.md.j2 names those of every page with a single table."""
+    environment = Environment(
+        loader=PackageLoader("llmdistill", "report/templates"),
+        autoescape=select_autoescape(enabled_extensions=("html.j2",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {each.__name__: each for each in FILTERS}
+    write_text(file, environment.get_template(template).render(values))
 
 
 def figure(value: float | None) -> str:
@@ -71,11 +88,8 @@ def markdown_code(value: object) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def folder_link(folder: str) -> str:
-    """Return a relative link to a run's folder."""
-    return quote(folder) if folder else "."
-
-
-def commands(runs: Sequence[Run]) -> str:
-    """Return the commands of the runs without duplicates, one per line."""
-    return "\n".join(dict.fromkeys(run.command for run in runs))
+FILTERS: list[Callable[..., Any]] = [
+    *(figure, signed, thousands, binary_size, duration, settings_text, markdown, markdown_code),
+    *(describe_versions, show_seeds),
+]
+"""The filters of the templates."""
