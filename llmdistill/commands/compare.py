@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -95,7 +96,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
         )
     suite = choose_suite(settings)
     # Imported here so that --help and errors in the arguments do not wait for torch.
-    from llmdistill.experiments.collect import collect, typed
+    from llmdistill.experiments.collect import collect
     from llmdistill.experiments.comparison import Study, conduct
     from llmdistill.experiments.launcher import Launcher
     from llmdistill.report.comparison import write_comparison
@@ -120,7 +121,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"Stopped; what is finished stays in {study.root}, and the same command goes on.", file=sys.stderr)
         return 130
-    command = typed([*arguments, *launcher_flags])
+    command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
     comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
     write_comparison(study.root, comparison)
     show(study.root, as_json=parsed.json)

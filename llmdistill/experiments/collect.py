@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmdistill.embedded import locate
 from llmdistill.experiments.comparison import Findings, Study
 from llmdistill.experiments.launcher import shown_command
-from llmdistill.experiments.trials import Result, Trial
+from llmdistill.experiments.trials import Result
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import downloaded
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
-from llmdistill.report.results import Comparison, Row, Run, Sample, SizePoint
+from llmdistill.report.results import Comparison, Row, Run, Sample
 
 SAMPLES = 10
 """Number of prompts whose answers the report shows side by side."""
@@ -26,88 +25,92 @@ SAMPLES = 10
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
     """Return the whole comparison as plain data."""
-    base = study.base()
+    teacher = locate(str(study.recipe.teacher.model))
+    untrained_params = findings.base["untrained"]["params"]
+    base = Result(study.base(), findings.base)
     rows = [
-        _base_row(study, findings, "teacher", "teacher", locate(str(study.recipe.teacher.model))),
-        _base_row(study, findings, "none", "untrained student", Path(study.untrained()), key="untrained"),
+        Row(
+            name="teacher",
+            label="teacher",
+            params=findings.base["teacher"]["params"],
+            checkpoint_bytes=_weight_bytes(downloaded(teacher)),
+            runs=[_run(study, "teacher", base, "teacher")],
+        ),
+        Row(
+            name="none",
+            label="untrained student",
+            params=untrained_params,
+            checkpoint_bytes=_weight_bytes(downloaded(Path(study.untrained()))),
+            runs=[_run(study, "none", base, "untrained")],
+        ),
     ]
     for variant in study.trained():
-        runs, trials = findings.runs[variant.name], findings.trials[variant.name]
+        results = findings.runs[variant.name]
+        runs = [_run(study, variant.name, each) for each in results]
         rows.append(
             Row(
                 name=variant.name,
                 label=variant.label,
-                params=findings.base["untrained"]["params"],
+                params=untrained_params,
                 checkpoint_bytes=next(
-                    (_weight_bytes(each.trial.folder / "student") for each in runs if each.metrics), None
+                    (_weight_bytes(each.trial.folder / "student") for each in results if each.metrics), None
                 ),
-                runs=[_run(study, variant.name, each) for each in runs],
-                trials=[_run(study, variant.name, each) for each in trials],
-                terms=_terms(runs),
+                runs=runs,
+                trials=[_run(study, variant.name, each) for each in findings.trials[variant.name]],
+                terms=next((names for run in runs if (names := term_names(run.history))), []),
             )
         )
     sets = list(study.recipe.data.tests)
-    model_type = load_config(locate(str(study.recipe.teacher.model))).model_type
-    printed = paper.get(model_type)
+    printed = paper.get(load_config(teacher).model_type)
     return Comparison(
         title=title,
         sets=sets,
         rows=rows,
-        sizes=_sizes(study, findings),
-        samples=_samples(study, findings, base),
+        sizes=_sizes(study, findings, rows[1:]),
+        samples=_samples(study, findings),
         warnings=_warnings(findings),
         facts=_facts(study, findings, command),
-        failures=[
-            _run(study, name, result)
-            for results in findings.sizes.values()
-            for name, result in results.items()
-            if result.error is not None
-        ],
         paper=printed if printed is not None and set(printed["teacher"]) == set(sets) else None,
     )
 
 
-def _base_row(study: Study, findings: Findings, name: str, label: str, model: Path, key: str | None = None) -> Row:
-    """Return the row of the teacher or of the untrained student: one run without training."""
-    scores = findings.base[key or name]
-    run = _run(study, name, Result(study.base(), {"student": scores, "run": {"training": None}}))
-    return Row(
-        name=name, label=label, params=scores["params"], checkpoint_bytes=_weight_bytes(downloaded(model)), runs=[run]
-    )
+def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
+    """Return the rows by size: those of the table, then those of the further sizes with one seed."""
+    if not findings.sizes:
+        return []
+    rows = [replace(row, label="as in the table") for row in table]
+    for size, results in findings.sizes.items():
+        for name, result in results.items():
+            model = "untrained" if name == "none" else "student"
+            params = None if result.metrics is None else result.metrics[model]["params"]
+            label = f"rank {size}" if size.isdigit() else size
+            rows.append(Row(name=name, label=label, params=params, runs=[_run(study, name, result, model)]))
+    return rows
 
 
-def _run(study: Study, method: str, result: Result) -> Run:
-    trial, metrics = result.trial, result.metrics or {"student": {}, "run": {"training": None}}
-    student, training = metrics["student"], metrics["run"]["training"] or {}
+def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
+    """Return a run with the scores of one of its models."""
+    trial, metrics = result.trial, result.metrics or {}
+    scores = metrics.get(model, {})
+    training = (metrics["run"]["training"] or {}) if metrics and model == "student" else {}
     return Run(
         method=method,
         seed=trial.seed,
-        folder=_relative(study, trial),
-        command=_command(study, trial),
+        folder=os.path.relpath(trial.folder, study.root),
+        command=shown_command(study.launcher.train_command(trial.recipe)),
         settings=dict(trial.settings),
-        rouge_l=student.get("rougeL"),
-        valid_rouge_l=student.get("valid", {}).get("rougeL"),
-        training_tokens=training.get("tokens"),
-        training_tokens_per_second=training.get("tokens_per_second"),
-        generation_tokens_per_second=student.get("generation_tokens_per_second"),
-        peak_memory_bytes=training.get("peak_memory_bytes"),
-        seconds=result.seconds,
+        rouge_l=scores.get("rougeL"),
+        valid_rouge_l=scores.get("valid", {}).get("rougeL"),
+        costs={
+            "training_tokens": training.get("tokens"),
+            "training_tokens_per_second": training.get("tokens_per_second"),
+            "peak_memory_bytes": training.get("peak_memory_bytes"),
+            "generation_tokens_per_second": scores.get("generation_tokens_per_second"),
+            "seconds": result.seconds,
+        },
         history=read_metrics_log(trial.folder),
         error=result.error,
     )
-
-
-def _relative(study: Study, trial: Trial) -> str:
-    return os.path.relpath(trial.folder, study.root)
-
-
-def _command(study: Study, trial: Trial) -> str:
-    return shown_command(study.launcher.train_command(trial.recipe))
-
-
-def _terms(runs: Sequence[Result]) -> list[str]:
-    """Return the names of the loss terms in the logs."""
-    return next((names for each in runs if (names := term_names(read_metrics_log(each.trial.folder)))), [])
 
 
 def _weight_bytes(folder: Path) -> int | None:
@@ -116,37 +119,10 @@ def _weight_bytes(folder: Path) -> int | None:
     return sum(sizes) if sizes else None
 
 
-def _sizes(study: Study, findings: Findings) -> list[SizePoint]:
-    """Return the scores by size: the table's size with the mean over seeds, the further sizes with one seed."""
-    if not findings.sizes:
-        return []
-    base = Result(study.base(), {"student": findings.base["untrained"]})
-    groups = [("as in the table", name, runs) for name, runs in {"none": [base], **findings.runs}.items()]
-    for size, results in findings.sizes.items():
-        setting = f"rank {size}" if size.isdigit() else size
-        groups += [(setting, name, [result]) for name, result in results.items()]
-    points = []
-    for setting, name, runs in groups:
-        ended = [run for run in runs if run.metrics is not None]
-        scores = [(run.metrics or {}).get("student") or (run.metrics or {})["untrained"] for run in ended]
-        if not scores or not all(each["rougeL"] for each in scores):
-            continue
-        points.append(
-            SizePoint(
-                method=name,
-                params=scores[0]["params"],
-                setting=setting,
-                average=statistics.fmean(statistics.fmean(each["rougeL"].values()) for each in scores),
-                folder=_relative(study, ended[0].trial),
-                command=_command(study, ended[0].trial),
-            )
-        )
-    return points
-
-
-def _samples(study: Study, findings: Findings, base: Trial) -> list[Sample]:
+def _samples(study: Study, findings: Findings) -> list[Sample]:
     """Return prompts spread evenly over the test sets, with each model's answer (first seed, first pass)."""
-    folders = {"teacher": base.folder / "predictions" / "teacher", "none": base.folder / "predictions" / "untrained"}
+    answered = study.base().folder / "predictions"
+    folders = {"teacher": answered / "teacher", "none": answered / "untrained"}
     for name, runs in findings.runs.items():
         first = next((run for run in runs if run.metrics is not None), None)
         if first is not None:
@@ -215,8 +191,3 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
         "Decoding": f"{run['decoding']}, ROUGE-L F1 with stemming, best of the references, x 100",
         "Seeds": ", ".join(map(str, study.seeds)),
     }
-
-
-def typed(arguments: Sequence[str]) -> str:
-    """Return the command as the user typed it."""
-    return shlex.join(["llmdistill", "compare", *arguments])

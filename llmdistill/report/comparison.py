@@ -108,10 +108,11 @@ def _named(comparison: Comparison, name: str) -> Row | None:
 def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return the variables of the templates."""
     rows, teacher = comparison.rows, _named(comparison, TEACHER)
-    sizes = [Run(method=p.method, seed=0, folder=p.folder, command=p.command) for p in comparison.sizes]
     runs = [run for row in rows for run in (*row.runs, *row.trials)]
     failed = [run for run in runs if run.error is not None]
     failed += [run for row in rows for run in row.failed if run.error is None]
+    failed_sizes = [run for row in comparison.sizes for run in row.failed]
+    sizes = [row for row in comparison.sizes if row.ended]
     differences = {row.name: difference_to_teacher(row, teacher) for row in rows}
     trained = [differences[row.name] for row in rows if row.trained]
     return {
@@ -123,8 +124,9 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
         "teacher_params": None if teacher is None else teacher.params,
         "plots": drawn,
         "labels": {row.name: row.label for row in rows},
-        "failed": _once([*failed, *comparison.failures]),
-        "made": _once([*runs, *comparison.failures, *sizes]),
+        "failed": _once([*failed, *failed_sizes]),
+        "sizes": sizes,
+        "made": _once([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
         "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
     }
 
@@ -166,8 +168,9 @@ def _figures(comparison: Comparison) -> list[Drawing]:
         figures.append(Drawing("scores", "Scores", caption, plots.plot_scores(dots, levels.get(TEACHER))))
     figures += _curve_figures(rows, styles)
     by_method: dict[str, list[tuple[int, float]]] = {}
-    for point in (point for point in comparison.sizes if point.method != UNTRAINED):
-        by_method.setdefault(point.method, []).append((point.params, point.average))
+    for row in comparison.sizes:
+        if row.trained and row.params is not None and row.average is not None:
+            by_method.setdefault(row.name, []).append((row.params, row.average.mean))
     if by_method:
         lines = [(row.label, styles[row.name], by_method[row.name]) for row in rows if row.name in by_method]
         caption = (

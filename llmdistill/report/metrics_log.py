@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 METRICS_LOG = "metrics.jsonl"
@@ -36,6 +37,6 @@ def read_metrics_log(folder: Path) -> Log:
         return [json.loads(line) for line in lines]
 
 
-def term_names(rows: Log) -> list[str]:
+def term_names(rows: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the names of the loss terms in a log, in the order of its columns."""
     return [name for name in rows[-1] if name not in FIGURES] if rows else []

@@ -38,11 +38,8 @@ class Run:
     rouge_l: Mapping[str, float] | None = None
     """ROUGE-L by test set; None if the run was not scored on the test sets."""
     valid_rouge_l: float | None = None
-    training_tokens: int | None = None
-    training_tokens_per_second: float | None = None
-    generation_tokens_per_second: float | None = None
-    peak_memory_bytes: int | None = None
-    seconds: float | None = None
+    costs: Mapping[str, float | None] = field(default_factory=dict)
+    """The values of COSTS."""
     history: Sequence[Mapping[str, float]] = ()
     """Rows of metrics.jsonl: step, loss, valid_loss (in some rows), and the terms of the loss."""
     error: str | None = None
@@ -56,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One model of the comparison, with its scores over the seeds."""
+    """A model of the comparison at one size, with its scores over the seeds."""
 
     name: str
     """The key of the row, such as teacher, none or makd."""
@@ -116,23 +113,8 @@ class Row:
 
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
-        values = [value for run in self.ended if (value := getattr(run, key)) is not None]
+        values = [value for run in self.ended if (value := run.costs.get(key)) is not None]
         return statistics.median(values) if values else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizePoint:
-    """A method's score with a student of another size."""
-
-    method: str
-    """The name of the method's row."""
-    params: int
-    setting: str
-    """The setting that determines the size, such as "rank 20"."""
-    average: float
-    """Mean ROUGE-L over the test sets."""
-    folder: str
-    command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,15 +136,14 @@ class Comparison:
     sets: Sequence[str]
     rows: Sequence[Row]
     """The teacher, the untrained student, then the methods in the given order."""
-    sizes: Sequence[SizePoint] = ()
+    sizes: Sequence[Row] = ()
+    """The rows for the plot of quality against size, whose labels say the size; empty without further sizes."""
     samples: Sequence[Sample] = ()
     warnings: Sequence[str] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     """Command, hardware, versions, decoding, seeds, selection rule and data, by the names that the report shows."""
     paper: Mapping[str, Mapping[str, float]] | None = None
     """The ROUGE-L in the paper, by row and set."""
-    failures: Sequence[Run] = ()
-    """Failed runs that belong to no row, such as runs of students of other sizes."""
 
     def __post_init__(self) -> None:
         """Check the test sets and the names of the rows."""

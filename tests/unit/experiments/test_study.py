@@ -229,12 +229,12 @@ def test_sizes_train_the_chosen_settings_once_more(make_study):
     assert ranks == [30, 20, None]
     assert targets == [None, None, "60%"]
     comparison = collect(make_study(launcher, sizes=["20", "60%"]), findings, title="t", paper={}, command="c")
-    assert {(point.setting, point.method) for point in comparison.sizes} == {
+    assert {(point.label, point.name) for point in comparison.sizes} == {
         (setting, method) for setting in ("as in the table", "rank 20", "60%") for method in COMPARED
     }
     makd = [run.metrics["student"]["rougeL"] for run in findings.runs["makd"]]
-    (own,) = [point for point in comparison.sizes if (point.setting, point.method) == ("as in the table", "makd")]
-    assert own.average == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 3)
+    (own,) = [point for point in comparison.sizes if (point.label, point.name) == ("as in the table", "makd")]
+    assert own.average.mean == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 3)
     for results in findings.sizes.values():
         assert set(results) == set(COMPARED)
         assert results["makd"].trial.settings["train.learning_rate"] == 3e-3

@@ -18,7 +18,6 @@ from llmdistill.report.results import (
     Row,
     Run,
     Sample,
-    SizePoint,
     describe_finding,
 )
 
@@ -40,11 +39,13 @@ def make_run(method, seed, scores=None, **more):
         "settings": {"train.learning_rate": 0.003},
         "rouge_l": rouge_l,
         "valid_rouge_l": 45.0 + seed,
-        "training_tokens": 1000 * (seed + 1) ** 2,
-        "training_tokens_per_second": 123.0,
-        "generation_tokens_per_second": 45.0,
-        "peak_memory_bytes": 2**30,
-        "seconds": 3725.0,
+        "costs": {
+            "training_tokens": 1000 * (seed + 1) ** 2,
+            "training_tokens_per_second": 123.0,
+            "generation_tokens_per_second": 45.0,
+            "peak_memory_bytes": 2**30,
+            "seconds": 3725.0,
+        },
         "history": history,
     }
     return Run(**{**base, **more})
@@ -70,8 +71,12 @@ def make_comparison():
             make_row("makd", "MaKD", SCORES["makd"], trials=tried, terms=["a", "b"]),
         ],
         sizes=[
-            SizePoint(
-                method=method, params=params, setting=f"rank {params}", average=params / 10, folder=f"cells/{params}"
+            make_row(
+                method,
+                f"rank {params}",
+                [],
+                params=params,
+                runs=[make_run(method, 0, (params / 10,) * 2, folder=f"cells/{params}", command="")],
             )
             for method in ("sft", "makd")
             for params in (300, 500)
@@ -290,7 +295,8 @@ def test_method_whose_runs_all_failed_is_there_with_its_error(tmp_path, comparis
 
 def test_failure_at_another_size_is_shown(tmp_path, comparison):
     failed = make_run("makd", 0, error="rank 99 is too large", folder="cells/size")
-    text = written(tmp_path, dataclasses.replace(comparison, failures=[failed]), "report.html")
+    sizes = [*comparison.sizes, make_row("makd", "rank 99", [], runs=[failed])]
+    text = written(tmp_path, dataclasses.replace(comparison, sizes=sizes), "report.html")
     assert "rank 99 is too large" in text
 
 
