@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from rich.console import Console
 
 from llmdistill.config import RunConfig, TrainConfig
 from llmdistill.errors import UserError
@@ -14,8 +16,9 @@ from llmdistill.experiments.trials import Result, Trial
 from llmdistill.files import write_json
 from llmdistill.methods.layers import parse_layers
 from llmdistill.models.families import shape_of
-from llmdistill.report.layers import LayerScore, plot_layers, print_layers
 from llmdistill.report.metrics_log import read_metrics_log
+from llmdistill.report.plots import Curve, method_styles, plot_curves, save_plot
+from llmdistill.report.tables import print_table
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 
@@ -65,10 +68,37 @@ def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
     best = int(choice.settings[f"{name}.teacher_layer"])
     values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
     write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
-    scores = [LayerScore(layer=layer, loss=loss) for layer, loss in losses.items()]
-    plot_layers(scores, folder)
-    print_layers(scores, folder)
+    plot_layers(losses, folder)
+    print_layers(losses, folder)
     return best
+
+
+def plot_layers(losses: Mapping[int, float], folder: Path) -> None:
+    """Write layer_search.png and layer_search.svg; `losses`: validation loss by layer, counted from 1."""
+    values = list(losses.values())
+    style = method_styles(["student"])["student"]
+    curve = Curve([float(layer) for layer in losses], values, values, values)
+    figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
+    axes = figure.axes[0]
+    axes.set_xlabel("layer of the teacher, from 1")
+    axes.get_legend().remove()  # type: ignore[union-attr]
+    best = min(losses, key=lambda layer: losses[layer])
+    axes.plot(best, losses[best], marker="o", markersize=11, fillstyle="none", color=style.color)
+    save_plot(figure, folder, "layer_search")
+
+
+def print_layers(losses: Mapping[int, float], folder: Path, console: Console | None = None) -> None:
+    """Print the losses as a table with one bar per layer and a mark at the best layer."""
+    best, worst = min(losses.values()), max(losses.values())
+    rows = []
+    for layer, loss in losses.items():
+        bar = "█" * round(30 * (worst - loss) / (worst - best)) if worst > best else ""
+        chosen = " chosen" if loss == best else ""
+        rows.append([str(layer), f"{loss:.4f}", f"{bar} {worst - loss:.4f}{chosen}".strip()])
+    out = console or Console()
+    header = ["layer", "validation loss", "better than the worst by"]
+    print_table("Which layer of the teacher to learn from", header, rows, left=(2,), console=out)
+    out.print(f"The curve is in {folder / 'layer_search.png'}", soft_wrap=True)
 
 
 def _short(config: RunConfig, name: str, layer: int, folder: Path) -> RunConfig:

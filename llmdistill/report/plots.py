@@ -10,15 +10,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from matplotlib import rc_context
+from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-INK, PAPER, GREY = "#202124", "#ffffff", "#7d828a"
+STYLE = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
+"""The style of all figures."""
+
+INK, PAPER, GREY = STYLE["text.color"], STYLE["figure.facecolor"], STYLE["axes.edgecolor"]
 """Colours of text and axes, of the background, and of the rows that are not methods, such as the untrained student."""
 
 COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
@@ -26,31 +29,6 @@ COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
-
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.parse_math": False,  # a $ in a name is shown as it is
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GREY,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-    "figure.facecolor": PAPER,
-    "svg.fonttype": "none",
-}
-"""The style of all figures."""
 
 
 class Style(NamedTuple):

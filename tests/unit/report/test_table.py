@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
-from llmdistill.report.layers import LayerScore, plot_layers, print_layers
 from llmdistill.report.table import finish_report, plot_training, training_cost
 from llmdistill.tasks.base import ScoreTable
 
@@ -130,14 +127,3 @@ def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metr
     assert "| untrained | 50 | 25% | 3.5000 |  |" in report
     assert "| trained | 50 | 25% | 1.2500 | 3,585 |" in report
     assert "gen tok/s" not in report + capsys.readouterr().out
-
-
-def test_the_layers_curve_marks_the_best(tmp_path):
-    out = io.StringIO()
-    scores = [LayerScore(2, 4.0), LayerScore(3, 3.0), LayerScore(4, 3.5)]
-    print_layers(scores, tmp_path, Console(file=out, width=80))
-    plot_layers(scores, tmp_path)
-    lines = [line for line in out.getvalue().splitlines() if "chosen" in line]
-    assert len(lines) == 1
-    assert lines[0].split()[:2] == ["3", "3.0000"]
-    assert (tmp_path / "layer_search.svg").is_file()
