@@ -17,13 +17,8 @@ from llmdistill.tasks.base import TaskData
 def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callable[[World], None] | None = None) -> None:
     """Execute the runs of a configuration in an existing process group; every rank must call this function.
 
-    Finished runs are not repeated.
-
-    Args:
-        plans: the plans that `make_plans` returns.
-        data: the examples.
-        world: the rank and the number of ranks.
-        then: is called after the runs, while the folder is claimed, such as for the second stage on tasks.
+    Finished runs are not repeated. `then` is called after the runs, while the folder is claimed, such as for the second
+    stage on tasks.
 
     Raises:
         UserError: bad input, the folder belongs to another run, or the loss is not finite.

@@ -58,10 +58,7 @@ def choose(results: Sequence[Result], score: Score) -> Choice | None:
 def may_be_best(results: Sequence[Result], score: Score, seeds: int) -> list[Result]:
     """Return the trials that may still be the best: the best so far, and the best of settings that lack seeds.
 
-    Args:
-        results: the trials that have ended.
-        score: the score of a finished trial.
-        seeds: the number of seeds of each combination of settings.
+    `seeds` is the number of seeds of each combination of settings.
     """
     groups = by_settings(results)
     leaders = [max(group, key=score) for group in groups if len(group) < seeds]

@@ -54,23 +54,18 @@ class InProcess:
         A UserError makes only its trial fail. On a single rank, any other exception also makes only its trial fail,
         and the traceback is written to the log.
         """
-        return [self._run(trial, progress if self.world.is_main else None) for trial in trials]
+        shown = Progress() if progress is None or not self.world.is_main else progress
+        return [self._run(trial, shown) for trial in trials]
 
-    def _run(self, trial: Trial, progress: Progress | None) -> Result:
+    def _run(self, trial: Trial, progress: Progress) -> Result:
         kept = on_main(lambda: kept_result(trial), self.world)
         if kept is not None:
-            if progress is not None:
-                progress.end(kept, kept=kept.metrics is not None)
-            return kept
-        if progress is not None:
-            progress.start(trial)
+            return progress.end(kept, kept=True)
+        progress.start(trial)
         began = time.perf_counter()
         error = self._train(trial)
         gc.collect()  # an engine has reference cycles, and dozens of engines would not fit into memory
-        result = on_main(lambda: ended_result(trial, error, time.perf_counter() - began), self.world)
-        if progress is not None:
-            progress.end(result)
-        return result
+        return progress.end(on_main(lambda: ended_result(trial, error, time.perf_counter() - began), self.world))
 
     def _train(self, trial: Trial) -> str | None:
         """Run a trial; returns the reason of a failure, or None."""
@@ -131,15 +126,9 @@ class Launcher:
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
         """Run the trials that are not finished and return the results of all trials in order."""
-        slots, waiting = self._slots(), list(trials)[::-1]
+        slots, waiting, shown = self._slots(), list(trials)[::-1], progress or Progress()
         running: list[_Running] = []
         results: dict[Path, Result] = {}
-
-        def finish(result: Result, *, kept: bool = False) -> None:
-            results[result.trial.folder] = result
-            if progress is not None:
-                progress.end(result, kept=kept)
-
         processes: list[subprocess.Popen[bytes]] = []
         with _ended(processes):
             while waiting or running:
@@ -147,16 +136,10 @@ class Launcher:
                     trial = waiting.pop()
                     kept = kept_result(trial)
                     if kept is not None:
-                        finish(kept, kept=kept.metrics is not None)
+                        results[trial.folder] = shown.end(kept, kept=True)
                         continue
-                    if progress is not None:
-                        progress.start(trial)
-                    slot = slots.pop(0)
-                    # Launchers that run at the same time must not use the same port.
-                    port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
-                    command = self.train_command(trial.write_recipe(), [*slot, *port])
-                    began = time.perf_counter()
-                    running.append(_Running(_start(command, trial.log, self._environment()), trial, slot, began))
+                    shown.start(trial)
+                    running.append(self._start(trial, slots.pop(0)))
                     processes.append(running[-1].process)
                 time.sleep(_POLL_SECONDS)
                 for each in [each for each in running if each.process.poll() is not None]:
@@ -164,8 +147,16 @@ class Launcher:
                     slots.append(each.slot)
                     code = each.process.returncode
                     error = None if code == 0 else _reason(each.trial.log, code)
-                    finish(ended_result(each.trial, error, time.perf_counter() - each.began))
+                    seconds = time.perf_counter() - each.began
+                    results[each.trial.folder] = shown.end(ended_result(each.trial, error, seconds))
         return [results[trial.folder] for trial in trials]
+
+    def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:
+        # Launchers that run at the same time must not use the same port.
+        port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
+        command = self.train_command(trial.write_recipe(), [*slot, *port])
+        began = time.perf_counter()
+        return _Running(_start(command, trial.log, self._environment()), trial, slot, began)
 
     def _slots(self) -> list[Sequence[str]]:
         """Return the launcher's flags for each of the trials that run at the same time."""

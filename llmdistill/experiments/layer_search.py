@@ -30,11 +30,6 @@ def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Pla
     the same batches. The relation losses of different layers cannot be compared, so each student is then trained with
     the token loss alone for the same number of steps, and its validation loss after these steps is its score. Finished
     runs are not repeated. The search writes `layer_search.json` and a plot into the run's folder.
-
-    Args:
-        plan: a run with a method whose teacher_layer is auto (`plan.searched`).
-        run: executes a run from its plan, unless the run is already finished.
-        world: the rank and the number of ranks.
     """
     config, folder = plan.config, plan.folder
     name = plan.searched

@@ -93,13 +93,7 @@ def kept_result(trial: Trial) -> Result | None:
 
 
 def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
-    """Return the result of a trial that has just ended.
-
-    Args:
-        trial: the trial.
-        error: the reason of a failure, or None.
-        seconds: the duration of this start.
-    """
+    """Return the result of a trial that has just ended, after a start of some seconds; `error`: why it failed."""
     if error is not None:
         return Result(trial, None, error)
     result = kept_result(trial)
@@ -112,7 +106,7 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
 
 
 class Progress:
-    """Prints which trial is running, how it ended, and the progress of the study.
+    """Prints which trial is running, how it ended, and the progress of the study; without a total it prints nothing.
 
     Args:
         total: the number of trials of the study.
@@ -122,8 +116,8 @@ class Progress:
 
     def __init__(
         self,
-        total: int,
-        describe: Callable[[Mapping[str, Any]], str],
+        total: int | None = None,
+        describe: Callable[[Mapping[str, Any]], str] = str,
         then: Callable[[Result], None] = lambda result: None,
     ) -> None:
         self._total, self._describe, self._then, self._seen = total, describe, then, 0
@@ -132,18 +126,25 @@ class Progress:
     def start(self, trial: Trial) -> None:
         """Print that a trial starts."""
         self._running[trial.folder] = self._next(trial)
-        print(f"{self._running[trial.folder]} ...", flush=True)
+        self._print(f"{self._running[trial.folder]} ...")
 
-    def end(self, result: Result, *, kept: bool = False) -> None:
-        """Print the result of a trial; `kept`: the trial was already finished."""
-        said = f"FAILED: {result.error}" if result.metrics is None else self._describe(result.metrics)
+    def end(self, result: Result, *, kept: bool = False) -> Result:
+        """Print the result of a trial and return it; `kept`: the trial was not started again."""
         head = self._running.pop(result.trial.folder, None) or self._next(result.trial)
-        print(f"{head}: {said}{' (kept)' if kept else ''}", flush=True)
+        if result.metrics is None:
+            self._print(f"{head}: FAILED: {result.error}")
+        else:
+            self._print(f"{head}: {self._describe(result.metrics)}{' (kept)' if kept else ''}")
         self._then(result)
+        return result
 
     def _next(self, trial: Trial) -> str:
         self._seen += 1
         return f"[{self._seen}/{self._total}] {trial.title}"
+
+    def _print(self, line: str) -> None:
+        if self._total is not None:
+            print(line, flush=True)
 
 
 def make_trial(
@@ -157,16 +158,9 @@ def make_trial(
 ) -> Trial:
     """Return the trial of a recipe with some settings changed.
 
-    The folder's name ends with a digest of everything that determines the student, so a changed recipe makes new
+    `changes` and `settings` are values by dotted key; the settings come from a grid and appear in the title and in the
+    folder's name, which ends with a digest of everything that determines the student, so a changed recipe makes new
     trials.
-
-    Args:
-        root: the study's folder.
-        base: the recipe.
-        name: beginning of the folder's name.
-        changes: values by dotted key; they may contain the seed.
-        settings: the grid's values, by dotted key; they are changes too, and appear in the title and the folder's name.
-        title: beginning of the title; default: name.
     """
     settings = settings or {}
     values = changed_values(base, {**changes, **settings})
@@ -187,11 +181,7 @@ def make_trial(
 
 
 def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with some settings changed, as plain JSON values.
-
-    Args:
-        base: the configuration.
-        changes: values by dotted key.
+    """Return a configuration with some settings changed by dotted key, as plain JSON values.
 
     Raises:
         UserError: a setting does not exist.

@@ -12,6 +12,8 @@ import yaml
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 
+_SUITES = resources.files("llmdistill") / "suites"
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -42,9 +44,7 @@ class Suite:
 
 def suite_names() -> list[str]:
     """Return the names of the suites that are part of the package."""
-    folder = resources.files("llmdistill") / "suites"
-    names = {item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")}
-    return sorted(names)
+    return sorted(item.name.removesuffix(".yaml") for item in _SUITES.iterdir() if item.name.endswith(".yaml"))
 
 
 def method_names() -> list[str]:
@@ -60,9 +60,12 @@ def load_suite(name: str) -> Suite:
     """
     if name not in suite_names():
         raise UserError(f"--suite {name}: there is no such suite; there are {', '.join(suite_names())}")
-    content = _read(name)
+    content = yaml.safe_load((_SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
     listed = content["methods"]
-    variants = load_methods(listed) if isinstance(listed, list) else [_variant(*item) for item in listed.items()]
+    if isinstance(listed, list):
+        variants = load_methods(listed)
+    else:
+        variants = [Variant(key, **settings) for key, settings in listed.items()]
     return Suite(content["title"], variants, content.get("paper", {}))
 
 
@@ -92,12 +95,3 @@ def _known() -> dict[str, Variant]:
             grid = method.grid if preset.grid is None else preset.grid
             variants.append(Variant(preset_name, preset.label, {"method": name, **preset.settings}, grid))
     return {variant.name: variant for variant in variants}
-
-
-def _variant(name: str, content: Mapping[str, Any]) -> Variant:
-    return Variant(name, content["label"], content["settings"], content.get("grid", {}))
-
-
-def _read(name: str) -> dict[str, Any]:
-    file = resources.files("llmdistill") / "suites" / f"{name}.yaml"
-    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
