@@ -1,4 +1,4 @@
-"""The plots of a comparison: scores, learning curves, the terms of a loss, quality against size.
+"""The plots of reports: scores, learning curves, terms of a loss, quality against size, points in a plane.
 
 Every method has the same colour and marker in all plots. The same data always gives the same bytes.
 """
@@ -10,8 +10,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import rc_context, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -29,6 +30,10 @@ COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
+
+
+_MAX_PANELS = 4
+"""Maximum number of panels side by side."""
 
 
 class Style(NamedTuple):
@@ -60,6 +65,16 @@ class Dots(NamedTuple):
     """One value per seed."""
 
 
+class Cloud(NamedTuple):
+    """One panel."""
+
+    title: str
+    note: str
+    """Text below the title."""
+    points: np.ndarray
+    """(rows, 2)."""
+
+
 def method_styles(names: Sequence[str], plain: Sequence[str] = ()) -> dict[str, Style]:
     """Return a style for each method by its position in the list; the names in `plain` are grey and use no colour."""
     styles = {name: Style(GREY, "o", ()) for name in plain}
@@ -87,100 +102,127 @@ def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> 
     return Curve(steps, means, [min(values[step]) for step in steps], [max(values[step]) for step in steps])
 
 
+@rc_context(STYLE)
 def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
     """Plot the average ROUGE-L of each method with its standard deviation and seeds, and the teacher as a line."""
-    with rc_context(STYLE):
-        figure = new_figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
-        axes = figure.subplots()
-        for line, item in enumerate(dots):
-            axes.plot(item.values, [line] * len(item.values), "|", color=item.style.color, alpha=0.7, markersize=11)
-            axes.errorbar(
-                item.mean,
-                line,
-                xerr=item.std or None,
-                color=item.style.color,
-                marker=item.style.marker,
-                capsize=3,
-                markersize=5,
-            )
-            axes.annotate(
-                f"{item.mean:.1f}", (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8
-            )
-        if teacher is not None:
-            axes.axvline(teacher, color=INK, linewidth=1, dashes=(4, 3))
-            axes.annotate(
-                f"teacher {teacher:.1f}",
-                (teacher, 1.0),
-                (0, 3),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-            )
-        axes.set_yticks(range(len(dots)), [item.label for item in dots])
-        axes.set_ylim(len(dots) - 0.5, -0.75)
-        axes.margins(x=0.08)
-        axes.grid(axis="y", visible=False)
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("ROUGE-L, average of the test sets")
-        return figure
+    figure = _new_figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
+    axes = figure.subplots()
+    for line, item in enumerate(dots):
+        axes.plot(item.values, [line] * len(item.values), "|", color=item.style.color, alpha=0.7, markersize=11)
+        axes.errorbar(
+            item.mean,
+            line,
+            xerr=item.std or None,
+            color=item.style.color,
+            marker=item.style.marker,
+            capsize=3,
+            markersize=5,
+        )
+        axes.annotate(
+            f"{item.mean:.1f}", (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8
+        )
+    if teacher is not None:
+        axes.axvline(teacher, color=INK, linewidth=1, dashes=(4, 3))
+        axes.annotate(
+            f"teacher {teacher:.1f}",
+            (teacher, 1.0),
+            (0, 3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(dots)), [item.label for item in dots])
+    axes.set_ylim(len(dots) - 0.5, -0.75)
+    axes.margins(x=0.08)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("ROUGE-L, average of the test sets")
+    return figure
 
 
+@rc_context(STYLE)
 def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figure:
     """Plot one line per method over the steps, with a band from the lowest to the highest seed."""
-    with rc_context(STYLE):
-        figure = new_figure(7.0, 3.6)
-        axes = figure.subplots()
-        for label, style, curve in curves:
-            _draw_curve(axes, label, style, curve)
-        _scale_y(axes, [curve for _, _, curve in curves])
-        axes.set_xlabel("step")
-        axes.set_ylabel(ylabel)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
-        _legend(axes, [curve.mean[-1] for _, _, curve in curves])
-        return figure
+    figure = _new_figure(7.0, 3.6)
+    axes = figure.subplots()
+    for label, style, curve in curves:
+        _draw_curve(axes, label, style, curve)
+    _scale_y(axes, [curve for _, _, curve in curves])
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+    _legend(axes, [curve.mean[-1] for _, _, curve in curves])
+    return figure
 
 
+@rc_context(STYLE)
 def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
     """Plot the terms of one method's loss, one panel per term."""
     columns = min(3, len(terms))
     lines = math.ceil(len(terms) / columns)
-    with rc_context(STYLE):
-        figure = new_figure(7.0, 0.3 + 1.55 * lines)
-        grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
-        panels = list(grid.flat)
-        for axes, (name, curve) in zip(panels, terms.items(), strict=False):
-            _draw_curve(axes, name, style, curve, marker=False)
-            _scale_y(axes, [curve], ticks=4)
-            axes.set_title(name, loc="left", fontsize=9)
-            axes.tick_params(labelsize=8)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, steps=[1, 2, 5, 10]))
-        for axes in panels[len(terms) :]:
-            axes.set_visible(False)
-        for axes in panels[max(0, len(terms) - columns) : len(terms)]:
-            # A panel above an empty cell is the last of its column and has tick labels too.
-            axes.tick_params(labelbottom=True)
-        figure.supxlabel("step", fontsize=9)
-        return figure
+    figure = _new_figure(7.0, 0.3 + 1.55 * lines)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
+    panels = list(grid.flat)
+    for axes, (name, curve) in zip(panels, terms.items(), strict=False):
+        _draw_curve(axes, name, style, curve, marker=False)
+        _scale_y(axes, [curve], ticks=4)
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, steps=[1, 2, 5, 10]))
+    for axes in panels[len(terms) :]:
+        axes.set_visible(False)
+    for axes in panels[max(0, len(terms) - columns) : len(terms)]:
+        # A panel above an empty cell is the last of its column and has tick labels too.
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("step", fontsize=9)
+    return figure
 
 
+@rc_context(STYLE)
 def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None) -> Figure:
     """Plot the average ROUGE-L over the number of parameters, one line per method, the teacher as a dashed line."""
-    with rc_context(STYLE):
-        figure = new_figure(7.0, 3.6)
-        axes = figure.subplots()
-        for label, style, pairs in points:
-            params, averages = zip(*sorted(pairs), strict=True)
-            axes.plot(params, averages, color=style.color, marker=style.marker, dashes=style.dashes, label=label)
-        if teacher is not None:
-            axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
-        axes.set_xlabel("parameters")
-        axes.set_ylabel("ROUGE-L, average of the test sets")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-        last = [sorted(pairs)[-1][1] for _, _, pairs in points]
-        _legend(axes, [*last, teacher] if teacher is not None else last)
-        return figure
+    figure = _new_figure(7.0, 3.6)
+    axes = figure.subplots()
+    for label, style, pairs in points:
+        params, averages = zip(*sorted(pairs), strict=True)
+        axes.plot(params, averages, color=style.color, marker=style.marker, dashes=style.dashes, label=label)
+    if teacher is not None:
+        axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
+    axes.set_xlabel("parameters")
+    axes.set_ylabel("ROUGE-L, average of the test sets")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    last = [sorted(pairs)[-1][1] for _, _, pairs in points]
+    _legend(axes, [*last, teacher] if teacher is not None else last)
+    return figure
+
+
+@rc_context(STYLE)
+def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequence[str]) -> Figure:
+    """Plot the clouds side by side, coloured by class or score (KroneckerBERT Figure 4).
+
+    Args:
+        clouds: one cloud per model, all of the same examples.
+        targets: (rows,), the class or the score of each example.
+        classes: the names of the classes; empty if targets are scores, which are shown by a colour scale.
+    """
+    columns = min(len(clouds), _MAX_PANELS)
+    lines = -(-len(clouds) // columns)
+    figure = _new_figure(2.9 * columns + 0.4, 3.0 * lines + 0.4)
+    panels = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
+    for axes, cloud in zip(panels, clouds, strict=False):
+        _draw_cloud(axes, cloud, targets, classes)
+    for axes in panels[len(clouds) :]:
+        axes.set_visible(False)
+    if classes:
+        # A bare number would be unclear in the legend.
+        names = [f"class {name}" if name.isdigit() else name for name in classes]
+        handles, _ = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), markerscale=2)
+    else:
+        figure.colorbar(panels[0].collections[0], ax=panels, label="score", shrink=0.7, aspect=24, pad=0.02)
+    return figure
 
 
 def short_number(value: float) -> str:
@@ -217,8 +259,8 @@ def inline_svg(svg: str, label: str) -> str:
     return re.sub(r"<svg [^>]*>", lambda _: f'<svg {box.group()} role="img" aria-label="{label}">', svg, count=1)
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, with its size in inches; the caller must be inside `rc_context(STYLE)`."""
+def _new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, with its size in inches; the caller must have the decorator `rc_context(STYLE)`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -237,6 +279,26 @@ def _draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: b
         label=label,
     )
     axes.fill_between(curve.steps, curve.low, curve.high, color=style.color, alpha=0.18, linewidth=0)
+
+
+def _draw_cloud(axes: Axes, cloud: Cloud, targets: np.ndarray, classes: Sequence[str]) -> None:
+    small: dict[str, Any] = {"s": max(4.0, min(20.0, 6000 / len(targets))), "alpha": 0.75, "linewidths": 0}
+    if classes:
+        for index, name in enumerate(classes):
+            x, y = cloud.points[targets == index].T
+            marker = MARKERS[index % len(MARKERS)]
+            axes.scatter(x, y, color=COLORS[index % len(COLORS)], marker=marker, label=name, **small)
+    else:
+        x, y = cloud.points.T
+        axes.scatter(x, y, c=targets, cmap="viridis", **small)
+    axes.set_title(f"{cloud.title}\n", loc="left", fontsize=9)
+    axes.text(0, 1.02, cloud.note, transform=axes.transAxes, fontsize=8, color=INK)
+    # The axes of t-SNE and its distances between far points have no meaning, so there are no ticks.
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_box_aspect(1)
+    axes.spines[:].set_visible(True)
+    axes.spines[:].set_alpha(0.5)
 
 
 def _scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6) -> None:

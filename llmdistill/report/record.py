@@ -15,12 +15,7 @@ import llmdistill
 
 
 def make_record(command: str, world_size: int) -> dict[str, Any]:
-    """Return the record of a run or study that ends now, as plain JSON values.
-
-    Args:
-        command: the command as the user typed it.
-        world_size: number of ranks.
-    """
+    """Return the record of a run or study that ends now, as plain JSON values; `command` is what the user typed."""
     return {
         "command": command,
         "hardware": describe_hardware(world_size),

@@ -23,13 +23,7 @@ def print_table(
 ) -> None:
     """Print a table on the terminal.
 
-    Args:
-        title: text above the table.
-        header: names of the columns.
-        rows: each row has one text per column.
-        left: indices of the left-aligned columns.
-        turned: whether rows become columns if the terminal is too narrow.
-        console: the console to print on; default: the terminal.
+    `left` are the indices of the left-aligned columns; `turned`: rows become columns if the terminal is too narrow.
     """
     terminal = console or Console()
     if turned and _width(header, rows) > terminal.width:

@@ -69,11 +69,7 @@ def protocol_of(config: GlueConfig, task: str) -> Protocol:
 def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:
     """Return the folder or hub name of a task's teacher, or of another model that is fine-tuned on the task.
 
-    Args:
-        teacher: an earlier run's folder, a path that contains {task}, or a single model.
-        task: a name in TASKS.
-        tasks: all tasks of the study; a single model can teach only one task.
-        key: name of the setting, for error messages.
+    `teacher` is an earlier run's folder, a path that contains {task}, or a single model, which can teach only one task.
 
     Raises:
         UserError: the folder has no model for the task, or a single model is given for several tasks.

@@ -19,7 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import BEST, short_names, teacher_of
 from llmdistill.experiments.glue.results import averages, print_results, write_report
 from llmdistill.experiments.glue.study import TaskStudy
-from llmdistill.experiments.launcher import InProcess, Launcher, Runner
+from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
@@ -39,13 +39,9 @@ _CPU_REPEATS, _GPU_REPEATS = 5, 20
 
 
 def run(config: GlueConfig, *, command: str, as_json: bool, launcher_flags: Sequence[str] = ()) -> None:
-    """Fine-tune, choose, measure and report; every rank of the launcher must call this function.
+    """Fine-tune, choose, measure and print; every rank of the launcher must call this function.
 
-    Args:
-        config: the settings of the study.
-        command: the command as the user typed it, for the report.
-        as_json: whether results.json is printed instead of the table.
-        launcher_flags: flags of the deepspeed launcher for each run, if runs have their own processes.
+    `command` is the command as the user typed it, and `launcher_flags` are for runs that have their own processes.
 
     Raises:
         UserError: bad input, or the folder belongs to a run with other settings.
@@ -90,9 +86,32 @@ def evaluate(
     Raises:
         UserError: bad input, or the folder belongs to a run with other settings.
     """
-    studies = prepare(config, prefix=prefix)
+    studies = _prepare(config, prefix)
+    first, names = next(iter(studies.values())), list(studies)
     runner = InProcess(world, lambda trial: run_config(trial, world)) if launcher is None else launcher
-    return conduct(config, studies, runner, world, command=command)
+    print_main(_headline(config, studies), world)
+    sizes = on_main(lambda: _measure(config, first, world), world)
+    # The study of a finished task is removed, which frees its examples.
+    tasks = {name: studies.pop(name).conduct(runner, world) for name in names}
+    results = {
+        "model": config.model,
+        "teacher": config.teacher,
+        "baseline": config.baseline,
+        "methods": config.methods(),
+        "protocol": config.protocol,
+        "limit": config.limit,
+        "params": sizes["params"],
+        "speed": sizes.get("speed"),
+        "speed_asked": sizes["asked"] if "speed" in sizes else None,
+        "tasks": tasks,
+        "averages": averages(tasks),
+        "warnings": [warning for task in tasks.values() for warning in task["warnings"]],
+        "run": make_record(command, world.size),
+    }
+    if world.is_main:
+        write_json(first.root / "results.json", results)
+        write_report(first.root, results)
+    return results
 
 
 def output_dir(config: GlueConfig) -> Path:
@@ -104,16 +123,8 @@ def output_dir(config: GlueConfig) -> Path:
     return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
 
 
-def prepare(config: GlueConfig, *, prefix: str) -> dict[str, TaskStudy]:
-    """Return the study of each task; all studies are checked before the first one runs.
-
-    Args:
-        config: the settings of the study.
-        prefix: prefix of the settings' names in error messages.
-
-    Raises:
-        UserError: models, teachers, data or settings are missing, damaged or incompatible.
-    """
+def _prepare(config: GlueConfig, prefix: str) -> dict[str, TaskStudy]:
+    """Return the study of each task; all studies are checked before the first one runs."""
     tasks = find_tasks(config.tasks, key=f"{prefix}tasks")
     check_data_dir(config.data_dir, tasks, key=f"{prefix}data_dir")
     studies = {
@@ -152,37 +163,6 @@ def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key:
         raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
 
 
-def conduct(
-    config: GlueConfig, studies: dict[str, TaskStudy], runner: Runner, world: World, *, command: str
-) -> dict[str, Any]:
-    """Run all tasks and write results.json and report.md; every rank must call this function."""
-    first = next(iter(studies.values()))
-    print_main(_headline(config, studies), world)
-    sizes = on_main(lambda: _measure(config, first, world), world)
-    names = list(studies)
-    # The study of a finished task is removed, which frees its examples.
-    tasks = {name: studies.pop(name).conduct(runner, world) for name in names}
-    results = {
-        "model": config.model,
-        "teacher": config.teacher,
-        "baseline": config.baseline,
-        "methods": config.methods(),
-        "protocol": config.protocol,
-        "limit": config.limit,
-        "params": sizes["params"],
-        "speed": sizes.get("speed"),
-        "speed_asked": sizes["asked"] if "speed" in sizes else None,
-        "tasks": tasks,
-        "averages": averages(tasks),
-        "warnings": [warning for task in tasks.values() for warning in task["warnings"]],
-        "run": make_record(command, world.size),
-    }
-    if world.is_main:
-        write_json(first.root / "results.json", results)
-        write_report(first.root, results)
-    return results
-
-
 def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
     runs = {name: study.protocol.num_trials for name, study in studies.items()}
     counted = ", ".join(f"{name} {count}" for name, count in runs.items())
@@ -203,9 +183,6 @@ def _measure(config: GlueConfig, study: TaskStudy, world: World) -> dict[str, An
 
     Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.
     The speed-ups are relative to the first model. The result is stored in a file and not measured again.
-
-    Raises:
-        UserError: a model cannot be loaded, or has fewer positions than the batches have tokens.
     """
     named = {"baseline": config.baseline, "teacher": study.teacher, "model": config.model}
     models = {role: path for role, path in named.items() if path is not None}

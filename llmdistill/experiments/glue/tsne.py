@@ -22,8 +22,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.report.clusters import Cloud, plot_clusters
-from llmdistill.report.plots import save_plot
+from llmdistill.report.plots import Cloud, plot_clusters, save_plot
 from llmdistill.tasks.classification import targets_of
 from llmdistill.tasks.glue_files import TaskFiles
 

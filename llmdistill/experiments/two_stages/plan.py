@@ -112,10 +112,7 @@ class TasksPlan:
 
 
 def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
-    """Plan the second stage of a run from configurations alone.
-
-    Args:
-        plans: the plans of the first stage, as `make_plans` returns them.
+    """Plan the second stage of a run, after the plans of the first stage, from configurations alone.
 
     Raises:
         UserError: the settings are invalid.
@@ -129,7 +126,7 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
         )
     tasks = find_tasks(settings.names, key="tasks.names")
     check_data_dir(settings.data_dir, tasks, key="tasks.data_dir")
-    configs = row_configs(plans, tasks)
+    configs = _row_configs(plans, tasks)
     taught = any(config.teacher is not None for config in configs.values())
     named = settings.teacher if taught else None
     given = {} if named is None else {task: teacher_of(named, task, tasks, key="tasks.teacher") for task in tasks}
@@ -170,16 +167,8 @@ def tasks_folder(plan: Plan) -> Path:
     return plan.folder / "tasks"
 
 
-def row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig]:
-    """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it.
-
-    Args:
-        plans: the runs of the first stage; the teacher of the first run and the student of the last run are fine-tuned.
-        tasks: names in TASKS.
-
-    Raises:
-        UserError: the settings are invalid.
-    """
+def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig]:
+    """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it."""
     plan, config = plans[-1], plans[-1].config
     settings, folder = config.tasks, tasks_folder(plans[-1])
     shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
@@ -190,19 +179,17 @@ def row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig
     given = plan.config.student.model
     untrained = str(plan.folder / "untrained") if given is None else str(locate(given))
     learning = {**shared, "teacher": teacher, **_methods(config)}
-    configs: dict[str, GlueConfig] = {}
-    if settings.teacher is None and set(settings.rows) != {"no_kd"}:
-        own = str(plans[0].teacher_path)
-        configs[TEACHER] = command_line.checked(
-            GlueConfig, {**alone, "model": own, "output_dir": str(folder / TEACHER)}, METHODS
-        )
-    for row in settings.rows:
-        model = untrained if row == "no_pretraining" else trained
-        values = alone if row == "no_kd" else learning
-        configs[row] = command_line.checked(
-            GlueConfig, {**values, "model": model, "output_dir": str(folder / row)}, METHODS
-        )
-    return configs
+    rows = {
+        TEACHER: {**alone, "model": str(plans[0].teacher_path)},
+        "no_kd": {**alone, "model": trained},
+        "no_pretraining": {**learning, "model": untrained},
+        "two_stages": {**learning, "model": trained},
+    }
+    needs_teacher = settings.teacher is None and set(settings.rows) != {"no_kd"}
+    return {
+        row: command_line.checked(GlueConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
+        for row in ([TEACHER] if needs_teacher else []) + list(settings.rows)
+    }
 
 
 def _methods(config: RunConfig) -> dict[str, Any]:

@@ -37,13 +37,7 @@ ROWS: dict[str, Row] = {
 
 
 def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
-    """Return the rows as plain JSON values.
-
-    Args:
-        results: the results of eval/glue.py for each row.
-        figures: the t-SNE figure of each task; empty without t-SNE.
-        run: the run's folder.
-    """
+    """Return the rows of GLUE results and the t-SNE figure of each task as plain JSON values; `run` is a folder."""
     found = {
         row: {
             **ROWS[row]._asdict(),

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from llmdistill.report.clusters import Cloud, plot_clusters
-from llmdistill.report.plots import COLORS, save_plot
+from llmdistill.report.plots import COLORS, Cloud, plot_clusters, save_plot
 
 
 def clouds(count: int, rows: int = 12) -> list[Cloud]:
