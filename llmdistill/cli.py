@@ -141,15 +141,20 @@ def export(arguments: Sequence[str]) -> None:
 def evaluate(arguments: Sequence[str]) -> None:
     """Score a model's answers by ROUGE-L, or fine-tune it on GLUE; launcher flags start several ranks."""
     launcher, words = split_launcher_flags(arguments)
-    if launcher:
-        launch(launcher, "llmdistill.cli", "evaluate", *words)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--suite", nargs="?")
     flags, rest = parser.parse_known_args(words)
     if flags.suite == "glue":
         from llmdistill.commands.glue import evaluate as evaluate_glue
 
-        return evaluate_glue(rest, prog="llmdistill evaluate --suite glue")
+        return evaluate_glue(
+            rest,
+            prog="llmdistill evaluate --suite glue",
+            launcher_flags=launcher,
+            launch=lambda: launch(launcher, "llmdistill.cli", "evaluate", *words),
+        )
+    if launcher:
+        launch(launcher, "llmdistill.cli", "evaluate", *words)
     from llmdistill.commands.evaluate import evaluate as evaluate_answers
 
     evaluate_answers(words, prog="llmdistill evaluate")

@@ -44,11 +44,7 @@ def evaluate(
 ) -> None:
     """Fine-tune a model according to the arguments and print the result.
 
-    Args:
-        arguments: the command line, without the launcher's flags.
-        prog: the name of the command.
-        launcher_flags: flags for the deepspeed launcher.
-        launch: replaces this process by the launcher with these flags; by default each run gets them.
+    With `launch`, the launcher with its flags replaces this process, unless each run has its own process and launcher.
 
     Raises:
         UserError: bad arguments or input.

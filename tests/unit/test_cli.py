@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 from transformers import BertConfig, GPT2Config
 
+from llmdistill import cli
 from llmdistill.cli import main, split_launcher_flags
 from llmdistill.train import main as train_main
 
@@ -59,6 +61,25 @@ def test_launcher_flags_go_to_the_launcher():
     launcher, rest = split_launcher_flags(words)
     assert launcher == ["--num_gpus", "2", "--master_port=29501"]
     assert rest == ["--ds_config", "z.json", "--train.steps=3"]
+
+
+@pytest.mark.parametrize("at_once", ["1", "2"])
+def test_launcher_flags_of_glue_start_all_ranks_or_each_trial(monkeypatch, at_once):
+    started = []
+
+    def launch(flags, module, *arguments):
+        started.append([*flags, module])
+        raise SystemExit
+
+    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr("llmdistill.experiments.glue.run.run", lambda config, **more: started.append(more))
+    words = ["evaluate", "--suite", "glue", "--model", "m", "--tasks", "RTE", "--num_gpus", "4"]
+    with contextlib.suppress(SystemExit):
+        main([*words, "--trials_at_once", at_once])
+    if at_once == "1":
+        assert started == [["--num_gpus", "4", "llmdistill.cli"]]
+    else:
+        assert [more["launcher_flags"] for more in started] == [["--num_gpus", "4"]]
 
 
 def test_dry_run_prints_one_json_object_without_weights_or_data(tmp_path, capsys):
