@@ -12,7 +12,6 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names
 from llmdistill.errors import UserError
 from llmdistill.experiments.variants import Suite, load_methods, load_suite, method_names, suite_names
@@ -95,6 +94,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
             "instructions: train its students one by one and compare them with `llmdistill evaluate --suite glue`"
         )
     suite = choose_suite(settings)
+    rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in GRID_FACTORS]
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.experiments.collect import collect
     from llmdistill.experiments.comparison import Study, conduct
@@ -107,7 +107,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
         recipe=recipe,
         root=Path(settings.output_dir or default_folder(flags.recipe, settings.suite)),
         variants=suite.variants,
-        grid={"train.learning_rate": learning_rates(settings, recipe)},
+        grid={"train.learning_rate": rates},
         seeds=[recipe.seed + offset for offset in range(settings.seeds)],
         sizes=[str(size) for size in settings.sizes],
         launcher=launcher,
@@ -153,13 +153,6 @@ def default_folder(recipe: str, suite: str | None) -> str:
     """Return the default folder of a comparison."""
     name = recipe.replace("/", "-") if recipe in recipe_names() else Path(recipe).stem
     return "-".join(["runs/compare", name, *([] if suite is None else [suite])])
-
-
-def learning_rates(settings: CompareConfig, recipe: RunConfig) -> list[float]:
-    """Return the learning rates that every method tries."""
-    if settings.learning_rates is not None:
-        return settings.learning_rates
-    return [factor * recipe.train.learning_rate for factor in GRID_FACTORS]
 
 
 def print_plan(study: Any, *, as_json: bool) -> None:

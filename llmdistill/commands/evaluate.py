@@ -77,29 +77,18 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> i
 
 
 def evaluate(arguments: Sequence[str], *, prog: str) -> None:
-    """Score a model according to the arguments and print the result.
+    """Score a model according to the arguments, on every rank of the launcher, and print the result.
 
     Raises:
         UserError: bad arguments or input.
     """
     parsed = parse(build_parser(prog), arguments)
     quiet_transformers()
-    result = run(parsed)
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    if parsed.json:
-        print(json.dumps(result))
-    else:
-        print_scores(result)
-
-
-def run(parsed: Any) -> dict[str, Any]:
-    """Score a model according to the parsed arguments, on every rank of the launcher; see evaluate_model."""
     # Imported here so that --help does not wait for torch and transformers.
     import torch
 
     from llmdistill.data.instruct import Limits
-    from llmdistill.runtime.distributed import World, init_distributed, shut_down
+    from llmdistill.runtime.distributed import World, best_dtype, init_distributed, shut_down
     from llmdistill.tasks.answers import evaluate_model
 
     settings = build(parsed, GenerationConfig, prefix="--")
@@ -109,24 +98,27 @@ def run(parsed: Any) -> dict[str, Any]:
         max_length=parsed.max_length,
         long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
     )
-    world = World(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        world = init_distributed()
-    auto = "bf16" if world.device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    world = init_distributed() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World.alone()
+    dtype = best_dtype(world.device) if parsed.dtype == "auto" else parsed.dtype
     try:
-        return evaluate_model(
+        result = evaluate_model(
             parsed.model,
             data,
             settings,
             limits,
-            dtype=dtypes[auto if parsed.dtype == "auto" else parsed.dtype],
+            dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
             world=world,
             output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
             log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,
         )
     finally:
         shut_down()
+    if not world.is_main:
+        return
+    if parsed.json:
+        print(json.dumps(result))
+    else:
+        print_scores(result)
 
 
 def chosen_sets(parsed: Any) -> dict[str, str]:
