@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -31,13 +30,6 @@ from llmdistill.runtime.distributed import World, free_port, on_main
 _POLL_SECONDS = 0.05
 _PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port")
 """Flags of the deepspeed launcher that place a run; they conflict with trials_at_once, which assigns the GPUs."""
-
-
-class Runner(Protocol):
-    """Runs trials."""
-
-    def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
-        """Run the trials that are not finished and return the results of all trials in order."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +179,10 @@ class Launcher:
             return {}
         processes = self.trials_at_once * (self._num_gpus() or 1)
         return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+
+Runner = InProcess | Launcher
+"""Runs trials."""
 
 
 def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:

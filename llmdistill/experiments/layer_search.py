@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llmdistill.config import RunConfig, TrainConfig
+from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.grid import choose
 from llmdistill.experiments.launcher import InProcess
@@ -49,10 +49,25 @@ def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Pla
 
 def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Trial, Trial]:
     """Return the trial that learns a layer's relations and the trial that scores its student; layers count from 1."""
-    part, settings = folder / f"layer-{layer}", {f"{name}.teacher_layer": layer}
-    probe = _probe(config, config.method_settings[name].search.probe_steps, part)
-    distil = Trial(f"relations of layer {layer}", settings, config.seed, _short(config, name, layer, part / "distil"))
-    return distil, Trial(f"probe of layer {layer}", settings, config.seed, probe)
+    part, search = folder / f"layer-{layer}", config.method_settings[name].search
+    student = replace(config.student, model=str(part / "distil" / "student"), shape=None, assistants=[])
+
+    def trial(title: str, base: RunConfig, method: str, steps: int, output: Path) -> Trial:
+        train = replace(
+            config.train,
+            steps=steps,
+            warmup_steps=min(config.train.warmup_steps, steps // 10),
+            save_every=steps,
+            validate_every=steps,
+        )
+        run = replace(base, method=method, also=[], train=train, output_dir=str(output), resume="auto")
+        return Trial(f"{title} of layer {layer}", {f"{name}.teacher_layer": layer}, config.seed, run)
+
+    relations = config.with_settings(name, teacher_layer=layer)
+    return (
+        trial("relations", relations, name, search.steps, part / "distil"),
+        trial("probe", replace(config, student=student), "sft", search.probe_steps, part / "probe"),
+    )
 
 
 def _report(probes: Sequence[Result], name: str, folder: Path) -> int:
@@ -94,42 +109,6 @@ def print_layers(losses: Mapping[int, float], folder: Path, console: Console | N
     header = ["layer", "validation loss", "better than the worst by"]
     print_table("Which layer of the teacher to learn from", header, rows, left=(2,), console=out)
     out.print(f"The curve is in {folder / 'layer_search.png'}", soft_wrap=True)
-
-
-def _short(config: RunConfig, name: str, layer: int, folder: Path) -> RunConfig:
-    """Return the run's configuration with the relations of one layer only and with fewer steps."""
-    return replace(
-        config.with_settings(name, teacher_layer=layer),
-        method=name,
-        also=[],
-        train=_steps(config, config.method_settings[name].search.steps),
-        output_dir=str(folder),
-        resume="auto",
-    )
-
-
-def _probe(config: RunConfig, steps: int, part: Path) -> RunConfig:
-    """Return the configuration of the steps with the token loss alone, which start from the candidate's student."""
-    student = replace(config.student, model=str(part / "distil" / "student"), shape=None, assistants=[])
-    return replace(
-        config,
-        method="sft",
-        also=[],
-        student=student,
-        train=_steps(config, steps),
-        output_dir=str(part / "probe"),
-        resume="auto",
-    )
-
-
-def _steps(config: RunConfig, steps: int) -> TrainConfig:
-    return replace(
-        config.train,
-        steps=steps,
-        warmup_steps=min(config.train.warmup_steps, steps // 10),
-        save_every=steps,
-        validate_every=steps,
-    )
 
 
 def _last_valid_loss(result: Result) -> float:

@@ -24,7 +24,6 @@ from llmdistill.report.results import (
     Run,
     best_figures,
     describe_finding,
-    difference_to_teacher,
 )
 from llmdistill.report.spread import plus_minus
 from llmdistill.report.tables import print_table
@@ -65,8 +64,7 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
 
 
 def _results(comparison: Comparison) -> dict[str, Any]:
-    teacher = _named(comparison, TEACHER)
-    methods = {row.name: _result(row, difference_to_teacher(row, teacher)) for row in comparison.rows}
+    methods = {row.name: _result(row, comparison.difference(row)) for row in comparison.rows}
     return {"methods": methods, "sets": list(comparison.sets), "warnings": list(comparison.warnings)}
 
 
@@ -101,19 +99,15 @@ def _without_prefix(value: Any, folder: Path) -> Any:
     return [_without_prefix(item, folder) for item in value] if isinstance(value, list) else value
 
 
-def _named(comparison: Comparison, name: str) -> Row | None:
-    return next((row for row in comparison.rows if row.name == name), None)
-
-
 def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return the variables of the templates."""
-    rows, teacher = comparison.rows, _named(comparison, TEACHER)
+    rows = comparison.rows
     runs = [run for row in rows for run in (*row.runs, *row.trials)]
     failed = [run for run in runs if run.error is not None]
     failed += [run for row in rows for run in row.failed if run.error is None]
     failed_sizes = [run for row in comparison.sizes for run in row.failed]
     sizes = [row for row in comparison.sizes if row.ended]
-    differences = {row.name: difference_to_teacher(row, teacher) for row in rows}
+    differences = {row.name: comparison.difference(row) for row in rows}
     trained = [differences[row.name] for row in rows if row.trained]
     return {
         "comparison": comparison,
@@ -121,7 +115,7 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
         "best": best_figures(rows, comparison.sets),
         "differences": differences,
         "best_difference": max((round(each, 1) for each in trained if each is not None), default=None),
-        "teacher_params": None if teacher is None else teacher.params,
+        "teacher_params": None if comparison.teacher is None else comparison.teacher.params,
         "plots": drawn,
         "labels": {row.name: row.label for row in rows},
         "failed": _once([*failed, *failed_sizes]),

@@ -151,6 +151,17 @@ class Comparison:
         names = [row.name for row in self.rows]
         assert len(set(names)) == len(names), f"a name is there twice: {names}"
 
+    @property
+    def teacher(self) -> Row | None:
+        """The teacher's row."""
+        return next((row for row in self.rows if row.name == TEACHER), None)
+
+    def difference(self, row: Row) -> float | None:
+        """Return the average score minus the teacher's average score; None if one of them has no average."""
+        if self.teacher is None or self.teacher.average is None or row.average is None:
+            return None
+        return row.average.mean - self.teacher.average.mean
+
 
 def check_sets(sets: Sequence[str]) -> None:
     """Check that a report can show these test sets.
@@ -162,13 +173,6 @@ def check_sets(sets: Sequence[str]) -> None:
         raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
     if "average" in sets:
         raise UserError("data.tests has a set of the name average, which is the mean of all sets: call it otherwise")
-
-
-def difference_to_teacher(row: Row, teacher: Row | None) -> float | None:
-    """Return the average score minus the teacher's average score; None if one of them has no average."""
-    if teacher is None or teacher.average is None or row.average is None:
-        return None
-    return row.average.mean - teacher.average.mean
 
 
 def best_figures(rows: Sequence[Row], sets: Sequence[str]) -> dict[str, float]:
