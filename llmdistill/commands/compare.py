@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser
 
@@ -17,6 +17,9 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.variants import Suite, load_methods, load_suite, method_names, suite_names
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
+
+if TYPE_CHECKING:
+    from llmdistill.experiments.comparison import Study
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
 GRID_FACTORS = (0.5, 1.0, 2.0)
@@ -99,7 +102,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     from llmdistill.experiments.collect import collect
     from llmdistill.experiments.comparison import Study, conduct
     from llmdistill.experiments.launcher import Launcher
-    from llmdistill.report.comparison import write_comparison
+    from llmdistill.report.comparison import print_comparison, write_comparison
 
     launcher = Launcher(tuple(launcher_flags), settings.trials_at_once)
     launcher.check()
@@ -123,8 +126,12 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
         return 130
     command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
     comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
-    write_comparison(study.root, comparison)
-    show(study.root, as_json=parsed.json)
+    results = write_comparison(study.root, comparison)
+    if parsed.json:
+        print(json.dumps(results))
+    else:
+        print_comparison(results)
+        print(f"The report is {study.root / 'report.html'}, also report.md, results.json and costs.json beside it.")
     return 1 if findings.failed else 0
 
 
@@ -155,12 +162,9 @@ def default_folder(recipe: str, suite: str | None) -> str:
     return "-".join(["runs/compare", name, *([] if suite is None else [suite])])
 
 
-def print_plan(study: Any, *, as_json: bool) -> None:
+def print_plan(study: Study, *, as_json: bool) -> None:
     """Print the runs of a comparison without running them."""
-    trials = [study.base()]
-    for variant in study.trained():
-        points = study.points(variant)
-        trials += [study.trial(variant, point, study.seeds[0], study.untrained(), tests=False) for point in points]
+    trials = [study.base(), *(trial for _, trial in study.grid_trials())]
     further = study.final_runs()
     if as_json:
         runs = [{"title": trial.title, "folder": str(trial.folder)} for trial in trials]
@@ -169,15 +173,3 @@ def print_plan(study: Any, *, as_json: bool) -> None:
     for trial in trials:
         print(f"{trial.title:60} {trial.folder}")
     print(f"then the chosen settings of each method with {len(study.seeds)} seed(s): {further} run(s) more")
-
-
-def show(root: Path, *, as_json: bool) -> None:
-    """Print the results on the terminal, and the paths of the report's files."""
-    results = json.loads((root / "results.json").read_text(encoding="utf-8"))
-    if as_json:
-        print(json.dumps(results))
-        return
-    from llmdistill.report.comparison import print_comparison
-
-    print_comparison(results)
-    print(f"The report is {root / 'report.html'}, also report.md, results.json and costs.json beside it.")

@@ -21,6 +21,9 @@ from llmdistill.methods import METHODS
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan
 
+Planned = list[tuple[Variant, Trial]]
+"""Trials with their variants."""
+
 
 @dataclass(frozen=True)
 class Study:
@@ -108,6 +111,16 @@ class Study:
             changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.responses, seed)
         return make_trial(self.root, self.recipe, variant.name, changes, point, title=variant.label)
 
+    def grid_trials(self) -> Planned:
+        """Return the trials of every grid point of every variant with the first seed."""
+        start, seed = self.untrained(), self.seeds[0]
+        return [
+            # A single grid point needs no choice, so its run with the first seed is also a final run.
+            (variant, self.trial(variant, point, seed, start, tests=len(self.points(variant)) == 1))
+            for variant in self.trained()
+            for point in self.points(variant)
+        ]
+
     def untrained(self) -> str:
         """Return the folder or name of the student from which all variants start."""
         given = self.recipe.student.model
@@ -159,9 +172,6 @@ class Findings:
         return [result for group in groups for result in group if result.error is not None]
 
 
-Planned = list[tuple[Variant, Trial]]
-
-
 def conduct(study: Study) -> Findings:
     """Run all runs of the comparison that are not finished yet.
 
@@ -183,7 +193,7 @@ def conduct(study: Study) -> Findings:
         return [(variant, results.get(trial.folder, Result(trial, None, no_answers))) for variant, trial in planned]
 
     findings = Findings(base.metrics)
-    for variant, result in run(_grid_trials(study)):
+    for variant, result in run(study.grid_trials()):
         findings.trials.setdefault(variant.name, []).append(result)
     chosen = {
         variant.name: choice.settings
@@ -201,17 +211,6 @@ def conduct(study: Study) -> Findings:
     for size, pairs in planned.items():
         findings.sizes[size] |= {variant.name: next(sized)[1] for variant, _ in pairs}
     return findings
-
-
-def _grid_trials(study: Study) -> Planned:
-    """Return the trials of every grid point of every variant with the first seed."""
-    start, seed = study.untrained(), study.seeds[0]
-    return [
-        # A single grid point needs no choice, so its run with the first seed is also a final run.
-        (variant, study.trial(variant, point, seed, start, tests=len(study.points(variant)) == 1))
-        for variant in study.trained()
-        for point in study.points(variant)
-    ]
 
 
 def _final_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]]) -> Planned:

@@ -51,16 +51,18 @@ class Drawing(NamedTuple):
     figure: Figure
 
 
-def write_comparison(folder: Path, comparison: Comparison) -> None:
-    """Write results.json, costs.json, report.md, report.html and plots/ into a folder.
+def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
+    """Write results.json, costs.json, report.md, report.html and plots/ into a folder; returns the results.
 
     results.json contains no time, date or absolute path, so two equal comparisons give the same file.
     """
-    write_json(folder / "results.json", _without_prefix(_results(comparison), folder))
+    results: dict[str, Any] = _without_prefix(_results(comparison), folder)
+    write_json(folder / "results.json", results)
     write_json(folder / "costs.json", {row.name: _costs(row) for row in comparison.rows})
     context = _context(comparison, _draw(folder / "plots", comparison))
     for kind in ("html", "md"):
         write_page(folder / f"report.{kind}", f"comparison.{kind}.j2", **context)
+    return results
 
 
 def _results(comparison: Comparison) -> dict[str, Any]:
