@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -17,9 +17,6 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.variants import Suite, load_methods, load_suite, method_names, suite_names
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
-
-if TYPE_CHECKING:
-    from llmdistill.experiments.comparison import Study
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
 GRID_FACTORS = (0.5, 1.0, 2.0)
@@ -162,7 +159,7 @@ def default_folder(recipe: str, suite: str | None) -> str:
     return "-".join(["runs/compare", name, *([] if suite is None else [suite])])
 
 
-def print_plan(study: Study, *, as_json: bool) -> None:
+def print_plan(study: Any, *, as_json: bool) -> None:
     """Print the runs of a comparison without running them."""
     trials = [study.base(), *(trial for _, trial in study.grid_trials())]
     further = study.final_runs()
