@@ -10,6 +10,31 @@ FactorizeMethod = Literal["svd", "kronecker"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """The data on which a weighted factorization measures the teacher's inputs and gradients."""
+
+    data: str | None = None
+    """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set."""
+    examples: int = 512
+    """Number of examples."""
+    seed: int = 0
+    """Seed of the choice of the examples, and of the labels that are sampled from the teacher."""
+    micro_batch_size: int = 8
+    """Examples per rank and pass."""
+    memory: float = 16.0
+    """GiB that the measured matrices of one pass may take on each rank; with less memory there are more passes over
+    the data, each for some of the layers."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a number is out of its range."""
+        for key in ("examples", "micro_batch_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"student.factorize.calibration.{key} is {getattr(self, key)}: give 1 or more")
+        if self.memory <= 0:
+            raise ValueError(f"student.factorize.calibration.memory is {self.memory}: give a number over 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FactorizeConfig:
     """How each matrix of the teacher is replaced by a product of two smaller ones, by svd or by kronecker.
 
@@ -30,6 +55,16 @@ class FactorizeConfig:
     sigma: Literal["left", "balanced"] = "left"
     """svd: the position of the singular values: left puts them into A = UΣ (the paper's choice), balanced puts √Σ on
     both sides (kronecker always does this)."""
+    weighting: Literal["none", "activations", "gradients"] = "none"
+    """svd: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the calibration
+    data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
+    allocation: Literal["uniform", "loss"] = "uniform"
+    """svd: how target_params is spent. uniform: one rank for all matrices; loss: the ranks with the lowest predicted
+    loss, which needs weighting gradients."""
+    rank_multiple: int = 1
+    """svd: allocation loss takes ranks that are multiples of this number; 8 or 64 suit a GPU's matrix units."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    """The data of a weighted factorization."""
     shapes: dict[str, str] | None = None
     """kronecker: rows x columns of the first factor A of W ≈ A ⊗ B for each module pattern, where each row of W is
     an output, as {glob over module names: 384x48}, or dense for linears that stay dense; the first pattern that
@@ -43,6 +78,16 @@ class FactorizeConfig:
     max_flops: str | None = None
     """kronecker: limit on the FLOPs of the layers' linears in the search for target_params, as a share of the
     teacher's such as 30%; default: no limit."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if settings of the weighting contradict each other."""
+        if self.allocation == "loss" and (self.target_params is None or self.weighting != "gradients"):
+            raise ValueError(
+                "student.factorize.allocation loss spends target_params by the predicted loss: give target_params and "
+                "weighting gradients"
+            )
+        if self.rank_multiple < 1:
+            raise ValueError(f"student.factorize.rank_multiple is {self.rank_multiple}: give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,23 +6,24 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.counting import build_reference
+from llmdistill.factorize.counting import build_reference, layer_linears
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import install, is_factorized, matrix, tied_heads, token_embedding
-from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
-from llmdistill.factorize.plan import plan, plan_embedding, summarise
+from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of, low_rank_values
+from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
+from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name
@@ -38,13 +39,15 @@ def factorize(
     sigma: Sigma = "left",
     device: torch.device | None = None,
     progress: bool = False,
+    weighted: Mapping[str, WeightedSVD] | None = None,
 ) -> None:
     """Replace linears, and optionally the token embedding, by their best approximations, in place.
 
     svd gives the best approximation of a rank (MaKD eq. 11), with the singular values where `sigma` says; kronecker
     gives the best of a Kronecker shape (KroneckerBERT eq. 2-5). Each matrix is decomposed on `device` (by default where
     the matrix is), one at a time, so a GPU can be used even if it cannot hold the model. dtype and device of the model
-    stay the same, the arithmetic is fp32 or finer; a tied head stays tied. save_pretrained then writes a student that
+    stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds the factors of linears, by
+    their names in the base model, that are already decomposed with weights. save_pretrained then writes a student that
     from_pretrained loads. Raises UserError if the model is already factorized or quantised, or if a matrix has values
     that are not finite.
     """
@@ -56,6 +59,9 @@ def factorize(
     def factors(best: Callable[..., dict[str, Tensor]], name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
         if not weight.isfinite().all():
             raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
+        if weighted is not None and name in weighted:
+            found = low_rank_values(*weighted[name].truncated(cast(int, size)), sigma)
+            return {key: value.to(weight) for key, value in found.items()}
         moved = weight if device is None else weight.to(device)
         return {key: value.to(weight) for key, value in best(moved, size, sigma).items()}
 
@@ -85,21 +91,45 @@ def compress_model(
     *,
     device: torch.device | None = None,
     in_place: bool = False,
+    weighted: Weighted | None = None,
 ) -> PreTrainedModel:
     """A factorized copy of a loaded model with any head, or with `in_place` the model itself, factorized.
 
-    For a target of kronecker `search` chooses the sizes. Raises UserError if the settings contradict each other or do
-    not fit the model, or if the model is already factorized.
+    `weighted` is the result of `weigh` with the same settings, if these ask for a weighting. For a target of kronecker
+    `search` chooses the sizes. Raises UserError if the settings contradict each other or do not fit the model, or if
+    the model is already factorized.
     """
     if needs_search(settings, method):
         settings = search(model, settings, device=device)[0].settings
-    factorization = plan(build_reference(copy.deepcopy(model.config)), settings, method)
+    factorization = _planned(model.config, settings, method, weighted)
     student = model
     if not in_place:  # the copy shares the weights that will be replaced
         linears = [model.base_model.get_submodule(base_name(model, name)) for name in factorization.sizes]
         student = copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
-    factorize(student, factorization, sigma=settings.sigma, device=device, progress=True)
+    factors = None if weighted is None else weighted.factors
+    factorize(student, factorization, sigma=settings.sigma, device=device, progress=True, weighted=factors)
     return student.train(model.training)
+
+
+def _planned(
+    config: PreTrainedConfig, settings: FactorizeConfig, method: str, weighted: Weighted | None
+) -> Factorization:
+    """The sizes of the matrices.
+
+    Raises:
+        UserError: the settings do not fit the model, or ask for a weighting that was not measured.
+    """
+    reference = build_reference(copy.deepcopy(config))
+    if settings.weighting == "none":
+        return plan(reference, settings, method)
+    if weighted is None:
+        raise UserError(
+            f"weighting {settings.weighting} needs calibration data: name them (calibration.data), or set it to none"
+        )
+    check_settings(settings, method)
+    ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
+    sizes = {name: rank for name, rank in ranks.items() if rank is not None}
+    return replace(plan_embedding(reference, settings, method), sizes=sizes)
 
 
 def compress(
@@ -110,6 +140,7 @@ def compress(
     *,
     device: torch.device | None = None,
     head: Head = "saved",
+    weighted: Weighted | None = None,
 ) -> dict[str, Any]:
     """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarise` does.
 
@@ -120,10 +151,11 @@ def compress(
     """
     if needs_search(settings, method):
         settings = search(model_dir, settings, device=device)[0].settings
-    summary = summarise(model_dir, settings, method)
+    summary = summarise(model_dir, settings, method, _planned(load_config(model_dir), settings, method, weighted))
     with new_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
-        compress_model(model, settings, method, device=device, in_place=True).save_pretrained(folder)
+        student = compress_model(model, settings, method, device=device, in_place=True, weighted=weighted)
+        student.save_pretrained(folder)
         copy_companions(model_dir, folder)
     return summary
 

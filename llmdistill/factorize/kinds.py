@@ -70,8 +70,13 @@ def _rank(value: Any) -> int:
 
 
 def _svd_factors(weight: Tensor, rank: int, sigma: Sigma) -> dict[str, Tensor]:
-    factors = _svd_embedding_factors(weight.T, rank, sigma)  # MaKD writes the matrix (inputs, outputs)
-    return {name: factor.T for name, factor in factors.items()}
+    return low_rank_values(*truncated_svd(weight.T, rank), sigma)
+
+
+def low_rank_values(u: Tensor, s: Tensor, vh: Tensor, sigma: Sigma) -> dict[str, Tensor]:
+    """The parameters of a LowRankLinear from U (n, k), Σ and Vᵀ (k, m); MaKD writes the matrix (inputs, outputs)."""
+    a, b = place_sigma(u, s, vh, sigma)
+    return {"A.weight": a.T, "B.weight": b.T}
 
 
 def _svd_embedding_factors(table: Tensor, rank: int, sigma: Sigma) -> dict[str, Tensor]:

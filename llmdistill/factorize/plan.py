@@ -28,7 +28,10 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.load import build_meta
 
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "svd": ("rank", "ranks", "target_params", "embedding_rank", "sigma"),
+    "svd": (
+        *("rank", "ranks", "target_params", "embedding_rank", "sigma"),
+        *("weighting", "allocation", "rank_multiple", "calibration"),
+    ),
     "kronecker": ("shapes", "target_params", "embedding_columns", "sums", "max_flops"),
 }
 """Method -> the settings that it uses; those before the setting of the embedding exclude each other."""
@@ -71,10 +74,10 @@ def check_settings(settings: FactorizeConfig, method: str) -> None:
     """Raises UserError for a setting that only another method uses, and for settings that contradict each other."""
     embedding_key, own = kind_of(method).embedding_key, SETTINGS[method]
     for field in fields(FactorizeConfig):
-        value = getattr(settings, field.name)
-        if field.name not in own and value != field.default:
+        value, usual = getattr(settings, field.name), getattr(FactorizeConfig(), field.name)
+        if field.name not in own and value != usual:
             others = [other for other, names in SETTINGS.items() if field.name in names]
-            default = "null" if field.default is None else field.default
+            default = "null" if usual is None else usual
             raise UserError(
                 f"{field.name} is a setting of the method {' or '.join(others)}, but the method is {method}, which "
                 f"takes {', '.join(own)}: set {field.name} back to {default}, or change the method"
@@ -93,7 +96,12 @@ def check_settings(settings: FactorizeConfig, method: str) -> None:
         )
 
 
-def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, method: str = "svd") -> dict[str, Any]:
+def summarise(
+    model: Path | str | PreTrainedConfig,
+    settings: FactorizeConfig,
+    method: str = "svd",
+    planned: Factorization | None = None,
+) -> dict[str, Any]:
     """Summarise a planned factorization, from the config.json of a folder (or a config) alone, without weights.
 
     Keys: method, model_type, teacher_params, student_params, ratio, forward_flops (of the student, for one token),
@@ -103,9 +111,11 @@ def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, m
     model for decoders.
     """
     config = load_config(model) if isinstance(model, Path | str) else model
+    if settings.allocation == "loss" and planned is None:
+        return _describe_target(config, settings, method)
     reference = build_reference(config)
     teacher_params, linears = count_parameters(reference), layer_linears(reference)
-    planned = plan(reference, settings, method)
+    planned = plan(reference, settings, method) if planned is None else planned
     install(reference, planned)
     student_params = count_parameters(reference)
     return {
@@ -119,6 +129,55 @@ def summarise(model: Path | str | PreTrainedConfig, settings: FactorizeConfig, m
         "dense": [name for name in linears if name not in planned.sizes],
         kind_of(method).embedding_key: planned.embedding,
     }
+
+
+def _describe_target(config: PreTrainedConfig, settings: FactorizeConfig, method: str) -> dict[str, Any]:
+    """Summarise a factorization whose ranks the data will decide: student_params is the target itself."""
+    reference = build_reference(config)
+    check_settings(settings, method)
+    planned, budget = plan_embedding(reference, settings, method), rank_budget(reference, settings)
+    teacher_params = count_parameters(reference)
+    params = budget + fixed_params(reference, settings)
+    return {
+        "method": method,
+        "model_type": config.model_type,
+        "teacher_params": teacher_params,
+        "student_params": params,
+        "ratio": params / teacher_params,
+        "forward_flops": 2 * params,
+        "rank": None,
+        "ranks": "by the predicted loss, from the calibration data",
+        "dense": [],
+        kind_of(method).embedding_key: planned.embedding,
+    }
+
+
+def rank_budget(model: PreTrainedModel, settings: FactorizeConfig) -> int:
+    """The number of parameters that target_params leaves for the linears of the layers.
+
+    Raises UserError if rank_multiple for every linear has more.
+    """
+    assert settings.target_params is not None
+    budget = parse_target(settings.target_params, count_parameters(model)) - fixed_params(model, settings)
+    shapes = layer_linears(model).values()
+    smallest = sum(min(settings.rank_multiple * (m + n), m * n) for m, n in shapes)
+    if smallest > budget:
+        raise UserError(
+            f"target_params {settings.target_params} is out of reach: rank {settings.rank_multiple} for every linear, "
+            f"the smallest allocation, has {smallest + fixed_params(model, settings):,} parameters; raise the target, "
+            "lower rank_multiple, or factorize the token embedding too (embedding_rank)"
+        )
+    return budget
+
+
+def fixed_params(model: PreTrainedModel, settings: FactorizeConfig) -> int:
+    """The number of parameters outside of the linears of the layers."""
+    fixed = count_parameters(model) - sum(n * m for m, n in layer_linears(model).values())
+    if settings.embedding_rank is not None:
+        # A tied head shares the factors as it shared the table, an untied head stays dense.
+        vocabulary, width = token_embedding(model)[1].weight.shape
+        fixed += settings.embedding_rank * (vocabulary + width) - vocabulary * width
+    return fixed
 
 
 def _describe_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,11 +264,7 @@ def _largest_rank(model: PreTrainedModel, linears: Mapping[str, Shape], settings
     """The largest single rank with which the model stays within target_params."""
     assert settings.target_params is not None
     target = parse_target(settings.target_params, count_parameters(model))
-    fixed = count_parameters(model) - sum(n * m for m, n in linears.values())
-    if settings.embedding_rank is not None:
-        # A tied head shares the factors as it shared the table, an untied head stays dense.
-        vocabulary, width = token_embedding(model)[1].weight.shape
-        fixed += settings.embedding_rank * (vocabulary + width) - vocabulary * width
+    fixed = fixed_params(model, settings)
 
     def total(rank: int) -> int:
         return fixed + sum(min(n * m, rank * (n + m)) for m, n in linears.values())

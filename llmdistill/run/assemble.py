@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
+from llmdistill.factorize.weighted import Weighted, weigh
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
@@ -29,29 +31,62 @@ from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import TORCH_DTYPES, World, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine
+from llmdistill.runtime.terminal import print_main
+from llmdistill.tasks import make_task
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 
-def prepare_student(plan: Plan, world: World) -> Path:
-    """Return the folder of the untrained student: `student.model`, or a student that rank 0 creates from the teacher.
+def prepare_student(plan: Plan, data: TaskData, world: World) -> Path:
+    """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
 
-    The student is created once; a resumed run uses the same folder.
+    The student is made once, by rank 0; a resumed run uses the same folder. A weighted factorization is measured on all
+    ranks. Every rank must call this function.
     """
     if plan.config.student.model is not None:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
-    if not (folder / "config.json").is_file():
-        on_main(lambda: _make_student(plan, folder, world.device), world)
+    if not on_main((folder / "config.json").is_file, world):
+        weighted = _weighted(plan, data, world)
+        on_main(lambda: _make_student(plan, folder, weighted, world.device), world)
     return folder
 
 
-def _make_student(plan: Plan, folder: Path, device: torch.device) -> None:
+def _weighted(plan: Plan, data: TaskData, world: World) -> Weighted | None:
+    """Measure the weights of the factorization on the calibration data; None without a weighting."""
+    settings = plan.config.student.factorize
+    if plan.config.student.shape is not None or settings.weighting == "none":
+        return None
+    calibration = settings.calibration
+    if calibration.data is not None:
+        config = replace(plan.config, data=replace(plan.config.data, train=calibration.data))
+        data = make_task(config).read(plan.models).prepared(world)
+    share = Share(
+        seed=calibration.seed,
+        global_batch_size=calibration.examples,
+        micro_batch_size=calibration.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    batches = data.loader(share).micro_batches(0)
+    model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
+    print_main(
+        f"Student     its factors are weighted by {settings.weighting} on {calibration.examples} examples", world
+    )
+    reduce = dist.all_reduce if world.size > 1 else None
+    found = weigh(model, settings, batches, device=world.device, reduce=reduce, decompose=world.is_main)
+    if settings.weighting == "gradients":
+        print_main(f"Student     the cut is predicted to cost {found.predicted_loss:.4f} nats per token", world)
+    return found
+
+
+def _make_student(plan: Plan, folder: Path, weighted: Weighted | None, device: torch.device) -> None:
     settings = plan.config.student
     if settings.shape is None:
         # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
         head: Head = "saved" if plan.causal else plan.student_head
-        compress(plan.teacher_path, folder, settings.factorize, settings.method, device=device, head=head)
+        factorize = settings.factorize
+        compress(plan.teacher_path, folder, factorize, settings.method, device=device, head=head, weighted=weighted)
     else:
         make_student(plan.teacher_path, folder, settings, seed=plan.config.seed, head=plan.student_head)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked
+from llmdistill.factorize.counting import build_reference, count_parameters
+from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.table import finish_report, plot_training, run_record
 from llmdistill.run import assemble
@@ -56,7 +59,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     began = time.perf_counter()
     print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
-    scored, params, summaries = plan.scored, plan.sizes["student_params"], {}
+    scored, summaries = plan.scored, {}
     # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
     teacher = cache(lambda: assemble.make_teacher(plan, world))
     if "teacher" in scored:
@@ -72,7 +75,10 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
         warn_main(warning, world)
     if not plan.method.needs_teacher:
         teacher.cache_clear()
-    untrained, trained = assemble.prepare_student(plan, world), plan.folder / "student"
+    untrained, trained = assemble.prepare_student(plan, data, world), plan.folder / "student"
+    # Ranks that the calibration data decide are not known before.
+    params = count_parameters(build_reference(load_config(untrained)))
+    plan = replace(plan, sizes={**plan.sizes, "student_params": params})
     if "untrained" in scored:
         load = partial(assemble.load_scored, untrained, plan, world)
         summaries["untrained"] = book.score("untrained", load, data.tokenizer, params=params)

@@ -255,6 +255,7 @@ def _student(
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the student's config and the sizes of the models."""
     settings = config.student
+    _check_weighting(config)
     if settings.model is None and settings.shape is None:
         # A factorized student has the shape of its teacher.
         return teacher, summarise(teacher, settings.factorize, settings.method)
@@ -275,6 +276,25 @@ def _student(
     params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
     sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
     return student, {**sizes, "forward_flops": forward_flops(reference)}
+
+
+def _check_weighting(config: RunConfig) -> None:
+    """Raises UserError for a weighting of a student that is not factorized here, or of a teacher that is sharded."""
+    settings, weighting = config.student, config.student.factorize.weighting
+    if weighting == "none":
+        return
+    for key in ("model", "shape"):
+        value = getattr(settings, key)
+        if value is not None:
+            raise UserError(
+                f"student.factorize.weighting is {weighting}, but student.{key} {value} is not factorized by this run: "
+                "leave one of them out"
+            )
+    if config.teacher.sharding == "zero3":
+        raise UserError(
+            f"student.factorize.weighting {weighting} needs the gradients of a whole teacher, but teacher.sharding is "
+            "zero3: make the student first with llmdistill compress, and give it as student.model"
+        )
 
 
 def _check_teacher_head(plan: Plan) -> None:

@@ -1,0 +1,196 @@
+"""Measures what the linears of a model read and how much the loss depends on what they return.
+
+For each linear these are the second moments C = Σ x xᵀ of its inputs and G = Σ g gᵀ of the gradients at its outputs,
+summed over tokens. C ⊗ G / tokens is the Kronecker-factored Fisher matrix of the linear's weight (K-FAC), so that a
+change ΔW costs about Σ tr(ΔWᵀ G ΔW C) / (2 tokens) of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch, Outputs
+from llmdistill.errors import UserError
+from llmdistill.factorize.install import features
+from llmdistill.models.families import shape_of
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """The second moments of one linear, summed over tokens."""
+
+    inputs: Tensor
+    """(n, n), Σ x xᵀ; linears that read the same tensor share it."""
+    gradients: Tensor | None
+    """(m, m), Σ g gᵀ; None if no gradients were measured."""
+    tokens: int
+    """The number of tokens."""
+
+
+def measure_moments(
+    model: PreTrainedModel,
+    names: Collection[str],
+    batches: Iterable[Batch],
+    *,
+    gradients: bool = True,
+    seed: int = 0,
+    reduce: Callable[[Tensor], object] | None = None,
+) -> dict[str, Moments]:
+    """Return the second moments of some linears over the real tokens of batches, in fp32.
+
+    The gradients are those of the log-likelihood of labels that are sampled from the model's own output, so they
+    measure the true Fisher matrix: for a language model one label at each token, for a classifier one class for each
+    sequence. A model without a head uses random signs on its last hidden states (the Gauss-Newton matrix). The random
+    numbers of a sample follow from its id, so they do not depend on ranks and batches.
+
+    Args:
+        model: the model, whose mode and weights stay as they are.
+        names: names of nn.Linear or Conv1D modules in the model.
+        batches: the batches of this rank, on any device.
+        gradients: whether G is measured; C alone needs no backward pass.
+        seed: the seed of the labels.
+        reduce: sums a tensor over the ranks in place.
+
+    Raises:
+        UserError: there is no token, or a moment is not finite.
+    """
+    device = next(model.parameters()).device
+    sums = _Sums(model, names, gradients)
+    layers = shape_of(model.config).num_layers
+    recorder = Recorder(model, {"hidden": frozenset({layers - 1})} if gradients else {})
+    tapped = TappedModel(model, recorder)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = model.training
+    model.eval().requires_grad_(False)  # the gradients of the weights are not needed
+    try:
+        for batch in batches:
+            moved = batch.to(device)
+            with torch.set_grad_enabled(gradients), sums.of(moved.attention_mask != 0):
+                outputs = tapped(moved)
+                if gradients:
+                    _sampled_loss(outputs, moved, seed).backward()
+    finally:
+        tapped.remove()
+        sums.remove()
+        model.train(training)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    return sums.moments(reduce)
+
+
+class _Sums:
+    """Adds up the moments of linears in forward and backward hooks."""
+
+    def __init__(self, model: PreTrainedModel, names: Collection[str], gradients: bool) -> None:
+        self._mask = torch.empty(0)
+        self._tokens = 0
+        self._read: dict[int, tuple[str, Tensor]] = {}
+        self._inputs: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._source: dict[str, str] = {}
+        """The linear that first read the tensor that a linear reads."""
+        self._handles = [model.get_submodule(name).register_forward_hook(self._hook(name, gradients)) for name in names]
+        if gradients:  # without it the graph would begin at no tensor, as no weight requires a gradient
+            embedding = model.get_input_embeddings()
+            self._handles.append(embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(True)))
+        self._sizes = {name: features(model.get_submodule(name)) for name in names}
+
+    def of(self, mask_BT: Tensor) -> _Sums:
+        """Count the tokens of one forward pass; padding is left out."""
+        self._mask, self._read = mask_BT, {}
+        self._tokens += int(mask_BT.sum())
+        return self
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        self._read = {}
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def moments(self, reduce: Callable[[Tensor], object] | None) -> dict[str, Moments]:
+        """Return the sums of all ranks."""
+        device = next((each.device for each in self._inputs.values()), torch.device("cpu"))
+        tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=device)
+        if reduce is not None:
+            for each in (tokens, *self._inputs.values(), *self._gradients.values()):
+                reduce(each)
+        if tokens == 0:
+            raise UserError("the calibration data hold no token: name data with at least one example")
+        for name, each in (*self._inputs.items(), *self._gradients.items()):
+            if not each.isfinite().all():
+                raise UserError(f"the inputs or gradients of {name} are not finite on the calibration data")
+        return {
+            name: Moments(
+                inputs=self._inputs[self._source[name]], gradients=self._gradients.get(name), tokens=int(tokens)
+            )
+            for name in self._sizes
+        }
+
+    def _hook(self, name: str, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            first, _kept = self._read.setdefault(id(inputs[0]), (name, inputs[0]))  # kept, so that the id stays its own
+            self._source.setdefault(name, first)
+            if first == name:
+                _add(self._inputs, name, inputs[0].detach()[self._mask])
+            if gradients:
+                output.register_hook(lambda gradient: _add(self._gradients, name, gradient.detach()[self._mask]))
+
+        return hook
+
+
+def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
+    rows = rows_NK.float()
+    if name not in sums:
+        sums[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
+    sums[name].addmm_(rows.T, rows)
+
+
+def _sampled_loss(outputs: Outputs, batch: Batch, seed: int) -> Tensor:
+    """The negative log-likelihood of labels sampled from the outputs, summed over the batch."""
+    mask_BT = batch.attention_mask != 0
+    if outputs.logits is not None:
+        chances = _uniform(batch, 1, seed)[..., 0]
+        return _sampled_nll(outputs.logits[mask_BT], chances[mask_BT])
+    if outputs.sequence_logits is not None and outputs.sequence_logits.shape[1] > 1:
+        return _sampled_nll(outputs.sequence_logits, _uniform(batch, 1, seed)[:, 0, 0])
+    if outputs.sequence_logits is not None:  # a score: the normal distribution around it has the Fisher matrix 1
+        return (outputs.sequence_logits[:, 0] * _signs(_uniform(batch, 1, seed)[:, 0, 0])).sum()
+    (hidden_BTW,) = outputs.taps.hidden.values()
+    signs = _signs(_uniform(batch, hidden_BTW.shape[-1], seed))
+    return (hidden_BTW.float() * signs)[mask_BT].sum()
+
+
+def _sampled_nll(logits_NV: Tensor, chances_N: Tensor) -> Tensor:
+    """The negative log-likelihood of one sampled class per row; `chances_N` are uniform from 0 to 1."""
+    log_NV = torch.log_softmax(logits_NV.float(), dim=-1)
+    cumulated = log_NV.detach().exp().cumsum(dim=-1)
+    target = torch.searchsorted(cumulated, (chances_N * cumulated[:, -1])[:, None]).clamp(max=logits_NV.shape[1] - 1)
+    return -log_NV.gather(1, target).sum()
+
+
+def _signs(chances: Tensor) -> Tensor:
+    return torch.where(chances < 0.5, -1.0, 1.0)
+
+
+def _uniform(batch: Batch, width: int, seed: int) -> Tensor:
+    """Uniform random numbers (B, T, width) for each token, which follow from the seed and the id of its row."""
+    rows, length = batch.input_ids.shape
+    ids: Sequence[Any] = batch.sample_ids or [(row,) for row in range(rows)]
+    drawn = []
+    for each in ids:
+        generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + int(each[0])) % 2**63)
+        drawn.append(torch.rand(length, width, generator=generator))
+    return cast(Tensor, torch.stack(drawn)).to(batch.input_ids.device)

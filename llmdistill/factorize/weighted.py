@@ -1,0 +1,253 @@
+"""Truncated SVD weighted by second moments, and the ranks that cost the loss least.
+
+With C = L Lᵀ and G = R Rᵀ the cost of replacing W (m, n) by Ŵ is ½ ‖Rᵀ (W − Ŵ) L‖², so the best Ŵ of a rank follows
+from the SVD of Rᵀ W L = U Σ Vᵀ: Ŵ = (R⁻ᵀ U_r Σ_r)(V_rᵀ L⁻¹). Without G this is SVD-LLM (arXiv 2403.07378), and with
+both the singular values of all matrices are in the unit of the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.counting import build_reference, layer_linears
+from llmdistill.factorize.install import features, matrix
+from llmdistill.factorize.moments import Moments, measure_moments
+from llmdistill.factorize.plan import plan, rank_budget
+from llmdistill.factorize.svd import truncated_svd
+from llmdistill.models.families import base_name
+
+INPUT_DAMPING, GRADIENT_DAMPING = 1e-5, 1e-3
+"""Added to the diagonals of C and G, as a share of their mean, so that directions without data keep a small weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedSVD:
+    """The factors of a matrix, ordered by what they are worth."""
+
+    left: Tensor
+    """(m, k), R⁻ᵀ U."""
+    values: Tensor
+    """(k), singular values of Rᵀ W L, descending."""
+    right: Tensor
+    """(k, n), Vᵀ L⁻¹."""
+    energy: float
+    """‖Rᵀ W L‖², the sum of all squared singular values."""
+    tokens: int
+    """The number of tokens of the moments."""
+
+    def to(self, device: torch.device) -> WeightedSVD:
+        """Return the same factors on another device."""
+        moved = {key: getattr(self, key).to(device) for key in ("left", "values", "right")}
+        return replace(self, **moved)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs m and inputs n of the matrix."""
+        return self.left.shape[0], self.right.shape[1]
+
+    def truncated(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the SVD U (n, rank), Σ (rank), Vᵀ (rank, m) of the transposed approximation of a rank.
+
+        The product is the same as that of the factors; its own SVD scales both sides as an unweighted one does.
+        """
+        inputs, inner = torch.linalg.qr(self.right[:rank].T.double())
+        outputs, outer = torch.linalg.qr((self.left[:, :rank] * self.values[:rank]).double())
+        u, s, vh = torch.linalg.svd(inner @ outer.T)
+        return (inputs @ u).float(), s.float(), (vh @ outputs.T).float()
+
+    def costs(self) -> list[float]:
+        """Return, for each rank from 0 to k, the predicted increase of the loss per token in nats.
+
+        It is the increase if this matrix alone is cut to the rank.
+        """
+        kept = torch.nn.functional.pad(self.values.double().square().cumsum(0), (1, 0))
+        costs: list[float] = ((self.energy - kept).clamp(min=0.0) / (2 * self.tokens**2)).tolist()
+        return costs
+
+
+def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
+    """Return the leading `rank` factors of a weight (m, n), in fp32 on the device of the weight.
+
+    Raises:
+        UserError: the moments are not positive after damping.
+    """
+    inner = _root(moments.inputs.to(weight.device), INPUT_DAMPING)
+    outer = None if moments.gradients is None else _root(moments.gradients.to(weight.device), GRADIENT_DAMPING)
+    whitened = weight.double() @ inner
+    if outer is not None:
+        whitened = outer.T @ whitened
+    u, s, vh = truncated_svd(whitened, rank)
+    left = u if outer is None else torch.linalg.solve_triangular(outer.T, u, upper=True)
+    # Vᵀ L⁻¹ = X is the solution of X L = Vᵀ.
+    right = torch.linalg.solve_triangular(inner, vh, upper=False, left=False)
+    return WeightedSVD(
+        left=left.float(),
+        values=s.float(),
+        right=right.float(),
+        energy=float(whitened.square().sum()),
+        tokens=moments.tokens,
+    )
+
+
+def _root(moment: Tensor, damping: float) -> Tensor:
+    """The lower Cholesky factor (k, k) of a damped moment in fp64."""
+    exact = moment.double()
+    mean = exact.diagonal().mean()
+    if not mean > 0:
+        raise UserError(
+            "the calibration data give a matrix no input or no gradient at all: name other data, or leave weighting out"
+        )
+    damped = exact + damping * mean * torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
+    return torch.linalg.cholesky(damped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """The ranks of a weighted factorization and the factors of the matrices."""
+
+    ranks: Mapping[str, int]
+    """Rank by the name of the linear in the base model; all other linears stay dense."""
+    factors: Mapping[str, WeightedSVD]
+    predicted_loss: float
+    """The predicted increase of the loss per token, in nats; without gradients the squared error of the outputs."""
+
+
+def weigh(
+    model: PreTrainedModel,
+    settings: FactorizeConfig,
+    batches: Sequence[Batch],
+    *,
+    device: torch.device | None = None,
+    reduce: Callable[[Tensor], object] | None = None,
+    decompose: bool = True,
+) -> Weighted:
+    """Return the weighted factorization of a dense model by svd; every rank must call this function.
+
+    Args:
+        model: the teacher with its own head, on the device of the forward passes.
+        settings: weighting and the sizes.
+        batches: this rank's calibration data.
+        device: the device on which matrices are decomposed, one at a time; by default the device of the model.
+        reduce: sums a tensor over the ranks in place.
+        decompose: False on all ranks but one, which then return no factors.
+
+    Raises:
+        UserError: the settings do not fit the model, or the data have no token or give numbers that are not finite.
+    """
+    reference = build_reference(copy.deepcopy(model.config))
+    own = {base_name(model, name): name for name in layer_linears(model)}
+    if settings.allocation == "loss":
+        budget = rank_budget(reference, settings)
+        ranks = {base_name(reference, name): break_even(m, n) for name, (m, n) in layer_linears(reference).items()}
+        ranks = {name: rank for name, rank in ranks.items() if rank > 0}
+    else:
+        planned = plan(reference, settings)
+        ranks = {base_name(reference, name): cast(int, rank) for name, rank in planned.sizes.items()}
+    gradients = settings.weighting == "gradients"
+    factors: dict[str, WeightedSVD] = {}
+    for names in _passes(model, [own[name] for name in ranks], gradients, settings.calibration.memory):
+        moments = measure_moments(
+            model, names, batches, gradients=gradients, seed=settings.calibration.seed, reduce=reduce
+        )
+        for name in names if decompose else ():
+            weight = matrix(model.get_submodule(name)).detach()
+            short = base_name(model, name)
+            found = weighted_svd(weight if device is None else weight.to(device), moments.pop(name), ranks[short])
+            factors[short] = found.to(torch.device("cpu"))
+    if settings.allocation == "loss" and decompose:
+        dense = sum(m * n for m, n in layer_linears(reference).values()) - sum(
+            each.shape[0] * each.shape[1] for each in factors.values()
+        )
+        chosen = allocate(factors, budget - dense, multiple=settings.rank_multiple)
+        ranks = {name: rank for name, rank in chosen.items() if rank is not None}
+    loss = sum(each.costs()[ranks[name]] for name, each in factors.items() if name in ranks)
+    return Weighted(ranks=ranks, factors=factors, predicted_loss=loss)
+
+
+def _passes(model: PreTrainedModel, names: Sequence[str], gradients: bool, memory: float) -> list[list[str]]:
+    """Split the linears, in their order, into passes whose moments in fp32 fit into `memory` GiB."""
+    passes: list[list[str]] = [[]]
+    used = 0.0
+    for name in names:
+        m, n = features(model.get_submodule(name))
+        size = 4 * (n * n + (m * m if gradients else 0)) / 2**30
+        if passes[-1] and used + size > memory:
+            passes.append([])
+            used = 0.0
+        passes[-1].append(name)
+        used += size
+    return passes
+
+
+def break_even(m: int, n: int) -> int:
+    """Return the largest rank whose factors have fewer numbers than the (m, n) matrix; 0 if there is none."""
+    return (m * n - 1) // (m + n)
+
+
+def allocate(factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int = 1) -> dict[str, int | None]:
+    """Return the rank of each matrix with which the predicted loss is lowest, and None for a matrix that stays dense.
+
+    Each matrix starts with the rank `multiple` (or the largest useful one below it). The budget is then spent on the
+    matrix whose next step saves most of the loss per parameter; a step is to the next multiple or to the dense matrix.
+    What is left at the end goes to the best steps that still fit.
+
+    Args:
+        factors: the factors of each matrix, up to its break-even rank.
+        budget: the number of parameters of all matrices together.
+        multiple: ranks are multiples of this number.
+
+    Raises:
+        UserError: the budget is below the smallest allocation.
+    """
+    options = {name: _options(each, multiple) for name, each in factors.items()}
+    chosen = dict.fromkeys(options, 0)
+    spent = sum(steps[0][0] for steps in options.values())
+    if spent > budget:
+        raise UserError(
+            f"the smallest allocation, rank {multiple} for every matrix, has {spent:,} parameters in the factorized "
+            f"matrices, but the target leaves {budget:,} for them: raise it, or lower rank_multiple"
+        )
+    heap = [step for name in options for step in _steps(options[name], 0, name)]
+    heapq.heapify(heap)
+    while heap:
+        _, name, before, number = heapq.heappop(heap)
+        price = options[name][number][0] - options[name][before][0]
+        if before != chosen[name] or spent + price > budget:
+            continue
+        spent, chosen[name] = spent + price, number
+        for step in _steps(options[name], number, name):
+            heapq.heappush(heap, step)
+    return {name: options[name][number][2] for name, number in chosen.items()}
+
+
+_Options = list[tuple[int, float, int | None]]
+"""(parameters, predicted loss, rank or None for dense) of a matrix, by rising parameters."""
+
+
+def _options(factors: WeightedSVD, multiple: int) -> _Options:
+    m, n = factors.shape
+    costs = factors.costs()
+    largest = min(break_even(m, n), len(factors.values))
+    ranks = list(range(multiple, largest + 1, multiple)) or ([largest] if largest > 0 else [])
+    return [*((rank * (m + n), costs[rank], rank) for rank in ranks), (m * n, 0.0, None)]
+
+
+def _steps(options: _Options, chosen: int, name: str) -> list[tuple[float, str, int, int]]:
+    """The steps from a choice as (negative saving per parameter, name, choice, next choice).
+
+    The savings of ranks fall from step to step, so only the next rank and the dense matrix can be the best step.
+    """
+    params, loss, _ = options[chosen]
+    numbers = {number for number in (chosen + 1, len(options) - 1) if chosen < number < len(options)}
+    return [((options[n][1] - loss) / (options[n][0] - params), name, chosen, n) for n in sorted(numbers)]

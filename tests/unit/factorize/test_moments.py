@@ -1,0 +1,194 @@
+"""Second moments of inputs and gradients, against loops over tokens with transformers' own forward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from llmdistill.batch import Batch
+from llmdistill.errors import UserError
+from llmdistill.factorize import moments as module
+from llmdistill.factorize.counting import layer_linears
+from llmdistill.factorize.moments import measure_moments
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "vocab_size": 20}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, initializer_range=0.5))
+
+
+def bert(kind=BertForMaskedLM, **more):
+    torch.manual_seed(0)
+    return kind(BertConfig(**SIZES, initializer_range=0.5, **more))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=2, n_head=2, initializer_range=0.5))
+
+
+def make_batch(lengths=(5, 3, 6), *, first_id=0) -> Batch:
+    """Padded on the right; every token differs between the rows."""
+    width = max(lengths)
+    ids = torch.arange(len(lengths) * width).reshape(len(lengths), width) * 7 % 19 + 1
+    mask = torch.tensor([[1] * n + [0] * (width - n) for n in lengths])
+    names = tuple((first_id + row,) for row in range(len(lengths)))
+    return Batch(input_ids=ids * mask, attention_mask=mask, labels=torch.full_like(ids, -100), sample_ids=names)
+
+
+def naive(model, name: str, batch: Batch, loss) -> tuple[torch.Tensor, torch.Tensor]:
+    """C and G of one linear, row by row and token by token; `loss(row, outputs)` is what is differentiated."""
+    linear, seen = model.get_submodule(name), []
+
+    def hook(_, inputs, output):
+        output.retain_grad()
+        seen.append((inputs[0], output))
+
+    handle = linear.register_forward_hook(hook)
+    c = g = 0
+    for row in range(len(batch.input_ids)):
+        length = int(batch.attention_mask[row].sum())
+        seen.clear()
+        outputs = model(input_ids=batch.input_ids[row : row + 1, :length], output_hidden_states=True)
+        loss(row, outputs).backward()
+        ((inputs, output),) = seen
+        for token in range(length):
+            x, gradient = inputs[0, token].detach().double(), output.grad[0, token].double()
+            c, g = c + torch.outer(x, x), g + torch.outer(gradient, gradient)
+    handle.remove()
+    return c, g
+
+
+def sample(probabilities: torch.Tensor, chance: float) -> int:
+    total = 0.0
+    for index, value in enumerate(probabilities.tolist()):
+        total += value
+        if total >= chance:
+            return index
+    return len(probabilities) - 1
+
+
+def chances(batch: Batch, row: int, width: int, seed: int) -> torch.Tensor:
+    return module._uniform(batch, width, seed)[row]
+
+
+@pytest.mark.parametrize("make", [llama, bert, gpt2])
+def test_moments_are_those_of_a_loop_over_tokens(make):
+    model, batch = make().eval(), make_batch()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss(row, outputs):
+        logs = outputs.logits[0].log_softmax(-1)
+        drawn = chances(batch, row, 1, 3)
+        return -sum(log[sample(log.exp().detach(), float(drawn[t, 0]))] for t, log in enumerate(logs))
+
+    names = list(layer_linears(model))
+    found = measure_moments(model, names, [batch], seed=3)
+    assert set(found) == set(names)
+    assert not any(each._forward_hooks for each in model.modules())
+    for name in names:
+        c, g = naive(model, name, batch, loss)
+        torch.testing.assert_close(found[name].inputs.double(), c, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[name].gradients.double(), g, rtol=1e-4, atol=1e-5 * float(g.abs().max()))
+        assert found[name].tokens == 14
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_linears_that_read_one_tensor_share_its_moments():
+    found = measure_moments(llama(), list(layer_linears(llama())), [make_batch()])
+    layer = "model.layers.1."
+    assert found[f"{layer}self_attn.q_proj"].inputs is found[f"{layer}self_attn.v_proj"].inputs
+    assert found[f"{layer}mlp.gate_proj"].inputs is found[f"{layer}mlp.up_proj"].inputs
+    assert found[f"{layer}self_attn.o_proj"].inputs is not found[f"{layer}self_attn.q_proj"].inputs
+
+
+def test_a_classifier_is_sampled_once_a_sequence():
+    model, batch = bert(BertForSequenceClassification, num_labels=3).eval(), make_batch()
+
+    def loss(row, outputs):
+        log = outputs.logits[0].log_softmax(-1)
+        return -log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[0, 0]))]
+
+    name = "bert.encoder.layer.1.output.dense"
+    found = measure_moments(model, [name], [batch])[name]
+    _, g = naive(model, name, batch, loss)
+    torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
+
+
+def test_a_model_without_a_head_takes_signs_on_its_last_hidden_states():
+    model, batch = bert(BertModel, num_labels=3).eval(), make_batch()
+
+    def loss(row, outputs):
+        hidden = outputs.last_hidden_state[0]
+        signs = chances(batch, row, 8, 0)[: len(hidden)].lt(0.5).float().mul(-2).add(1)
+        return (hidden * signs).sum()
+
+    name = "encoder.layer.0.attention.self.query"
+    found = measure_moments(model, [name], [batch])[name]
+    _, g = naive(model, name, batch, loss)
+    torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-5 * float(g.abs().max()))
+
+
+def test_samples_split_over_batches_and_ranks_give_the_same():
+    names = list(layer_linears(llama()))
+    whole = measure_moments(llama(), names, [make_batch((5, 3, 6, 2))])
+    batch = make_batch((5, 3, 6, 2))
+
+    def part(rows: slice) -> Batch:
+        return Batch(
+            input_ids=batch.input_ids[rows],
+            attention_mask=batch.attention_mask[rows],
+            labels=batch.labels[rows],
+            sample_ids=batch.sample_ids[rows],
+        )
+
+    split = measure_moments(llama(), names, [part(slice(0, 1)), part(slice(1, 4))])
+    # Each rank sees two rows, and the sum over ranks adds what the other one saw, in the order of the tensors.
+    other: list[torch.Tensor] = []
+    measure_moments(llama(), names, [part(slice(0, 2))], reduce=lambda each: other.append(each.clone()))
+    rest = iter(other)
+    ranks = measure_moments(llama(), names, [part(slice(2, 4))], reduce=lambda each: each.add_(next(rest)))
+    for name in names:
+        for found in (split[name], ranks[name]):
+            torch.testing.assert_close(found.inputs, whole[name].inputs, rtol=1e-4, atol=1e-5)
+            scale = float(whole[name].gradients.abs().max())
+            torch.testing.assert_close(found.gradients, whole[name].gradients, rtol=1e-4, atol=1e-5 * scale)
+            assert found.tokens == 16
+
+
+def test_inputs_alone_need_no_gradients():
+    names = list(layer_linears(llama()))
+    alone = measure_moments(llama(), names, [make_batch()], gradients=False)
+    both = measure_moments(llama(), names, [make_batch()])
+    assert all(alone[name].gradients is None for name in names)
+    assert all(torch.equal(alone[name].inputs, both[name].inputs) for name in names)
+
+
+def test_the_seed_draws_other_labels():
+    name = "model.layers.0.mlp.up_proj"
+    one, same, other = (measure_moments(llama(), [name], [make_batch()], seed=seed)[name] for seed in (0, 0, 1))
+    assert torch.equal(one.gradients, same.gradients)
+    assert not torch.allclose(one.gradients, other.gradients, rtol=1e-2)
+
+
+def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():
+    with pytest.raises(UserError, match="the calibration data hold no token"):
+        measure_moments(llama(), list(layer_linears(llama())), [])
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.inf
+    with pytest.raises(UserError, match=r"the inputs or gradients of model\.layers\.\d\.\S+ are not finite"):
+        measure_moments(model, list(layer_linears(model)), [make_batch()])

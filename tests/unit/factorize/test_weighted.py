@@ -1,0 +1,145 @@
+"""Weighted factorization against naive fp64 versions, gradient descent, and every allocation of a small case."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.moments import Moments
+from llmdistill.factorize.weighted import WeightedSVD, allocate, break_even, weighted_svd
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_moments(m: int, n: int, rows: int = 200, *, gradients: bool = True, scale: torch.Tensor | None = None):
+    inputs = torch.randn(rows, n, dtype=torch.float64) @ torch.randn(n, n, dtype=torch.float64)
+    inputs = inputs if scale is None else inputs * scale
+    outputs = torch.randn(rows, m, dtype=torch.float64) @ torch.randn(m, m, dtype=torch.float64)
+    return Moments(inputs=inputs.T @ inputs, gradients=outputs.T @ outputs if gradients else None, tokens=rows), inputs
+
+
+def product(factors: WeightedSVD, rank: int) -> torch.Tensor:
+    return ((factors.left[:, :rank] * factors.values[:rank]) @ factors.right[:rank]).double()
+
+
+def naive_cost(weight: torch.Tensor, approximation: torch.Tensor, moments: Moments) -> float:
+    """½ tr(ΔᵀGΔC) / tokens², by the definition."""
+    change = weight.double() - approximation
+    outer = torch.eye(len(weight), dtype=torch.float64) if moments.gradients is None else moments.gradients
+    return float(torch.trace(change.T @ outer @ change @ moments.inputs)) / (2 * moments.tokens**2)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize(("m", "n"), [(12, 20), (20, 12)])
+def test_no_gradient_descent_finds_a_better_product(gradients, m, n):
+    weight, (moments, _) = torch.randn(m, n), make_moments(m, n, gradients=gradients)
+    rank = 4
+    own = naive_cost(weight, product(weighted_svd(weight, moments, min(m, n)), rank), moments)
+    a = torch.randn(m, rank, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(rank, n, dtype=torch.float64, requires_grad=True)
+    outer = torch.eye(m, dtype=torch.float64) if moments.gradients is None else moments.gradients
+    optimizer = torch.optim.LBFGS([a, b], max_iter=2000, line_search_fn="strong_wolfe", tolerance_change=0)
+
+    def loss():
+        optimizer.zero_grad()
+        change = weight.double() - a @ b
+        value = torch.trace(change.T @ outer @ change @ moments.inputs)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    found = naive_cost(weight, (a @ b).detach(), moments)
+    assert own <= found * (1 + 1e-3)
+    plain = torch.linalg.svd(weight.double())
+    unweighted = (plain.U[:, :rank] * plain.S[:rank]) @ plain.Vh[:rank]
+    assert own < 0.9 * naive_cost(weight, unweighted, moments)
+
+
+def test_the_predicted_cost_is_that_of_the_product():
+    weight, (moments, _) = torch.randn(16, 10), make_moments(16, 10)
+    factors = weighted_svd(weight, moments, 10)
+    for rank, cost in enumerate(factors.costs()):
+        assert cost == pytest.approx(naive_cost(weight, product(factors, rank), moments), rel=2e-2, abs=1e-3)
+    assert factors.costs()[10] == pytest.approx(0.0, abs=1e-6 * factors.costs()[0])
+
+
+def test_rescaled_inputs_change_nothing():
+    """With W D⁻¹ for W and D x for x the model is the same, so the cut must lose the same."""
+    weight, scale = torch.randn(9, 14, dtype=torch.float64), torch.logspace(-1, 1, 14, dtype=torch.float64)
+    torch.manual_seed(1)
+    plain, inputs = make_moments(9, 14)
+    torch.manual_seed(1)
+    scaled, _ = make_moments(9, 14, scale=scale)
+    one = product(weighted_svd(weight.float(), plain, 9), 3)
+    other = product(weighted_svd((weight / scale).float(), scaled, 9), 3) * scale
+    size = torch.linalg.norm(inputs @ one.T)
+    assert torch.linalg.norm(inputs @ (one - other).T) < 0.02 * size
+    unweighted = torch.linalg.svd(weight / scale)
+    naive = (unweighted.U[:, :3] * unweighted.S[:3]) @ unweighted.Vh[:3] * scale
+    assert torch.linalg.norm(inputs @ (one - naive).T) > 0.2 * size
+
+
+def test_inputs_that_are_never_there_are_damped_not_divided_by():
+    weight, (moments, inputs) = torch.randn(6, 8), make_moments(6, 8)
+    inputs[:, 5] = 0
+    moments = Moments(inputs=inputs.T @ inputs, gradients=moments.gradients, tokens=moments.tokens)
+    factors = weighted_svd(weight, moments, 6)
+    assert all(each.isfinite().all() for each in (factors.left, factors.values, factors.right))
+    empty = Moments(inputs=torch.zeros(8, 8), gradients=None, tokens=3)
+    with pytest.raises(UserError, match="no input or no gradient at all"):
+        weighted_svd(weight, empty, 4)
+
+
+def made(m: int, n: int, values: list[float]) -> WeightedSVD:
+    k = len(values)
+    spectrum = torch.tensor(values)
+    energy = float(spectrum.square().sum()) + 0.01
+    return WeightedSVD(left=torch.zeros(m, k), values=spectrum, right=torch.zeros(k, n), energy=energy, tokens=1)
+
+
+def every_allocation(factors: dict[str, WeightedSVD], budget: int, multiple: int) -> float:
+    """The lowest loss of all combinations, by trying each."""
+    lists = []
+    for each in factors.values():
+        m, n = each.shape
+        ranks = [r for r in range(multiple, len(each.values) + 1, multiple) if r <= break_even(m, n)]
+        lists.append([(r * (m + n), each.costs()[r]) for r in ranks] + [(m * n, 0.0)])
+    return min(
+        sum(loss for _, loss in pick) for pick in itertools.product(*lists) if sum(cost for cost, _ in pick) <= budget
+    )
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+@pytest.mark.parametrize("budget", [95, 100, 110, 120, 130, 150])
+def test_allocation_is_as_good_as_trying_all(budget, multiple):
+    draw = torch.Generator().manual_seed(budget)
+    factors = {
+        name: made(m, n, sorted((10 * torch.rand(break_even(m, n), generator=draw)).tolist(), reverse=True))
+        for name, (m, n) in {"a": (8, 8), "b": (8, 6), "c": (6, 10)}.items()
+    }
+    chosen = allocate(factors, budget, multiple=multiple)
+    spent, loss = 0, 0.0
+    for name, rank in chosen.items():
+        m, n = factors[name].shape
+        spent += m * n if rank is None else rank * (m + n)
+        loss += 0.0 if rank is None else factors[name].costs()[rank]
+        assert rank is None or (rank % multiple == 0 and 1 <= rank <= break_even(m, n))
+    assert spent <= budget
+    best = every_allocation(factors, budget, multiple)
+    assert best <= loss + 1e-9
+    # Greedy steps of unequal prices may leave a few parameters unused; the loss stays near the optimum.
+    assert loss <= best * 1.35 + 1e-9
+    assert budget - spent < multiple * 16
+
+
+def test_a_matrix_that_matters_gets_the_budget_and_stays_dense():
+    factors = {"rich": made(8, 8, [100.0, 90.0, 80.0]), "poor": made(8, 8, [0.1, 0.01, 0.001])}
+    assert allocate(factors, 64 + 16) == {"rich": None, "poor": 1}
+    with pytest.raises(UserError, match="the smallest allocation, rank 1 for every matrix, has 32 parameters"):
+        allocate(factors, 31)
