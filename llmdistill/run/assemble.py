@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Loader, TapRequest
+from llmdistill.config import RunConfig
 from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
@@ -33,11 +34,11 @@ from llmdistill.runtime.distributed import TORCH_DTYPES, World, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks import make_task
-from llmdistill.tasks.base import TaskData
+from llmdistill.tasks.base import Models, TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 
-def prepare_student(plan: Plan, data: TaskData, world: World) -> Path:
+def prepare_student(plan: Plan, world: World) -> Path:
     """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
 
     The student is made once, by rank 0; a resumed run uses the same folder. A weighted factorization is measured on all
@@ -47,37 +48,41 @@ def prepare_student(plan: Plan, data: TaskData, world: World) -> Path:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     if not on_main((folder / "config.json").is_file, world):
-        weighted = _weighted(plan, data, world)
+        weighted = _weighted(plan, world)
         on_main(lambda: _make_student(plan, folder, weighted, world.device), world)
     return folder
 
 
-def _weighted(plan: Plan, data: TaskData, world: World) -> Weighted | None:
+def _weighted(plan: Plan, world: World) -> Weighted | None:
     """Measure the weights of the factorization on the calibration data; None without a weighting."""
     settings = plan.config.student.factorize
-    if plan.config.student.shape is not None or settings.weighting == "none":
+    if settings.weighting == "none":
         return None
-    calibration = settings.calibration
-    if calibration.data is not None:
-        config = replace(plan.config, data=replace(plan.config.data, train=calibration.data))
-        data = make_task(config).read(plan.models).prepared(world)
-    share = Share(
-        seed=calibration.seed,
-        global_batch_size=calibration.examples,
-        micro_batch_size=calibration.micro_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    batches = data.loader(share).micro_batches(0)
+    batches = calibration_batches(plan.config, plan.models, world)
     model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
-    print_main(
-        f"Student     its factors are weighted by {settings.weighting} on {calibration.examples} examples", world
-    )
+    what = f"{settings.weighting} on {settings.calibration.examples} examples"
+    print_main(f"Student     its factors are weighted by {what}", world)
     reduce = dist.all_reduce if world.size > 1 else None
     found = weigh(model, settings, batches, device=world.device, reduce=reduce, decompose=world.is_main)
     if settings.weighting == "gradients":
         print_main(f"Student     the cut is predicted to cost {found.predicted_loss:.4f} nats per token", world)
     return found
+
+
+def calibration_batches(config: RunConfig, models: Models, world: World) -> list[Batch]:
+    """Return this rank's batches of the calibration data of a weighted factorization; every rank must call it.
+
+    Raises:
+        UserError: the data cannot be read.
+    """
+    calibration = config.student.factorize.calibration
+    data = replace(config.data, train=calibration.data or config.data.train, valid=None, tests={})
+    task = make_task(replace(config, data=data), trains=True)
+    size = calibration.micro_batch_size
+    share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
+    loader = task.read(models).prepared(world).loader(share)
+    steps = range(world.rank, -(-calibration.examples // size), world.size)
+    return [batch for step in steps for batch in loader.micro_batches(step)]
 
 
 def _make_student(plan: Plan, folder: Path, weighted: Weighted | None, device: torch.device) -> None:

@@ -75,7 +75,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
         warn_main(warning, world)
     if not plan.method.needs_teacher:
         teacher.cache_clear()
-    untrained, trained = assemble.prepare_student(plan, data, world), plan.folder / "student"
+    untrained, trained = assemble.prepare_student(plan, world), plan.folder / "student"
     # Ranks that the calibration data decide are not known before.
     params = count_parameters(build_reference(load_config(untrained)))
     plan = replace(plan, sizes={**plan.sizes, "student_params": params})
