@@ -9,12 +9,13 @@ from typing import Any, Literal
 from llmdistill.config.data import DataConfig, TaskConfig, TextConfig
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
-from llmdistill.config.student import FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
+from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
 from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.training import TrainConfig
 from llmdistill.errors import check_least
 
 __all__ = [
+    "CalibrationConfig",
     "DataConfig",
     "FactorizeConfig",
     "GenerationConfig",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmdistill.errors import check_least
+
 FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
 
@@ -27,9 +29,7 @@ class CalibrationConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
-        for key in ("examples", "micro_batch_size"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"student.factorize.calibration.{key} is {getattr(self, key)}: give 1 or more")
+        check_least(self, 1, "examples", "micro_batch_size", prefix="student.factorize.calibration.")
         if self.memory <= 0:
             raise ValueError(f"student.factorize.calibration.memory is {self.memory}: give a number over 0")
 
@@ -86,8 +86,7 @@ class FactorizeConfig:
                 "student.factorize.allocation loss spends target_params by the predicted loss: give target_params and "
                 "weighting gradients"
             )
-        if self.rank_multiple < 1:
-            raise ValueError(f"student.factorize.rank_multiple is {self.rank_multiple}: give 1 or more")
+        check_least(self, 1, "rank_multiple", prefix="student.factorize.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callabl
     """
     for plan in plans:
         assemble.check_machine(plan, world)
+        assemble.check_calibration(plan, world)
     data = data.prepared(world)
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
     with claim_folder(last.asked, world):

@@ -122,11 +122,11 @@ def _planned(
     reference = build_reference(copy.deepcopy(config))
     if settings.weighting == "none":
         return plan(reference, settings, method)
+    check_settings(settings, method)
     if weighted is None:
         raise UserError(
             f"weighting {settings.weighting} needs calibration data: name them (calibration.data), or set it to none"
         )
-    check_settings(settings, method)
     ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
     sizes = {name: rank for name, rank in ranks.items() if rank is not None}
     return replace(plan_embedding(reference, settings, method), sizes=sizes)

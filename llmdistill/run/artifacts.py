@@ -30,6 +30,7 @@ their content, so that the same call finds its run again."""
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
+    *("student.factorize.calibration.memory", "student.factorize.calibration.micro_batch_size"),
 )
 """Settings that cannot change the student. ds_config is a path; its content is compared instead."""
 _CHECKPOINT_KEYS = ("train.micro_batch_size", "number of ranks")
@@ -59,6 +60,7 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     """
     below = None if made_below is None else Path(made_below).resolve()
     references = {f"{block}.{name}": values[block][name] for block, name in _INPUTS}
+    references["student.factorize.calibration.data"] = values["student"]["factorize"]["calibration"]["data"]
     task = values["data"]["task"]
     if values["data"]["kind"] == "task" and task["dir"] is not None:
         references["data.task"] = task_folder(task["dir"], task["name"])

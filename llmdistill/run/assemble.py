@@ -69,6 +69,12 @@ def _weighted(plan: Plan, world: World) -> Weighted | None:
     return found
 
 
+def check_calibration(plan: Plan, world: World) -> None:
+    """Raise a UserError if calibration data of their own cannot be read; the training set is checked by itself."""
+    if plan.config.student.factorize.calibration.data is not None:
+        calibration_batches(plan.config, plan.models, world)
+
+
 def calibration_batches(config: RunConfig, models: Models, world: World) -> list[Batch]:
     """Return this rank's batches of the calibration data of a weighted factorization; every rank must call it.
 

@@ -98,6 +98,27 @@ def test_two_ranks_of_zero3_resume_bit_equal(trained, launch, settings, tmp_path
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
 
 
+WEIGHTED = (
+    *("--student.factorize.rank", "null", "--student.factorize.target_params", "60%"),
+    *("--student.factorize.weighting", "gradients", "--student.factorize.allocation", "loss"),
+    *("--student.factorize.calibration.examples", "24", "--student.factorize.calibration.micro_batch_size", "4"),
+)
+
+
+def test_two_ranks_weigh_a_student_as_one_does(trained):
+    one, two = trained(*WEIGHTED), trained(*WEIGHTED, ranks=2, ds_config="zero3")
+    sizes = [json.loads((each / "untrained/config.json").read_text())["quantization_config"] for each in (one, two)]
+    assert sizes[0] == sizes[1]
+    assert len(set(sizes[0]["modules"].values())) > 3
+    first, second = (load_file(each / "untrained/model.safetensors") for each in (one, two))
+    for name in (name.removesuffix("A.weight") for name in first if name.endswith("A.weight")):
+        # A singular vector is known but for its sign, so the products are compared.
+        products = [each[f"{name}B.weight"] @ each[f"{name}A.weight"] for each in (first, second)]
+        assert torch.allclose(*products, atol=1e-3 * float(products[0].abs().max())), name
+    metrics = [json.loads((each / "metrics.json").read_text())["run"] for each in (one, two)]
+    assert metrics[0]["teacher_params"] == metrics[1]["teacher_params"]
+
+
 def test_finished_run_only_shows_its_table(trained, launch, settings):
     folder = trained()
     stamp = (folder / "student" / "model.safetensors").stat().st_mtime_ns

@@ -71,6 +71,33 @@ def test_rank_beyond_the_matrix(fails):
     assert "layers.0" in said
 
 
+WEIGHTED = ("--student.factorize.weighting", "gradients")
+BY_LOSS = (*WEIGHTED, "--student.factorize.rank", "null", "--student.factorize.allocation", "loss")
+
+
+def test_weighting_of_a_student_that_is_given(fails):
+    said = fails("--recipe", "quickstart", "--student.model", "embedded:teacher", *WEIGHTED)
+    assert "student.factorize.weighting is gradients, but student.model embedded:teacher is not factorized" in said
+    said = fails("--student.shape", "2x64x4", "--student.factorize.embedding_rank", "8", *WEIGHTED)
+    assert "student.shape 2x64x4 is not factorized by this run" in said
+
+
+def test_weighting_with_a_sharded_teacher(fails):
+    said = fails("--recipe", "quickstart", "--teacher.sharding", "zero3", *WEIGHTED)
+    assert "needs the gradients of a whole teacher" in said
+
+
+def test_ranks_by_loss_without_a_target_or_with_one_out_of_reach(fails):
+    assert "give target_params and weighting gradients" in fails("--recipe", "quickstart", *BY_LOSS)
+    said = fails("--recipe", "quickstart", *BY_LOSS, "--student.factorize.target_params", "5%")
+    assert "target_params 5% is out of reach: rank 1 for every linear, the smallest allocation, has 146,608 parameters" in said
+
+
+def test_calibration_data_that_are_not_there(fails):
+    said = fails("--recipe", "quickstart", *WEIGHTED, "--student.factorize.calibration.data", "nowhere.jsonl")
+    assert "nowhere.jsonl: no such file" in said
+
+
 def test_batch_that_does_not_divide(fails):
     assert "the nearest that does is 30" in fails("--train.global_batch_size", "32", "--train.micro_batch_size", "5")
 

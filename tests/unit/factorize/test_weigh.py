@@ -1,0 +1,175 @@
+"""Weighted factorization of whole models: the loss that it keeps, exact budgets, passes, heads and folders."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig, FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.convert import compress_model
+from llmdistill.factorize.counting import count_parameters, layer_linears
+from llmdistill.factorize.plan import summarise
+from llmdistill.factorize.weighted import weigh
+
+VOCABULARY = 40
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    """A Llama whose layers differ in how much they matter, and whose inputs are far from white."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer, scale in zip(model.model.layers, (2.0, 0.7, 0.1), strict=True):
+            layer.mlp.down_proj.weight.mul_(scale)
+            layer.input_layernorm.weight.copy_(torch.logspace(-1, 0.5, 32)[torch.randperm(32)])
+    return model
+
+
+def batches(count: int, seed: int, size: int = 8) -> list[Batch]:
+    """Short sequences over a part of the vocabulary."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        ids = torch.randint(VOCABULARY // 2, (size, 12), generator=draw)
+        names = tuple((1000 * seed + number * size + row,) for row in range(size))
+        made.append(Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sample_ids=names))
+    return made
+
+
+def divergence(student, teacher, seed: int = 9) -> float:
+    """KL(teacher‖student) per token on data that the calibration did not see."""
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in batches(4, seed):
+            log_t, log_s = (m(input_ids=batch.input_ids).logits.log_softmax(-1) for m in (teacher, student))
+            total += float((log_t.exp() * (log_t - log_s)).sum())
+            tokens += batch.input_ids.numel()
+    return total / tokens
+
+
+def settings(**given) -> FactorizeConfig:
+    return FactorizeConfig(**given)
+
+
+def student_of(model, chosen: FactorizeConfig):
+    weighted = None if chosen.weighting == "none" else weigh(model, chosen, batches(16, 1))
+    return compress_model(model, chosen, weighted=weighted), weighted
+
+
+def test_each_weighting_keeps_more_of_the_loss_than_the_one_before_it(llama):
+    found = {
+        "none": student_of(llama, settings(rank=8))[0],
+        "activations": student_of(llama, settings(rank=8, weighting="activations"))[0],
+        "gradients": student_of(llama, settings(rank=8, weighting="gradients"))[0],
+    }
+    losses = {name: divergence(student, llama) for name, student in found.items()}
+    assert losses["gradients"] < 0.8 * losses["none"]
+    assert losses["activations"] < 0.9 * losses["none"]
+    params = count_parameters(found["none"])
+    target = settings(target_params=params, weighting="gradients", allocation="loss")
+    allocated, weighted = student_of(llama, target)
+    assert divergence(allocated, llama) < 0.8 * losses["gradients"]
+    assert params - 48 - 32 < count_parameters(allocated) <= params, "the budget is spent to less than one rank"
+    assert len(set(weighted.ranks.values())) > 3
+
+
+def test_the_predicted_loss_is_near_the_measured_one_for_small_cuts(llama):
+    """It is a second-order estimate, so it holds where the cut is mild."""
+    for share in ("97%", "93%"):
+        chosen = settings(target_params=share, weighting="gradients", allocation="loss")
+        student, weighted = student_of(llama, chosen)
+        assert divergence(student, llama) == pytest.approx(weighted.predicted_loss, rel=0.6)
+
+
+def test_ranks_are_multiples_and_matrices_that_gain_nothing_stay_dense(llama):
+    chosen = settings(target_params="85%", weighting="gradients", allocation="loss", rank_multiple=4)
+    student, weighted = student_of(llama, chosen)
+    assert all(rank % 4 == 0 for rank in weighted.ranks.values())
+    assert count_parameters(student) <= int(0.85 * count_parameters(llama))
+    sizes = {name.removeprefix("model."): shape for name, shape in layer_linears(llama).items()}
+    assert all(rank * sum(sizes[name]) < sizes[name][0] * sizes[name][1] for name, rank in weighted.ranks.items())
+
+
+def test_a_pass_for_each_layer_gives_the_same_student(llama):
+    small = CalibrationConfig(memory=20_000 / 2**30)
+    chosen = settings(rank=8, weighting="gradients")
+    whole = weigh(llama, chosen, batches(4, 1))
+    parts = weigh(llama, settings(rank=8, weighting="gradients", calibration=small), batches(4, 1))
+    assert whole.ranks == parts.ranks
+    for name, factors in whole.factors.items():
+        assert torch.equal(factors.values, parts.factors[name].values)
+
+
+def test_the_model_is_left_as_it_is_and_the_copy_loads_again(llama, tmp_path):
+    before = copy.deepcopy(llama.state_dict())
+    student, _ = student_of(llama, settings(target_params="60%", weighting="gradients", allocation="loss"))
+    assert all(torch.equal(before[name], value) for name, value in llama.state_dict().items())
+    student.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = batches(1, 5)[0].input_ids
+    assert torch.equal(again(input_ids=ids).logits, student.eval()(input_ids=ids).logits)
+
+
+def test_an_encoder_with_its_head(llama):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        initializer_range=0.3,
+    )
+    bert = BertForMaskedLM(config).eval()
+    plain = divergence(student_of(bert, settings(rank=8))[0], bert)
+    weighted = divergence(student_of(bert, settings(rank=8, weighting="gradients"))[0], bert)
+    assert weighted < 0.9 * plain
+
+
+def test_sizes_before_any_data(llama):
+    found = summarise(llama.config, settings(target_params="60%", weighting="gradients", allocation="loss"))
+    assert found["student_params"] == int(0.6 * count_parameters(llama))
+    assert found["rank"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rank": 8, "allocation": "loss"}, "allocation loss spends target_params"),
+        ({"target_params": "50%", "allocation": "loss", "weighting": "activations"}, "weighting gradients"),
+        ({"rank": 8, "rank_multiple": 0}, "rank_multiple is 0"),
+    ],
+)
+def test_settings_that_contradict_each_other(given, said):
+    with pytest.raises(ValueError, match=said):
+        settings(**given)
+
+
+def test_a_target_below_the_smallest_allocation_names_it(llama):
+    chosen = settings(target_params="20%", weighting="gradients", allocation="loss", rank_multiple=8)
+    smallest = count_parameters(compress_model(llama, settings(rank=8)))
+    with pytest.raises(UserError, match=rf"rank 8 for every linear, the smallest allocation, has {smallest:,} param"):
+        summarise(llama.config, chosen)
+
+
+def test_a_weighting_without_data_is_refused(llama):
+    with pytest.raises(UserError, match="weighting gradients needs calibration data"):
+        compress_model(llama, settings(rank=8, weighting="gradients"))
+    with pytest.raises(UserError, match="weighting is a setting of the method svd"):
+        compress_model(llama, settings(shapes={"*": "4x4"}, weighting="gradients"), "kronecker")
