@@ -23,11 +23,11 @@ from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import compress_model
+from llmdistill.factorize.convert import compress_model, weigh_checked
 from llmdistill.factorize.export import export_dense
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.weighted import Weighted, weigh
+from llmdistill.factorize.weighted import Weighted
 from llmdistill.files import new_folder
 from llmdistill.models.families import family_of
 from llmdistill.models.load import Head, load_model
@@ -79,7 +79,8 @@ def compress(
         device: the device on which the matrices are decomposed, one at a time. By default a model in memory is
             decomposed on its own device, and a named model on the GPU if there is one.
         calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping with
-            `data` and other fields of `llmdistill.config.CalibrationConfig` (examples, seed, micro_batch_size, memory).
+            `data` and other fields of `llmdistill.config.CalibrationConfig` (examples, held_out, seed,
+            micro_batch_size, memory).
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number),
             ranks ({"*.q_proj": 32}), embedding_rank, sigma, weighting ("gradients"), allocation ("loss"),
             rank_multiple, shapes, sums, embedding_columns, max_flops. And for calibration data max_prompt_length,
@@ -142,11 +143,11 @@ def _weigh(
             causal=causal,
             objective=task.objective(model.config, uses_output=False),
         )
-        batches = calibration_batches(config, models, World.alone())
+        batches, held_out = calibration_batches(config, models, World.alone())
     own = model.device
     try:
         moved = cast(Any, model).to(own if device is None else device)
-        return weigh(moved, settings, batches, device=device)
+        return weigh_checked(moved, settings, batches, held_out, device=device)
     finally:
         cast(Any, model).to(own)
 

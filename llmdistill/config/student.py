@@ -19,6 +19,9 @@ class CalibrationConfig:
     """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set."""
     examples: int = 512
     """Number of examples."""
+    held_out: int = 64
+    """Number of further examples on which ranks by the predicted loss must be better than one rank, which is taken
+    otherwise; 0 skips this check."""
     seed: int = 0
     """Seed of the choice of the examples, and of the labels that are sampled from the teacher."""
     micro_batch_size: int = 8
@@ -30,6 +33,7 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
         check_least(self, 1, "examples", "micro_batch_size", prefix="student.factorize.calibration.")
+        check_least(self, 0, "held_out", prefix="student.factorize.calibration.")
         if self.memory <= 0:
             raise ValueError(f"student.factorize.calibration.memory is {self.memory}: give a number over 0")
 

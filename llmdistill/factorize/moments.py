@@ -64,9 +64,7 @@ def measure_moments(
     """
     device = next(model.parameters()).device
     sums = _Sums(model, names, gradients)
-    layers = shape_of(model.config).num_layers
-    recorder = Recorder(model, {"hidden": frozenset({layers - 1})} if gradients else {})
-    tapped = TappedModel(model, recorder)
+    tapped = _tapped(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = model.training
     model.eval().requires_grad_(False)  # the gradients of the weights are not needed
@@ -158,19 +156,56 @@ def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
     sums[name].addmm_(rows.T, rows)
 
 
-def _sampled_loss(outputs: Outputs, batch: Batch, seed: int) -> Tensor:
-    """The negative log-likelihood of labels sampled from the outputs, summed over the batch."""
+@torch.no_grad()
+def divergence(student: PreTrainedModel, teacher: PreTrainedModel, batches: Iterable[Batch]) -> float:
+    """Return how far a student's outputs are from its teacher's: a mean over real tokens, or sequences of a classifier.
+
+    It is KL(teacher‖student) of the logits in nats; for scores, and for the last hidden states of models without a
+    head, half the squared distance. Both models are on one device.
+    """
+    total, count = 0.0, 0
+    both = _tapped(student.eval()), _tapped(teacher.eval())
+    try:
+        for batch in batches:
+            moved = batch.to(teacher.device)
+            (of_student, classes, _), (of_teacher, _, _) = (_rows(tapped(moved), moved) for tapped in both)
+            if classes:
+                of_student, of_teacher = of_student.log_softmax(-1), of_teacher.log_softmax(-1)
+                total += float((of_teacher.exp() * (of_teacher - of_student)).sum())
+            else:
+                total += float((of_teacher - of_student).square().sum() / 2)
+            count += len(of_teacher)
+    finally:
+        for tapped in both:
+            tapped.remove()
+    return total / max(count, 1)
+
+
+def _tapped(model: PreTrainedModel) -> TappedModel:
+    last = shape_of(model.config).num_layers - 1
+    return TappedModel(model, Recorder(model, {"hidden": frozenset({last})}))
+
+
+def _rows(outputs: Outputs, batch: Batch) -> tuple[Tensor, bool, bool]:
+    """What a model is judged by, (N, K) in fp32, whether these are logits of classes, and whether a row is a token."""
     mask_BT = batch.attention_mask != 0
     if outputs.logits is not None:
-        chances = _uniform(batch, 1, seed)[..., 0]
-        return _sampled_nll(outputs.logits[mask_BT], chances[mask_BT])
-    if outputs.sequence_logits is not None and outputs.sequence_logits.shape[1] > 1:
-        return _sampled_nll(outputs.sequence_logits, _uniform(batch, 1, seed)[:, 0, 0])
-    if outputs.sequence_logits is not None:  # a score: the normal distribution around it has the Fisher matrix 1
-        return (outputs.sequence_logits[:, 0] * _signs(_uniform(batch, 1, seed)[:, 0, 0])).sum()
+        return outputs.logits[mask_BT].float(), True, True
+    if outputs.sequence_logits is not None:
+        return outputs.sequence_logits.float(), outputs.sequence_logits.shape[1] > 1, False
     (hidden_BTW,) = outputs.taps.hidden.values()
-    signs = _signs(_uniform(batch, hidden_BTW.shape[-1], seed))
-    return (hidden_BTW.float() * signs)[mask_BT].sum()
+    return hidden_BTW[mask_BT].float(), False, True
+
+
+def _sampled_loss(outputs: Outputs, batch: Batch, seed: int) -> Tensor:
+    """The negative log-likelihood of labels sampled from the outputs, summed over the batch."""
+    rows_NK, classes, tokens = _rows(outputs, batch)
+    chances_BTK = _uniform(batch, 1 if classes else rows_NK.shape[1], seed)
+    chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, 0]
+    if classes:
+        return _sampled_nll(rows_NK, chances_NK[:, 0])
+    # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.
+    return (rows_NK * torch.where(chances_NK < 0.5, -1.0, 1.0)).sum()
 
 
 def _sampled_nll(logits_NV: Tensor, chances_N: Tensor) -> Tensor:
@@ -179,10 +214,6 @@ def _sampled_nll(logits_NV: Tensor, chances_N: Tensor) -> Tensor:
     cumulated = log_NV.detach().exp().cumsum(dim=-1)
     target = torch.searchsorted(cumulated, (chances_N * cumulated[:, -1])[:, None]).clamp(max=logits_NV.shape[1] - 1)
     return -log_NV.gather(1, target).sum()
-
-
-def _signs(chances: Tensor) -> Tensor:
-    return torch.where(chances < 0.5, -1.0, 1.0)
 
 
 def _uniform(batch: Batch, width: int, seed: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -120,7 +120,15 @@ class Weighted:
     """Rank by the name of the linear in the base model; all other linears stay dense."""
     factors: Mapping[str, WeightedSVD]
     predicted_loss: float
-    """The predicted increase of the loss per token, in nats; without gradients the squared error of the outputs."""
+    """The predicted increase of the loss per token, in nats; without gradients half the squared error of the outputs,
+    divided by the number of tokens."""
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
+
+    def with_ranks(self, ranks: Mapping[str, int]) -> Weighted:
+        """Return the same factors with other ranks."""
+        loss = sum(each.costs()[ranks[name]] for name, each in self.factors.items() if name in ranks)
+        return replace(self, ranks=ranks, predicted_loss=loss)
 
 
 def weigh(
@@ -163,16 +171,15 @@ def weigh(
         for name in names if decompose else ():
             weight = matrix(model.get_submodule(name)).detach()
             short = base_name(model, name)
-            found = weighted_svd(weight if device is None else weight.to(device), moments.pop(name), ranks[short])
-            factors[short] = found.to(torch.device("cpu"))
+            whole = weighted_svd(weight if device is None else weight.to(device), moments.pop(name), ranks[short])
+            factors[short] = whole.to(torch.device("cpu"))
+    found = Weighted(ranks=ranks, factors=factors, predicted_loss=0.0)
     if settings.allocation == "loss" and decompose:
-        dense = sum(m * n for m, n in layer_linears(reference).values()) - sum(
-            each.shape[0] * each.shape[1] for each in factors.values()
-        )
+        of_factors = sum(each.shape[0] * each.shape[1] for each in factors.values())
+        dense = sum(m * n for m, n in layer_linears(reference).values()) - of_factors
         chosen = allocate(factors, budget - dense, multiple=settings.rank_multiple)
         ranks = {name: rank for name, rank in chosen.items() if rank is not None}
-    loss = sum(each.costs()[ranks[name]] for name, each in factors.items() if name in ranks)
-    return Weighted(ranks=ranks, factors=factors, predicted_loss=loss)
+    return found.with_ranks(ranks)
 
 
 def _passes(model: PreTrainedModel, names: Sequence[str], gradients: bool, memory: float) -> list[list[str]]:

@@ -18,8 +18,8 @@ from llmdistill.config import RunConfig
 from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
-from llmdistill.factorize.convert import compress, make_student
-from llmdistill.factorize.weighted import Weighted, weigh
+from llmdistill.factorize.convert import compress, make_student, weigh_checked
+from llmdistill.factorize.weighted import Weighted
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
@@ -58,15 +58,29 @@ def _weighted(plan: Plan, world: World) -> Weighted | None:
     settings = plan.config.student.factorize
     if settings.weighting == "none":
         return None
-    batches = calibration_batches(plan.config, plan.models, world)
+    batches, held_out = calibration_batches(plan.config, plan.models, world)
     model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
     print_main(f"Student     its factors are weighted by {what}", world)
     reduce = dist.all_reduce if world.size > 1 else None
-    found = weigh(model, settings, batches, device=world.device, reduce=reduce, decompose=world.is_main)
-    if settings.weighting == "gradients":
-        print_main(f"Student     the cut is predicted to cost {found.predicted_loss:.4f} nats per token", world)
+    found = weigh_checked(
+        model, settings, batches, held_out, device=world.device, reduce=reduce, decompose=world.is_main
+    )
+    print_main(describe_weighting(found), world)
     return found
+
+
+def describe_weighting(found: Weighted) -> str:
+    """Return what a weighted factorization is expected to cost, in one line."""
+    if not found.held_out:
+        return f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token"
+    by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
+    taken = "ranks by predicted loss" if by_loss <= uniform else "one rank, as it is better here"
+    return (
+        f"Student     {taken}: on held-out data {min(by_loss, uniform):.4g} from the teacher "
+        f"(predicted {found.predicted_loss:.4g}; {'one rank' if by_loss <= uniform else 'ranks by predicted loss'} "
+        f"{max(by_loss, uniform):.4g})"
+    )
 
 
 def check_calibration(plan: Plan, world: World) -> None:
@@ -75,11 +89,10 @@ def check_calibration(plan: Plan, world: World) -> None:
         calibration_batches(plan.config, plan.models, world)
 
 
-def calibration_batches(config: RunConfig, models: Models, world: World) -> list[Batch]:
-    """Return this rank's batches of the calibration data of a weighted factorization; every rank must call it.
+def calibration_batches(config: RunConfig, models: Models, world: World) -> tuple[list[Batch], list[Batch]]:
+    """Return this rank's batches of the calibration data, and the held-out batches that follow them on every rank.
 
-    Raises:
-        UserError: the data cannot be read.
+    Every rank must call this function. Raises a UserError if the data cannot be read.
     """
     calibration = config.student.factorize.calibration
     data = replace(config.data, train=calibration.data or config.data.train, valid=None, tests={})
@@ -87,8 +100,13 @@ def calibration_batches(config: RunConfig, models: Models, world: World) -> list
     size = calibration.micro_batch_size
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = task.read(models).prepared(world).loader(share)
-    steps = range(world.rank, -(-calibration.examples // size), world.size)
-    return [batch for step in steps for batch in loader.micro_batches(step)]
+    count = -(-calibration.examples // size)
+    further = range(count, count + -(-calibration.held_out // size))
+    own, held_out = (
+        [batch for step in steps for batch in loader.micro_batches(step)]
+        for steps in (range(world.rank, count, world.size), further)
+    )
+    return own, held_out
 
 
 def _make_student(plan: Plan, folder: Path, weighted: Weighted | None, device: torch.device) -> None:

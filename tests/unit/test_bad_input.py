@@ -90,7 +90,10 @@ def test_weighting_with_a_sharded_teacher(fails):
 def test_ranks_by_loss_without_a_target_or_with_one_out_of_reach(fails):
     assert "give target_params and weighting gradients" in fails("--recipe", "quickstart", *BY_LOSS)
     said = fails("--recipe", "quickstart", *BY_LOSS, "--student.factorize.target_params", "5%")
-    assert "target_params 5% is out of reach: rank 1 for every linear, the smallest allocation, has 146,608 parameters" in said
+    assert (
+        "target_params 5% is out of reach: rank 1 for every linear, the smallest allocation, has 146,608 parameters"
+        in said
+    )
 
 
 def test_calibration_data_that_are_not_there(fails):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, Llam
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.errors import UserError
+from llmdistill.factorize import convert
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.plan import summarise
@@ -52,7 +53,7 @@ def batches(count: int, seed: int, size: int = 8) -> list[Batch]:
     return made
 
 
-def divergence(student, teacher, seed: int = 9) -> float:
+def naive_divergence(student, teacher, seed: int = 9) -> float:
     """KL(teacher‖student) per token on data that the calibration did not see."""
     total, tokens = 0.0, 0
     with torch.no_grad():
@@ -78,13 +79,13 @@ def test_each_weighting_keeps_more_of_the_loss_than_the_one_before_it(llama):
         "activations": student_of(llama, settings(rank=8, weighting="activations"))[0],
         "gradients": student_of(llama, settings(rank=8, weighting="gradients"))[0],
     }
-    losses = {name: divergence(student, llama) for name, student in found.items()}
+    losses = {name: naive_divergence(student, llama) for name, student in found.items()}
     assert losses["gradients"] < 0.8 * losses["none"]
     assert losses["activations"] < 0.9 * losses["none"]
     params = count_parameters(found["none"])
     target = settings(target_params=params, weighting="gradients", allocation="loss")
     allocated, weighted = student_of(llama, target)
-    assert divergence(allocated, llama) < 0.8 * losses["gradients"]
+    assert naive_divergence(allocated, llama) < 0.8 * losses["gradients"]
     assert params - 48 - 32 < count_parameters(allocated) <= params, "the budget is spent to less than one rank"
     assert len(set(weighted.ranks.values())) > 3
 
@@ -94,7 +95,22 @@ def test_the_predicted_loss_is_near_the_measured_one_for_small_cuts(llama):
     for share in ("97%", "93%"):
         chosen = settings(target_params=share, weighting="gradients", allocation="loss")
         student, weighted = student_of(llama, chosen)
-        assert divergence(student, llama) == pytest.approx(weighted.predicted_loss, rel=0.6)
+        assert naive_divergence(student, llama) == pytest.approx(weighted.predicted_loss, rel=0.6)
+
+
+def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
+    chosen = settings(target_params="60%", weighting="gradients", allocation="loss")
+    found = convert.weigh_checked(llama, chosen, batches(16, 1), batches(4, 9))
+    one_rank = settings(target_params="60%", weighting="gradients")
+    for name, given in (("loss", chosen), ("uniform", one_rank)):
+        assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, given)[0], llama), rel=1e-3)
+    assert found.held_out["loss"] < found.held_out["uniform"]
+    assert found.ranks == weigh(llama, chosen, batches(16, 1)).ranks
+    # Where the prediction misleads, the single rank is taken.
+    told = iter((2.0, 1.0))
+    monkeypatch.setattr(convert, "divergence", lambda *_: next(told))
+    found = convert.weigh_checked(llama, chosen, batches(4, 1), batches(1, 9))
+    assert found.ranks == weigh(llama, one_rank, batches(4, 1)).ranks
 
 
 def test_ranks_are_multiples_and_matrices_that_gain_nothing_stay_dense(llama):
@@ -137,8 +153,8 @@ def test_an_encoder_with_its_head(llama):
         initializer_range=0.3,
     )
     bert = BertForMaskedLM(config).eval()
-    plain = divergence(student_of(bert, settings(rank=8))[0], bert)
-    weighted = divergence(student_of(bert, settings(rank=8, weighting="gradients"))[0], bert)
+    plain = naive_divergence(student_of(bert, settings(rank=8))[0], bert)
+    weighted = naive_divergence(student_of(bert, settings(rank=8, weighting="gradients"))[0], bert)
     assert weighted < 0.9 * plain
 
 
