@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmdistill.errors import check_least
@@ -167,3 +167,8 @@ class StudentConfig:
                 "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are "
                 "none: leave it out to train all weights, or take student.method svd"
             )
+
+    def made_otherwise(self, *, model: str | None = None, shape: str | None = None) -> StudentConfig:
+        """The same settings for a student that is not factorized from the teacher: a given one, or one of a shape."""
+        factorize = replace(self.factorize, weighting="none", allocation="uniform")
+        return replace(self, model=model, shape=shape, assistants=[], factorize=factorize)

@@ -66,6 +66,8 @@ class Study:
             "student.factorize.rank": int(size) if size.isdigit() else None,
             "student.factorize.target_params": None if size.isdigit() else size,
             "student.factorize.ranks": None,
+            # A rank for all matrices leaves no ranks to choose.
+            **({"student.factorize.allocation": "uniform"} if size.isdigit() else {}),
             "data.valid": None,
             "scoring.models": ["untrained"],
         }
@@ -102,6 +104,8 @@ class Study:
             **variant.settings,
             "seed": seed,
             "student.model": student,
+            "student.factorize.weighting": "none",  # the student is made already
+            "student.factorize.allocation": "uniform",
             "scoring.models": ["student"],
             **({} if tests else {"data.tests": {}}),
             **({} if valid else {"data.valid": None}),

@@ -50,7 +50,7 @@ def search_layer(plan: Plan, run: Callable[[Plan], object], world: World) -> Pla
 def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Trial, Trial]:
     """Return the trial that learns a layer's relations and the trial that scores its student; layers count from 1."""
     part, search = folder / f"layer-{layer}", config.method_settings[name].search
-    student = replace(config.student, model=str(part / "distil" / "student"), shape=None, assistants=[])
+    student = config.student.made_otherwise(model=str(part / "distil" / "student"))
 
     def trial(title: str, base: RunConfig, method: str, steps: int, output: Path) -> Trial:
         train = replace(

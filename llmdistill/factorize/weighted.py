@@ -43,8 +43,8 @@ class WeightedSVD:
     """(k, n), Vᵀ L⁻¹."""
     energy: float
     """‖Rᵀ W L‖², the sum of all squared singular values."""
-    tokens: int
-    """The number of tokens of the moments."""
+    scale: float
+    """What turns the energy that a cut loses into its cost per token."""
 
     def to(self, device: torch.device) -> WeightedSVD:
         """Return the same factors on another device."""
@@ -67,12 +67,13 @@ class WeightedSVD:
         return (inputs @ u).float(), s.float(), (vh @ outputs.T).float()
 
     def costs(self) -> list[float]:
-        """Return, for each rank from 0 to k, the predicted increase of the loss per token in nats.
+        """Return, for each rank from 0 to k, what it costs per token to cut this matrix alone to the rank.
 
-        It is the increase if this matrix alone is cut to the rank.
+        With gradients the cost is the predicted increase of the loss in nats, without them half the squared error of
+        the outputs.
         """
         kept = torch.nn.functional.pad(self.values.double().square().cumsum(0), (1, 0))
-        costs: list[float] = ((self.energy - kept).clamp(min=0.0) / (2 * self.tokens**2)).tolist()
+        costs: list[float] = ((self.energy - kept).clamp(min=0.0) * self.scale).tolist()
         return costs
 
 
@@ -96,7 +97,8 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
         values=s.float(),
         right=right.float(),
         energy=float(whitened.square().sum()),
-        tokens=moments.tokens,
+        # The Fisher matrix of the tokens' sum is C ⊗ G / tokens.
+        scale=0.5 / moments.tokens ** (1 if outer is None else 2),
     )
 
 
@@ -120,8 +122,9 @@ class Weighted:
     """Rank by the name of the linear in the base model; all other linears stay dense."""
     factors: Mapping[str, WeightedSVD]
     predicted_loss: float
-    """The predicted increase of the loss per token, in nats; without gradients half the squared error of the outputs,
-    divided by the number of tokens."""
+    """The sum of the costs of all cuts, per token; see `WeightedSVD.costs`."""
+    tokens: int = 0
+    """The number of tokens of the calibration data, over all ranks."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
 
@@ -164,16 +167,18 @@ def weigh(
         ranks = {base_name(reference, name): cast(int, rank) for name, rank in planned.sizes.items()}
     gradients = settings.weighting == "gradients"
     factors: dict[str, WeightedSVD] = {}
+    tokens = 0
     for names in _passes(model, [own[name] for name in ranks], gradients, settings.calibration.memory):
         moments = measure_moments(
             model, names, batches, gradients=gradients, seed=settings.calibration.seed, reduce=reduce
         )
+        tokens = next(iter(moments.values())).tokens
         for name in names if decompose else ():
             weight = matrix(model.get_submodule(name)).detach()
             short = base_name(model, name)
             whole = weighted_svd(weight if device is None else weight.to(device), moments.pop(name), ranks[short])
             factors[short] = whole.to(torch.device("cpu"))
-    found = Weighted(ranks=ranks, factors=factors, predicted_loss=0.0)
+    found = Weighted(ranks=ranks, factors=factors, predicted_loss=0.0, tokens=tokens)
     if settings.allocation == "loss" and decompose:
         of_factors = sum(each.shape[0] * each.shape[1] for each in factors.values())
         dense = sum(m * n for m, n in layer_linears(reference).values()) - of_factors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student, weigh_checked
 from llmdistill.factorize.weighted import Weighted
+from llmdistill.files import write_json
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
@@ -58,6 +60,7 @@ def _weighted(plan: Plan, world: World) -> Weighted | None:
     settings = plan.config.student.factorize
     if settings.weighting == "none":
         return None
+    began = time.perf_counter()
     batches, held_out = calibration_batches(plan.config, plan.models, world)
     model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
@@ -66,21 +69,28 @@ def _weighted(plan: Plan, world: World) -> Weighted | None:
     found = weigh_checked(
         model, settings, batches, held_out, device=world.device, reduce=reduce, decompose=world.is_main
     )
-    print_main(describe_weighting(found), world)
+    if world.is_main:
+        _report_weighting(plan, found, time.perf_counter() - began)
     return found
 
 
-def describe_weighting(found: Weighted) -> str:
-    """Return what a weighted factorization is expected to cost, in one line."""
-    if not found.held_out:
-        return f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token"
-    by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
-    taken = "ranks by predicted loss" if by_loss <= uniform else "one rank, as it is better here"
-    return (
-        f"Student     {taken}: on held-out data {min(by_loss, uniform):.4g} from the teacher "
-        f"(predicted {found.predicted_loss:.4g}; {'one rank' if by_loss <= uniform else 'ranks by predicted loss'} "
-        f"{max(by_loss, uniform):.4g})"
-    )
+def _report_weighting(plan: Plan, found: Weighted, seconds: float) -> None:
+    """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
+    values = {
+        "tokens": found.tokens,
+        "seconds": round(seconds, 2),
+        "predicted_loss": found.predicted_loss,
+        "held_out": dict(found.held_out),
+        "ranks": dict(found.ranks),
+    }
+    write_json(plan.folder / "weighting.json", values)
+    print(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
+    if found.held_out:
+        by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
+        print(
+            f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
+            f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}"
+        )
 
 
 def check_calibration(plan: Plan, world: World) -> None:

@@ -215,7 +215,7 @@ def make_plans(config: RunConfig) -> list[Plan]:
     """
     configs = []
     for number, shape in enumerate(config.student.assistants, start=1):
-        student = replace(config.student, shape=shape, assistants=[])
+        student = config.student.made_otherwise(shape=shape)
         folder = f"{config.output_dir}/assistant-{number}"
         configs.append(replace(config, student=student, output_dir=folder, resume="auto"))
     plans: list[Plan] = []

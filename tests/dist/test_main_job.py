@@ -115,8 +115,10 @@ def test_two_ranks_weigh_a_student_as_one_does(trained):
         # A singular vector is known but for its sign, so the products are compared.
         products = [each[f"{name}B.weight"] @ each[f"{name}A.weight"] for each in (first, second)]
         assert torch.allclose(*products, atol=1e-3 * float(products[0].abs().max())), name
-    metrics = [json.loads((each / "metrics.json").read_text())["run"] for each in (one, two)]
-    assert metrics[0]["teacher_params"] == metrics[1]["teacher_params"]
+    told = [json.loads((each / "weighting.json").read_text()) for each in (one, two)]
+    assert told[0]["tokens"] == told[1]["tokens"] > 24
+    assert told[0]["predicted_loss"] == pytest.approx(told[1]["predicted_loss"], rel=1e-3)
+    assert told[0]["held_out"] == pytest.approx(told[1]["held_out"], rel=1e-3)
 
 
 def test_finished_run_only_shows_its_table(trained, launch, settings):

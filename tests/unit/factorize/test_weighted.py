@@ -29,10 +29,11 @@ def product(factors: WeightedSVD, rank: int) -> torch.Tensor:
 
 
 def naive_cost(weight: torch.Tensor, approximation: torch.Tensor, moments: Moments) -> float:
-    """½ tr(ΔᵀGΔC) / tokens², by the definition."""
+    """½ tr(ΔᵀGΔC) / tokens², by the definition; without G half the squared error of the outputs per token."""
     change = weight.double() - approximation
     outer = torch.eye(len(weight), dtype=torch.float64) if moments.gradients is None else moments.gradients
-    return float(torch.trace(change.T @ outer @ change @ moments.inputs)) / (2 * moments.tokens**2)
+    divisor = 2 * moments.tokens ** (1 if moments.gradients is None else 2)
+    return float(torch.trace(change.T @ outer @ change @ moments.inputs)) / divisor
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -61,8 +62,9 @@ def test_no_gradient_descent_finds_a_better_product(gradients, m, n):
     assert own < 0.9 * naive_cost(weight, unweighted, moments)
 
 
-def test_the_predicted_cost_is_that_of_the_product():
-    weight, (moments, _) = torch.randn(16, 10), make_moments(16, 10)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_predicted_cost_is_that_of_the_product(gradients):
+    weight, (moments, _) = torch.randn(16, 10), make_moments(16, 10, gradients=gradients)
     factors = weighted_svd(weight, moments, 10)
     for rank, cost in enumerate(factors.costs()):
         assert cost == pytest.approx(naive_cost(weight, product(factors, rank), moments), rel=2e-2, abs=1e-3)
@@ -100,7 +102,7 @@ def made(m: int, n: int, values: list[float]) -> WeightedSVD:
     k = len(values)
     spectrum = torch.tensor(values)
     energy = float(spectrum.square().sum()) + 0.01
-    return WeightedSVD(left=torch.zeros(m, k), values=spectrum, right=torch.zeros(k, n), energy=energy, tokens=1)
+    return WeightedSVD(left=torch.zeros(m, k), values=spectrum, right=torch.zeros(k, n), energy=energy, scale=0.5)
 
 
 def every_allocation(factors: dict[str, WeightedSVD], budget: int, multiple: int) -> float:
