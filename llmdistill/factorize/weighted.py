@@ -128,6 +128,17 @@ class Weighted:
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
 
+    def warning(self) -> str | None:
+        """Return a warning if the data cannot fill the widest matrix; None if they can."""
+        widest = max((max(each.shape) for each in self.factors.values()), default=0)
+        if self.tokens >= widest:
+            return None
+        return (
+            f"the calibration data have {self.tokens:,} tokens, fewer than the {widest:,} columns of a matrix: "
+            f"directions that they do not show count only by the damping ({INPUT_DAMPING:g} of the mean for inputs, "
+            f"{GRADIENT_DAMPING:g} for gradients); give more calibration.examples"
+        )
+
     def with_ranks(self, ranks: Mapping[str, int]) -> Weighted:
         """Return the same factors with other ranks."""
         loss = sum(each.costs()[ranks[name]] for name, each in self.factors.items() if name in ranks)

@@ -34,7 +34,7 @@ from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import TORCH_DTYPES, World, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine
-from llmdistill.runtime.terminal import print_main
+from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
@@ -71,6 +71,8 @@ def _weighted(plan: Plan, world: World) -> Weighted | None:
     )
     if world.is_main:
         _report_weighting(plan, found, time.perf_counter() - began)
+    if found.warning() is not None:
+        warn_main(str(found.warning()), world)
     return found
 
 

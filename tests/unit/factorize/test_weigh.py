@@ -132,6 +132,14 @@ def test_a_pass_for_each_layer_gives_the_same_student(llama):
         assert torch.equal(factors.values, parts.factors[name].values)
 
 
+def test_too_few_tokens_are_said(llama):
+    chosen = settings(rank=8, weighting="gradients")
+    assert weigh(llama, chosen, batches(1, 1, size=4)).warning() is None
+    few = weigh(llama, chosen, batches(1, 1, size=3)).warning()
+    assert few is not None
+    assert few.startswith("the calibration data have 36 tokens, fewer than the 48 columns")
+
+
 def test_the_model_is_left_as_it_is_and_the_copy_loads_again(llama, tmp_path):
     before = copy.deepcopy(llama.state_dict())
     student, _ = student_of(llama, settings(target_params="60%", weighting="gradients", allocation="loss"))

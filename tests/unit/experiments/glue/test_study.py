@@ -294,7 +294,8 @@ def test_speed_and_sizes_stand_beside_the_baseline_s(evaluate, encoder, make_enc
     assert list(results["params"]) == ["baseline", "model"]
     assert results["params"]["baseline"]["transformer"] == 4 * results["params"]["model"]["transformer"]
     assert results["speed"]["baseline"]["speedup"] == 1
-    assert results["speed"]["model"]["speedup"] > 1
+    baseline, model = (results["speed"][role]["throughput"] for role in ("baseline", "model"))
+    assert results["speed"]["model"]["speedup"] == pytest.approx(model / baseline)
     assert "speed-up" in said
     assert "sequences/s" in (tmp_path / "out/report.md").read_text()
     assert evaluate(*arguments)[0]["speed"] == results["speed"], "measured once"
