@@ -7,7 +7,8 @@ change ΔW costs about Σ tr(ΔWᵀ G ΔW C) / (2 tokens) of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ def measure_moments(
     Args:
         model: the model, whose mode and weights stay as they are.
         names: names of nn.Linear or Conv1D modules in the model.
-        batches: the batches of this rank, on any device.
+        batches: the batches of this rank, on any device; each rank needs at least one.
         gradients: whether G is measured; C alone needs no backward pass.
         seed: the seed of the labels.
         reduce: sums a tensor over the ranks in place.
@@ -71,7 +72,7 @@ def measure_moments(
     try:
         for batch in batches:
             moved = batch.to(device)
-            with torch.set_grad_enabled(gradients), sums.of(moved.attention_mask != 0):
+            with torch.set_grad_enabled(gradients), sums.counting(moved.attention_mask != 0):
                 outputs = tapped(moved)
                 if gradients:
                     _sampled_loss(outputs, moved, seed).backward()
@@ -101,16 +102,11 @@ class _Sums:
             self._handles.append(embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(True)))
         self._sizes = {name: features(model.get_submodule(name)) for name in names}
 
-    def of(self, mask_BT: Tensor) -> _Sums:
-        """Count the tokens of one forward pass; padding is left out."""
-        self._mask, self._read = mask_BT, {}
-        self._tokens += int(mask_BT.sum())
-        return self
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *_: object) -> None:
+    @contextmanager
+    def counting(self, mask_BT: Tensor) -> Iterator[None]:
+        """Add up the moments of one forward and backward pass; padding is left out."""
+        self._mask, self._tokens = mask_BT, self._tokens + int(mask_BT.sum())
+        yield
         self._read = {}
 
     def remove(self) -> None:

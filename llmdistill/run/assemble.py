@@ -19,6 +19,7 @@ from llmdistill.config import RunConfig
 from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
 from llmdistill.factorize.convert import compress, make_student, weigh_checked
 from llmdistill.factorize.weighted import Weighted
 from llmdistill.files import write_json
@@ -109,7 +110,12 @@ def calibration_batches(config: RunConfig, models: Models, world: World) -> tupl
     calibration = config.student.factorize.calibration
     data = replace(config.data, train=calibration.data or config.data.train, valid=None, tests={})
     task = make_task(replace(config, data=data), trains=True)
-    size = calibration.micro_batch_size
+    if calibration.examples < world.size:  # a rank without a batch has no moments for the sums over the ranks
+        raise UserError(
+            f"student.factorize.calibration.examples is {calibration.examples}, fewer than the {world.size} ranks: "
+            f"give {world.size} or more"
+        )
+    size = min(calibration.micro_batch_size, calibration.examples // world.size)
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = task.read(models).prepared(world).loader(share)
     count = -(-calibration.examples // size)
