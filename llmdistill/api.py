@@ -17,27 +17,26 @@ from typing import Any, Literal, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig, TaskConfig
+from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import compress_model, weigh_checked
+from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.export import export_dense
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.weighted import Weighted
+from llmdistill.factorize.weighted import missing_calibration
 from llmdistill.files import new_folder
-from llmdistill.models.families import family_of
 from llmdistill.models.load import Head, load_model
-from llmdistill.run.inputs import Given, Model, data_file, save_with_tokenizer, tokenizer_of
+from llmdistill.run.calibration import measure_weights_on, split_calibration
+from llmdistill.run.inputs import Given, Model, check_models, device_for, save_with_tokenizer, tokenizer_of
 from llmdistill.run.plan import make_plans
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, best_dtype, default_device, init_distributed, on_main
+from llmdistill.runtime.distributed import TORCH_DTYPES, best_dtype, default_device, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
-from llmdistill.tasks import is_task, make_task
+from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
-from llmdistill.tasks.base import Models
 from llmdistill.tasks.glue import score_task
 from llmdistill.tasks.text import score_texts
 
@@ -78,9 +77,8 @@ def compress(
             loaded from.
         device: the device on which the matrices are decomposed, one at a time. By default a model in memory is
             decomposed on its own device, and a named model on the GPU if there is one.
-        calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping with
-            `data` and other fields of `llmdistill.config.CalibrationConfig` (examples, held_out, seed,
-            micro_batch_size, memory).
+        calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping of these
+            `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number),
             ranks ({"*.q_proj": 32}), embedding_rank, sigma, weighting ("gradients"), allocation ("loss"),
             rank_multiple, shapes, sums, embedding_columns, max_flops. And for calibration data max_prompt_length,
@@ -93,63 +91,23 @@ def compress(
         UserError: a setting does not exist, or does not fit the model or the other settings; the model is already
             factorized; the output folder is not empty.
     """
-    _check_models(model=model)
+    check_models(model=model)
     limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
-    data, of_data = _calibration(calibration)
+    data, of_data = split_calibration(calibration)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
+    if chosen.weighting != "none" and data is None:
+        raise missing_calibration(chosen.weighting)
     with nullcontext() if output is None else new_folder(output) as folder:
         named = not isinstance(model, PreTrainedModel)
         source = locate(str(model)) if named else None
         teacher = load_model(source, dtype="auto", head="saved") if source is not None else cast(PreTrainedModel, model)
-        on, weighted = _device(model, device), None
+        on, weighted = device_for(model, device), None
         if chosen.weighting != "none" and data is not None:
-            weighted = _weigh(teacher, tokenizer_of(model, tokenizer), data, chosen, limits, on)
+            weighted = measure_weights_on(data, teacher, tokenizer_of(model, tokenizer), chosen, limits, on)
         student = compress_model(teacher, chosen, method, device=on, in_place=named, weighted=weighted)
         if folder is not None:
             save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))
     return student
-
-
-def _calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | None, dict[str, Any]]:
-    """Return the calibration data, and the other settings of the calibration by dotted key."""
-    if not isinstance(given, Mapping):
-        return given, {}
-    data = given.get("data")
-    return data, {f"calibration.{key}": value for key, value in given.items() if key != "data"}
-
-
-def _weigh(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    data: Data,
-    settings: FactorizeConfig,
-    limits: Mapping[str, Any],
-    device: torch.device | None,
-) -> Weighted:
-    """Measure the weights of a factorization on data."""
-    from llmdistill.run.assemble import calibration_batches  # only a weighting needs what runs are made of
-
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        file = data_file(data, Path(folder), name="calibration")
-        kept = changed(DataConfig(), {"train": file, "kind": kind_of(data), "tests": {}, **limits}, key="")
-        config = RunConfig(ds_config="", student=StudentConfig(factorize=settings), data=kept)
-        task, causal = make_task(config), family_of(model.config).causal
-        models = Models(
-            teacher=model.config,
-            student=model.config,
-            teacher_path=Path(folder),
-            tokenizer_path=Path(folder),
-            causal=causal,
-            objective=task.objective(model.config, uses_output=False),
-        )
-        batches, held_out = calibration_batches(config, models, World.alone())
-    own = model.device
-    try:
-        moved = cast(Any, model).to(own if device is None else device)
-        return weigh_checked(moved, settings, batches, held_out, device=device)
-    finally:
-        cast(Any, model).to(own)
 
 
 def sizes(
@@ -174,10 +132,10 @@ def sizes(
     Raises:
         UserError: as in `compress`.
     """
-    _check_models(model=model)
+    check_models(model=model)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings}, key="")
     source = model if isinstance(model, PreTrainedModel) else locate(str(model))
-    candidates = search(source, chosen, device=_device(model, device)) if needs_search(chosen, method) else []
+    candidates = search(source, chosen, device=device_for(model, device)) if needs_search(chosen, method) else []
     chosen = candidates[0].settings if candidates else chosen
     result = summarise(source.config if isinstance(source, PreTrainedModel) else source, chosen, method)
     rows = [candidate.row() for candidate in candidates]
@@ -200,7 +158,7 @@ def export(student: Model, output: str | Path, *, tokenizer: PreTrainedTokenizer
     Raises:
         UserError: the student is not factorized, the output folder is not empty, or the logits differ.
     """
-    _check_models(student=student)
+    check_models(student=student)
     if not isinstance(student, PreTrainedModel):
         return export_dense(locate(str(student)), output)
     with TemporaryDirectory() as folder:
@@ -275,7 +233,7 @@ def distill(
     # Imported here, because the other functions do not need the libraries of training and reports.
     from llmdistill.experiments.distillation import distil as distil_plans
 
-    _check_models(teacher=teacher, student=student)
+    check_models(teacher=teacher, student=student)
     given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
     config = given.first_config({**(settings or {}), "method": method}, keywords, output_dir)
     with guest():
@@ -334,7 +292,7 @@ def evaluate(
         UserError: a setting does not exist, the data are empty, a row is malformed, a prompt is too long, or the model
             has no classifier for a task.
     """
-    _check_models(model=model)
+    check_models(model=model)
     limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
@@ -390,20 +348,3 @@ def _evaluating(model: Model, *, head: Head) -> Iterator[PreTrainedModel]:
         yield loaded
     finally:
         loaded.train(was_training)
-
-
-def _device(model: Model, device: torch.device | str | None) -> torch.device | None:
-    """Return the device of the arithmetic: the given one, else for a named model the best one, else the model's own."""
-    if device is not None:
-        return torch.device(device)
-    return None if isinstance(model, PreTrainedModel) else default_device()
-
-
-def _check_models(**models: object) -> None:
-    """Raise UserError for a value that is neither a transformers model nor the name of one."""
-    for role, model in models.items():
-        if model is not None and not isinstance(model, PreTrainedModel | str | Path):
-            raise UserError(
-                f"{role} is a {type(model).__name__}: give a transformers PreTrainedModel, a folder, or a name on the "
-                "hub (unwrap an engine's or a parallel model's with .module, merge adapters with merge_and_unload())"
-            )

@@ -78,6 +78,8 @@ def compress(arguments: Sequence[str]) -> None:
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
     settings = asdict(build(parsed, FactorizeConfig))
+    from llmdistill.factorize.counting import build_reference, count_parameters  # after --help, as it loads torch
+
     quiet_transformers()
     result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
     candidates = result.pop("candidates", None)
@@ -85,7 +87,9 @@ def compress(arguments: Sequence[str]) -> None:
         raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
     if not parsed.dry_run:
         chosen = result.get("settings", settings)
-        llmdistill.compress(parsed.model, method=parsed.method, output=parsed.output, **chosen)
+        student = llmdistill.compress(parsed.model, method=parsed.method, output=parsed.output, **chosen)
+        params = count_parameters(build_reference(student.config))  # the data may have decided the ranks
+        result |= {"student_params": params, "ratio": params / result["teacher_params"]}
     if parsed.candidates and parsed.json:
         result["candidates"] = candidates
     elif parsed.candidates:

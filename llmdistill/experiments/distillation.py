@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from llmdistill.experiments.layer_search import search_layer
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder
+from llmdistill.run.calibration import check_calibration
 from llmdistill.run.job import execute, run_plan
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
@@ -25,7 +26,7 @@ def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callabl
     """
     for plan in plans:
         assemble.check_machine(plan, world)
-        assemble.check_calibration(plan, world)
+        check_calibration(plan)
     data = data.prepared(world)
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
     with claim_folder(last.asked, world):

@@ -25,7 +25,7 @@ from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of, low_
 from llmdistill.factorize.moments import divergence
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, weigh
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, missing_calibration, weigh
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name
@@ -154,9 +154,7 @@ def _planned(
         return plan(reference, settings, method)
     check_settings(settings, method)
     if weighted is None:
-        raise UserError(
-            f"weighting {settings.weighting} needs calibration data: name them (calibration.data), or set it to none"
-        )
+        raise missing_calibration(settings.weighting)
     ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
     sizes = {name: rank for name, rank in ranks.items() if rank is not None}
     return replace(plan_embedding(reference, settings, method), sizes=sizes)

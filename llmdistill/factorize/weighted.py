@@ -213,6 +213,11 @@ def _passes(model: PreTrainedModel, names: Sequence[str], gradients: bool, memor
     return passes
 
 
+def missing_calibration(weighting: str) -> UserError:
+    """Return the error for a weighting without data."""
+    return UserError(f"weighting {weighting} needs calibration data: name them (calibration.data), or set it to none")
+
+
 def break_even(m: int, n: int) -> int:
     """Return the largest rank whose factors have fewer numbers than the (m, n) matrix; 0 if there is none."""
     return (m * n - 1) // (m + n)

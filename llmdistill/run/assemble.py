@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,19 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Loader, TapRequest
-from llmdistill.config import RunConfig
 from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
-from llmdistill.factorize.convert import compress, make_student, weigh_checked
+from llmdistill.factorize.convert import compress, make_student
 from llmdistill.factorize.weighted import Weighted
-from llmdistill.files import write_json
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
@@ -30,14 +25,13 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.taps import Recorder
+from llmdistill.run.calibration import measure_weights
 from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import TORCH_DTYPES, World, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine
-from llmdistill.runtime.terminal import print_main, warn_main
-from llmdistill.tasks import make_task
-from llmdistill.tasks.base import Models, TaskData
+from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 
@@ -51,80 +45,9 @@ def prepare_student(plan: Plan, world: World) -> Path:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     if not on_main((folder / "config.json").is_file, world):
-        weighted = _weighted(plan, world)
+        weighted = measure_weights(plan, world)
         on_main(lambda: _make_student(plan, folder, weighted, world.device), world)
     return folder
-
-
-def _weighted(plan: Plan, world: World) -> Weighted | None:
-    """Measure the weights of the factorization on the calibration data; None without a weighting."""
-    settings = plan.config.student.factorize
-    if settings.weighting == "none":
-        return None
-    began = time.perf_counter()
-    batches, held_out = calibration_batches(plan.config, plan.models, world)
-    model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
-    what = f"{settings.weighting} on {settings.calibration.examples} examples"
-    print_main(f"Student     its factors are weighted by {what}", world)
-    reduce = dist.all_reduce if world.size > 1 else None
-    found = weigh_checked(
-        model, settings, batches, held_out, device=world.device, reduce=reduce, decompose=world.is_main
-    )
-    if world.is_main:
-        _report_weighting(plan, found, time.perf_counter() - began)
-    if found.warning() is not None:
-        warn_main(str(found.warning()), world)
-    return found
-
-
-def _report_weighting(plan: Plan, found: Weighted, seconds: float) -> None:
-    """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
-    values = {
-        "tokens": found.tokens,
-        "seconds": round(seconds, 2),
-        "predicted_loss": found.predicted_loss,
-        "held_out": dict(found.held_out),
-        "ranks": dict(found.ranks),
-    }
-    write_json(plan.folder / "weighting.json", values)
-    print(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
-    if found.held_out:
-        by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
-        print(
-            f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
-            f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}"
-        )
-
-
-def check_calibration(plan: Plan, world: World) -> None:
-    """Raise a UserError if calibration data of their own cannot be read; the training set is checked by itself."""
-    if plan.config.student.factorize.calibration.data is not None:
-        calibration_batches(plan.config, plan.models, world)
-
-
-def calibration_batches(config: RunConfig, models: Models, world: World) -> tuple[list[Batch], list[Batch]]:
-    """Return this rank's batches of the calibration data, and the held-out batches that follow them on every rank.
-
-    Every rank must call this function. Raises a UserError if the data cannot be read.
-    """
-    calibration = config.student.factorize.calibration
-    data = replace(config.data, train=calibration.data or config.data.train, valid=None, tests={})
-    task = make_task(replace(config, data=data), trains=True)
-    if calibration.examples < world.size:  # a rank without a batch has no moments for the sums over the ranks
-        raise UserError(
-            f"student.factorize.calibration.examples is {calibration.examples}, fewer than the {world.size} ranks: "
-            f"give {world.size} or more"
-        )
-    size = min(calibration.micro_batch_size, calibration.examples // world.size)
-    share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
-    loader = task.read(models).prepared(world).loader(share)
-    count = -(-calibration.examples // size)
-    further = range(count, count + -(-calibration.held_out // size))
-    own, held_out = (
-        [batch for step in steps for batch in loader.micro_batches(step)]
-        for steps in (range(world.rank, count, world.size), further)
-    )
-    return own, held_out
 
 
 def _make_student(plan: Plan, folder: Path, weighted: Weighted | None, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
@@ -22,6 +23,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.load import copy_companions
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
+from llmdistill.runtime.distributed import default_device
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 Model = PreTrainedModel | str | Path
@@ -151,3 +153,20 @@ def data_file(data: Data, inputs: Path, *, name: str, field: str = "text") -> st
     if kind_of(data, field=field) == "instructions":
         examples_of(data, name=name)
     return str(write_rows(data, inputs, field=field))
+
+
+def device_for(model: Model, device: torch.device | str | None) -> torch.device | None:
+    """Return the device of the arithmetic: the given one, else for a named model the best one, else the model's own."""
+    if device is not None:
+        return torch.device(device)
+    return None if isinstance(model, PreTrainedModel) else default_device()
+
+
+def check_models(**models: object) -> None:
+    """Raise UserError for a value that is neither a transformers model nor the name of one."""
+    for role, model in models.items():
+        if model is not None and not isinstance(model, PreTrainedModel | str | Path):
+            raise UserError(
+                f"{role} is a {type(model).__name__}: give a transformers PreTrainedModel, a folder, or a name on the "
+                "hub (unwrap an engine's or a parallel model's with .module, merge adapters with merge_and_unload())"
+            )

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, GPT2Config
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
 
 from llmdistill import cli
 from llmdistill.cli import main, split_launcher_flags
@@ -94,3 +94,23 @@ def test_dry_run_prints_one_json_object_without_weights_or_data(tmp_path, capsys
     assert printed["ds_config"]["zero_optimization"]["stage"] == 3
     assert printed["batch"]["global_batch_size"] == printed["config"]["train"]["global_batch_size"]
     assert "ffn_gate" not in printed["terms"]
+
+
+BY_LOSS = ["--target_params", "40%", "--weighting", "gradients", "--allocation", "loss"]
+
+
+def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys):
+    output = str(tmp_path / "student")
+    data = ["--calibration.data", "embedded:train", "--calibration.examples", "16", "--calibration.held_out", "8"]
+    assert main(["compress", "--model", "embedded:teacher", "--output", output, *BY_LOSS, *data, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    student = AutoModelForCausalLM.from_pretrained(output)
+    assert told["student_params"] == sum(parameter.numel() for parameter in student.parameters())
+    assert 0.399 < told["ratio"] <= 0.4
+
+
+def test_compress_asks_for_calibration_data_before_it_loads_a_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("llmdistill.api.load_model", None)
+    assert main(["compress", "--model", "embedded:teacher", "--output", str(tmp_path / "student"), *BY_LOSS]) == 2
+    assert "weighting gradients needs calibration data: name them (calibration.data)" in capsys.readouterr().err
+    assert not (tmp_path / "student").exists()

@@ -134,28 +134,3 @@ def test_a_dry_run_does_not_know_the_steps(parse) -> None:
 def test_bad_settings(parse, arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError, match=said.replace(".", r"\.")):
         parse(*arguments)
-
-
-@pytest.mark.parametrize(("examples", "micro", "ranks"), [(24, 4, 2), (10, 8, 4), (5, 8, 5), (16, 8, 1)])
-def test_every_rank_gets_calibration_data_and_no_two_the_same(
-    monkeypatch, examples: int, micro: int, ranks: int
-) -> None:
-    calibration = "--student.factorize.calibration."
-    words = ["--recipe", "quickstart", f"{calibration}examples", str(examples), f"{calibration}held_out", "6"]
-    words += [f"{calibration}micro_batch_size", str(micro), "--ds_config", str(ROOT / "ds_configs/zero2.json")]
-    config = parse_run(words, METHODS)[0]
-    plan = make_plan(config)
-    seen: list[int] = []
-    for rank in range(ranks):
-        world = World(rank=rank, size=ranks, device=torch.device("cpu"))
-        own, held_out = assemble.calibration_batches(config, plan.models, world)
-        assert own, "a rank without a batch would not join the sums over the ranks"
-        ids = [name for batch in own for row in batch.sample_ids for name in row]
-        held = {name for batch in held_out for row in batch.sample_ids for name in row}
-        assert len(held) >= 6
-        assert not held & {*ids, *seen}
-        seen += ids
-    assert len(set(seen)) == len(seen) >= examples
-    many = World(rank=0, size=examples + 1, device=torch.device("cpu"))
-    with pytest.raises(UserError, match=f"examples is {examples}, fewer than the {examples + 1} ranks"):
-        assemble.calibration_batches(config, plan.models, many)

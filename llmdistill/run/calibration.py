@@ -1,0 +1,159 @@
+"""The calibration of a weighted factorization: its data, its measurement on a teacher, and its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import Batch, Loader
+from llmdistill.config import DataConfig, FactorizeConfig, RunConfig, StudentConfig
+from llmdistill.config.command_line import changed
+from llmdistill.data.sampler import Share
+from llmdistill.data.sources import Data, kind_of
+from llmdistill.errors import UserError
+from llmdistill.factorize.convert import weigh_checked
+from llmdistill.factorize.weighted import Weighted
+from llmdistill.files import write_json
+from llmdistill.models.families import family_of
+from llmdistill.models.load import load_model
+from llmdistill.run.inputs import data_file
+from llmdistill.run.plan import Plan
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.terminal import print_main, warn_main
+from llmdistill.tasks import make_task
+from llmdistill.tasks.base import Models, TaskData
+
+
+def measure_weights(plan: Plan, world: World) -> Weighted | None:
+    """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it."""
+    settings = plan.config.student.factorize
+    if settings.weighting == "none":
+        return None
+    began = time.perf_counter()
+    batches, held_out = calibration_batches(plan.config, plan.models, world)
+    model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
+    what = f"{settings.weighting} on {settings.calibration.examples} examples"
+    print_main(f"Student     its factors are weighted by {what}", world)
+    reduce = dist.all_reduce if world.size > 1 else None
+    found = weigh_checked(
+        model, settings, batches, held_out, device=world.device, reduce=reduce, decompose=world.is_main
+    )
+    if world.is_main:
+        _report(plan.folder, found, time.perf_counter() - began)
+    if found.warning() is not None:
+        warn_main(str(found.warning()), world)
+    return found
+
+
+def measure_weights_on(
+    data: Data,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: FactorizeConfig,
+    limits: Mapping[str, Any],
+    device: torch.device | None,
+) -> Weighted:
+    """Weigh the factorization of a loaded model by data, outside of a run.
+
+    Args:
+        data: rows, texts, a file or a name.
+        model: a dense model, which is moved to `device` for the forward passes and back.
+        tokenizer: its tokenizer.
+        settings: weighting, sizes and calibration.
+        limits: max_prompt_length, max_length and long_prompts, where they differ from their defaults.
+        device: the device of all arithmetic; by default that of the model.
+
+    Raises:
+        UserError: a row is malformed, a prompt is too long, or the settings do not fit the model.
+    """
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        file = data_file(data, Path(folder), name="calibration")
+        kept = changed(DataConfig(), {"train": file, "kind": kind_of(data), "tests": {}, **limits}, key="")
+        config = RunConfig(ds_config="", student=StudentConfig(factorize=settings), data=kept)
+        models = Models(
+            teacher=model.config,
+            student=model.config,
+            teacher_path=Path(folder),
+            tokenizer_path=Path(folder),
+            causal=family_of(model.config).causal,
+            objective=make_task(config).objective(model.config, uses_output=False),
+        )
+        batches, held_out = calibration_batches(config, models, World.alone())
+    own = model.device
+    moved = cast(Any, model).to(own if device is None else device)
+    try:
+        return weigh_checked(moved, settings, batches, held_out, device=device)
+    finally:
+        moved.to(own)
+
+
+def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | None, dict[str, Any]]:
+    """Return the calibration data, and the other settings of the calibration by dotted key."""
+    if not isinstance(given, Mapping):
+        return given, {}
+    data = given.get("data")
+    return data, {f"calibration.{key}": value for key, value in given.items() if key != "data"}
+
+
+def check_calibration(plan: Plan) -> None:
+    """Raise a UserError if calibration data of their own cannot be read; the training set is checked by itself."""
+    if plan.config.student.factorize.calibration.data is not None:
+        _read(plan.config, plan.models)
+
+
+def calibration_batches(config: RunConfig, models: Models, world: World) -> tuple[list[Batch], list[Batch]]:
+    """Return this rank's batches of the calibration data, and the held-out batches that follow them on every rank.
+
+    Every rank must call this function. Raises a UserError if the data cannot be read.
+    """
+    calibration = config.student.factorize.calibration
+    if calibration.examples < world.size:  # a rank without a batch has no moments for the sums over the ranks
+        raise UserError(
+            f"student.factorize.calibration.examples is {calibration.examples}, fewer than the {world.size} ranks: "
+            f"give {world.size} or more"
+        )
+    size = min(calibration.micro_batch_size, calibration.examples // world.size)
+    share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
+    loader = _read(config, models).prepared(world).loader(share)
+    count = -(-calibration.examples // size)
+    held_out = range(count, count + -(-calibration.held_out // size))
+    return _batches(loader, range(world.rank, count, world.size)), _batches(loader, held_out)
+
+
+def _read(config: RunConfig, models: Models) -> TaskData:
+    """Read the calibration data alone, as the training set of a run that trains."""
+    own = config.student.factorize.calibration.data
+    data = replace(config.data, train=own or config.data.train, valid=None, tests={})
+    return make_task(replace(config, data=data), trains=True).read(models)
+
+
+def _batches(loader: Loader, steps: range) -> list[Batch]:
+    return [batch for step in steps for batch in loader.micro_batches(step)]
+
+
+def _report(folder: Path, found: Weighted, seconds: float) -> None:
+    """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
+    values = {
+        "tokens": found.tokens,
+        "seconds": round(seconds, 2),
+        "predicted_loss": found.predicted_loss,
+        "held_out": dict(found.held_out),
+        "ranks": dict(found.ranks),
+    }
+    write_json(folder / "weighting.json", values)
+    print(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
+    if found.held_out:
+        by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
+        print(
+            f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
+            f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}"
+        )
