@@ -110,22 +110,3 @@ def write_result(file: Path, asked: Mapping[str, Any], result: Mapping[str, Any]
     kept = {"asked": plain(asked), **result}
     write_json(file, kept)
     return kept
-
-
-def read_finished(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read the result of a finished folder, with its record under "asked"; return None if it is not finished.
-
-    Raises UserError if the folder contains the result of other settings, or its result file is damaged.
-    """
-    kept = read_record(folder / RESULT_FILE, remedy="remove the folder, and the run is done again")
-    if kept is None:
-        return None
-    subject = f"{folder}: this run was done with other settings"
-    remedy = "give another --output_dir, or the same settings to go on"
-    compare_records(kept.get("asked", {}), asked, finished=True, subject=subject, remedy=remedy)
-    return kept
-
-
-def write_finished(folder: Path, asked: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Mark a folder as finished; return the same value as `read_finished`."""
-    return write_result(folder / RESULT_FILE, asked, result)

@@ -10,9 +10,7 @@ from llmdistill.artifacts import (
     State,
     compare_records,
     differences,
-    read_finished,
     read_result,
-    write_finished,
     write_result,
 )
 from llmdistill.errors import UserError
@@ -53,20 +51,15 @@ def test_a_kept_result_comes_back_to_the_same_record_alone(tmp_path: Path) -> No
     assert read_result(file, {**ASKED, "seed": 2}) is None
 
 
-def test_a_finished_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    assert read_finished(tmp_path, ASKED) is None
-    write_finished(tmp_path, ASKED, {"score": 50.0})
-    found = read_finished(tmp_path, ASKED)
-    assert found is not None
-    assert found["score"] == 50.0
-    with pytest.raises(UserError, match=r"kd\.ratio was 0\.5 and is now 0\.7; give another --output_dir"):
-        read_finished(tmp_path, {**ASKED, "kd": {"ratio": 0.7}})
+def test_other_settings_are_refused_by_the_first_that_differs() -> None:
+    with pytest.raises(UserError, match=r"here: kd\.ratio was 0\.5 and is now 0\.7; do that"):
+        compare(ASKED, {**ASKED, "kd": {"ratio": 0.7}}, finished=True)
     with pytest.raises(UserError, match=r"seed was 1 and is now None \(and 1 more\)"):
-        read_finished(tmp_path, {"kd": {"ratio": 0.5}, "betas": (0.9, 0.99)})
+        compare(ASKED, {"kd": {"ratio": 0.5}, "betas": (0.9, 0.99)}, finished=True)
 
 
 @pytest.mark.parametrize(("content", "said"), [("{", "not valid JSON"), ("[1]", "not a JSON object")])
 def test_a_damaged_result_is_named(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "result.json").write_text(content)
-    with pytest.raises(UserError, match=rf"result\.json: {said}; remove the folder"):
-        read_finished(tmp_path, ASKED)
+    with pytest.raises(UserError, match=rf"result\.json: {said}; remove the file"):
+        read_result(tmp_path / "result.json", ASKED)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from llmdistill.artifacts import RESULT_FILE, read_result, write_finished
+from llmdistill.artifacts import RESULT_FILE, read_result, write_result
 from llmdistill.config import (
     DataConfig,
     GenerationConfig,
@@ -215,7 +215,7 @@ class TaskStudy:
             shutil.rmtree(best, ignore_errors=True)
             with new_folder(best) as partial_folder:
                 shutil.copytree(student, partial_folder, dirs_exist_ok=True)
-                write_finished(partial_folder, asked, {})
+                write_result(partial_folder / RESULT_FILE, asked, {})
             if not self.config.keep_models:
                 shutil.rmtree(student)
 
