@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -51,9 +52,15 @@ def run(config: GlueConfig, *, command: str, as_json: bool, launcher_flags: Sequ
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         if config.trials_at_once > 1:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise UserError(
+                    f"--trials_at_once {config.trials_at_once}: each trial has a launcher of its own, but this command "
+                    "itself runs on several ranks of a launcher: leave one of them out"
+                )
             launcher = Launcher(tuple(launcher_flags), config.trials_at_once)
             launcher.check()
-            world, results = World.alone(), evaluate(config, World.alone(), command=command, launcher=launcher)
+            world = World.alone()
+            results = evaluate(config, world, command=command, launcher=launcher)
         else:
             world = init_distributed()
             try:

@@ -81,6 +81,14 @@ def test_mistakes_are_one_sentence(capsys, engine, encoder, data, tmp_path, argu
     assert engine.built == 0
 
 
+def test_ranks_of_a_launcher_do_not_each_start_trials(capsys, monkeypatch, engine, encoder, data, tmp_path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", str(tmp_path / "out"), *CUSTOM]
+    assert main([*given, "--tasks", "rte", "--trials_at_once", "2"]) == 2
+    assert "--trials_at_once 2: each trial has a launcher of its own" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_teacher_of_other_classes_is_refused(capsys, engine, encoder, data, tmp_path) -> None:
     given = ["--model", str(encoder), "--data_dir", str(data), "--output_dir", str(tmp_path / "out"), *CUSTOM]
     assert main([*given, "--tasks", "mnli", "--teacher", str(encoder)]) == 2
