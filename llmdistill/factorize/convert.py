@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
@@ -22,10 +21,9 @@ from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import install, is_factorized, matrix, tied_heads, token_embedding
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of, low_rank_values
-from llmdistill.factorize.moments import divergence
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, missing_calibration, weigh
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, missing_calibration
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name
@@ -111,34 +109,6 @@ def compress_model(
     factors = None if weighted is None else weighted.factors
     factorize(student, factorization, sigma=settings.sigma, device=device, progress=True, weighted=factors)
     return student.train(model.training)
-
-
-def weigh_checked(
-    model: PreTrainedModel,
-    settings: FactorizeConfig,
-    batches: Sequence[Batch],
-    held_out: Sequence[Batch],
-    *,
-    device: torch.device | None = None,
-    reduce: Callable[[Tensor], object] | None = None,
-    decompose: bool = True,
-) -> Weighted:
-    """The result of `weigh`, where ranks by the predicted loss must prove themselves on held-out data.
-
-    Predictions add up the costs of cuts that were each made alone. So the students with these ranks and with one rank
-    of the same size are both made, and the ranks of the one that is nearer to its teacher are returned.
-    """
-    found = weigh(model, settings, batches, device=device, reduce=reduce, decompose=decompose)
-    if settings.allocation != "loss" or not decompose or not held_out:
-        return found
-    reference = build_reference(copy.deepcopy(model.config))
-    uniform = plan(reference, replace(settings, allocation="uniform"))
-    one_rank = found.with_ranks({base_name(reference, name): cast(int, rank) for name, rank in uniform.sizes.items()})
-    held = {
-        name: divergence(compress_model(model, settings, device=device, weighted=each), model, held_out)
-        for name, each in (("loss", found), ("uniform", one_rank))
-    }
-    return replace(found if held["loss"] <= held["uniform"] else one_rank, held_out=held)
 
 
 def _planned(

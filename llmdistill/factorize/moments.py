@@ -65,7 +65,7 @@ def measure_moments(
     """
     device = next(model.parameters()).device
     sums = _Sums(model, names, gradients)
-    tapped = _tapped(model)
+    tapped = tapped_output(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = model.training
     model.eval().requires_grad_(False)  # the gradients of the weights are not needed
@@ -152,38 +152,14 @@ def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
     sums[name].addmm_(rows.T, rows)
 
 
-@torch.no_grad()
-def divergence(student: PreTrainedModel, teacher: PreTrainedModel, batches: Iterable[Batch]) -> float:
-    """Return how far a student's outputs are from its teacher's: a mean over real tokens, or sequences of a classifier.
-
-    It is KL(teacher‖student) of the logits in nats; for scores, and for the last hidden states of models without a
-    head, half the squared distance. Both models are on one device.
-    """
-    total, count = 0.0, 0
-    both = _tapped(student.eval()), _tapped(teacher.eval())
-    try:
-        for batch in batches:
-            moved = batch.to(teacher.device)
-            (of_student, classes, _), (of_teacher, _, _) = (_rows(tapped(moved), moved) for tapped in both)
-            if classes:
-                of_student, of_teacher = of_student.log_softmax(-1), of_teacher.log_softmax(-1)
-                total += float((of_teacher.exp() * (of_teacher - of_student)).sum())
-            else:
-                total += float((of_teacher - of_student).square().sum() / 2)
-            count += len(of_teacher)
-    finally:
-        for tapped in both:
-            tapped.remove()
-    return total / max(count, 1)
-
-
-def _tapped(model: PreTrainedModel) -> TappedModel:
+def tapped_output(model: PreTrainedModel) -> TappedModel:
+    """Return the forward pass of a model that gives what `judged_rows` needs; call its `remove` at the end."""
     last = shape_of(model.config).num_layers - 1
     return TappedModel(model, Recorder(model, {"hidden": frozenset({last})}))
 
 
-def _rows(outputs: Outputs, batch: Batch) -> tuple[Tensor, bool, bool]:
-    """What a model is judged by, (N, K) in fp32, whether these are logits of classes, and whether a row is a token."""
+def judged_rows(outputs: Outputs, batch: Batch) -> tuple[Tensor, bool, bool]:
+    """Return what a model is judged by in fp32, (N, K), whether these are logits, and whether each row is a token."""
     mask_BT = batch.attention_mask != 0
     if outputs.logits is not None:
         return outputs.logits[mask_BT].float(), True, True
@@ -195,7 +171,7 @@ def _rows(outputs: Outputs, batch: Batch) -> tuple[Tensor, bool, bool]:
 
 def _sampled_loss(outputs: Outputs, batch: Batch, seed: int) -> Tensor:
     """The negative log-likelihood of labels sampled from the outputs, summed over the batch."""
-    rows_NK, classes, tokens = _rows(outputs, batch)
+    rows_NK, classes, tokens = judged_rows(outputs, batch)
     chances_BTK = _uniform(batch, 1 if classes else rows_NK.shape[1], seed)
     chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, 0]
     if classes:

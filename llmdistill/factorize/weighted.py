@@ -7,25 +7,16 @@ both the singular values of all matrices are in the unit of the loss.
 
 from __future__ import annotations
 
-import copy
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch
-from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.counting import build_reference, layer_linears
-from llmdistill.factorize.install import features, matrix
-from llmdistill.factorize.moments import Moments, measure_moments
-from llmdistill.factorize.plan import plan, rank_budget
+from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.svd import truncated_svd
-from llmdistill.models.families import base_name
 
 INPUT_DAMPING, GRADIENT_DAMPING = 1e-5, 1e-3
 """Added to the diagonals of C and G, as a share of their mean, so that directions without data keep a small weight."""
@@ -143,74 +134,6 @@ class Weighted:
         """Return the same factors with other ranks."""
         loss = sum(each.costs()[ranks[name]] for name, each in self.factors.items() if name in ranks)
         return replace(self, ranks=ranks, predicted_loss=loss)
-
-
-def weigh(
-    model: PreTrainedModel,
-    settings: FactorizeConfig,
-    batches: Sequence[Batch],
-    *,
-    device: torch.device | None = None,
-    reduce: Callable[[Tensor], object] | None = None,
-    decompose: bool = True,
-) -> Weighted:
-    """Return the weighted factorization of a dense model by svd; every rank must call this function.
-
-    Args:
-        model: the teacher with its own head, on the device of the forward passes.
-        settings: weighting and the sizes.
-        batches: this rank's calibration data.
-        device: the device on which matrices are decomposed, one at a time; by default the device of the model.
-        reduce: sums a tensor over the ranks in place.
-        decompose: False on all ranks but one, which then return no factors.
-
-    Raises:
-        UserError: the settings do not fit the model, or the data have no token or give numbers that are not finite.
-    """
-    reference = build_reference(copy.deepcopy(model.config))
-    own = {base_name(model, name): name for name in layer_linears(model)}
-    if settings.allocation == "loss":
-        budget = rank_budget(reference, settings)
-        ranks = {base_name(reference, name): break_even(m, n) for name, (m, n) in layer_linears(reference).items()}
-        ranks = {name: rank for name, rank in ranks.items() if rank > 0}
-    else:
-        planned = plan(reference, settings)
-        ranks = {base_name(reference, name): cast(int, rank) for name, rank in planned.sizes.items()}
-    gradients = settings.weighting == "gradients"
-    factors: dict[str, WeightedSVD] = {}
-    tokens = 0
-    for names in _passes(model, [own[name] for name in ranks], gradients, settings.calibration.memory):
-        moments = measure_moments(
-            model, names, batches, gradients=gradients, seed=settings.calibration.seed, reduce=reduce
-        )
-        tokens = next(iter(moments.values())).tokens
-        for name in names if decompose else ():
-            weight = matrix(model.get_submodule(name)).detach()
-            short = base_name(model, name)
-            whole = weighted_svd(weight if device is None else weight.to(device), moments.pop(name), ranks[short])
-            factors[short] = whole.to(torch.device("cpu"))
-    found = Weighted(ranks=ranks, factors=factors, predicted_loss=0.0, tokens=tokens)
-    if settings.allocation == "loss" and decompose:
-        of_factors = sum(each.shape[0] * each.shape[1] for each in factors.values())
-        dense = sum(m * n for m, n in layer_linears(reference).values()) - of_factors
-        chosen = allocate(factors, budget - dense, multiple=settings.rank_multiple)
-        ranks = {name: rank for name, rank in chosen.items() if rank is not None}
-    return found.with_ranks(ranks)
-
-
-def _passes(model: PreTrainedModel, names: Sequence[str], gradients: bool, memory: float) -> list[list[str]]:
-    """Split the linears, in their order, into passes whose moments in fp32 fit into `memory` GiB."""
-    passes: list[list[str]] = [[]]
-    used = 0.0
-    for name in names:
-        m, n = features(model.get_submodule(name))
-        size = 4 * (n * n + (m * m if gradients else 0)) / 2**30
-        if passes[-1] and used + size > memory:
-            passes.append([])
-            used = 0.0
-        passes[-1].append(name)
-        used += size
-    return passes
 
 
 def missing_calibration(weighting: str) -> UserError:

@@ -35,17 +35,17 @@ from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 
-def prepare_student(plan: Plan, world: World) -> Path:
+def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
     """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
 
     The student is made once, by rank 0; a resumed run uses the same folder. A weighted factorization is measured on all
-    ranks. Every rank must call this function.
+    ranks, on the run's teacher (which is loaded only then) and data. Every rank must call this function.
     """
     if plan.config.student.model is not None:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     if not on_main((folder / "config.json").is_file, world):
-        weighted = measure_weights(plan, world)
+        weighted = measure_weights(plan, world, teacher, data)
         on_main(lambda: _make_student(plan, folder, weighted, world.device), world)
     return folder
 

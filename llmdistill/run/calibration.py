@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from llmdistill.config.command_line import changed
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
 from llmdistill.errors import UserError
-from llmdistill.factorize.convert import weigh_checked
+from llmdistill.factorize.weigh import weigh_checked
 from llmdistill.factorize.weighted import Weighted
 from llmdistill.files import write_json
 from llmdistill.models.families import family_of
@@ -30,16 +30,28 @@ from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
+from llmdistill.teacher.live import LiveTeacher
 
 
-def measure_weights(plan: Plan, world: World) -> Weighted | None:
-    """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it."""
+def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
+    """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it.
+
+    Args:
+        plan: the run.
+        world: the ranks.
+        teacher: loads the run's own teacher, which is measured if it has the head that its folder has.
+        data: the run's own data, which are taken if the calibration names no others.
+    """
     settings = plan.config.student.factorize
     if settings.weighting == "none":
         return None
     began = time.perf_counter()
-    batches, held_out = calibration_batches(plan.config, plan.models, world)
-    model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
+    own = None if settings.calibration.data is not None or not plan.trains else data
+    batches, held_out = calibration_batches(plan.config, plan.models, world, own)
+    if plan.causal and plan.task.head is None:
+        model = teacher().model
+    else:  # an encoder's teacher has the heads that the loss compares, which need not be those of its folder
+        model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
     print_main(f"Student     its factors are weighted by {what}", world)
     reduce = dist.all_reduce if world.size > 1 else None
@@ -110,10 +122,13 @@ def check_calibration(plan: Plan) -> None:
         _read(plan.config, plan.models)
 
 
-def calibration_batches(config: RunConfig, models: Models, world: World) -> tuple[list[Batch], list[Batch]]:
+def calibration_batches(
+    config: RunConfig, models: Models, world: World, data: TaskData | None = None
+) -> tuple[list[Batch], list[Batch]]:
     """Return this rank's batches of the calibration data, and the held-out batches that follow them on every rank.
 
-    Every rank must call this function. Raises a UserError if the data cannot be read.
+    Every rank must call this function. `data` are the calibration data if they are read already. Raises a UserError if
+    the data cannot be read.
     """
     calibration = config.student.factorize.calibration
     if calibration.examples < world.size:  # a rank without a batch has no moments for the sums over the ranks
@@ -123,7 +138,7 @@ def calibration_batches(config: RunConfig, models: Models, world: World) -> tupl
         )
     size = min(calibration.micro_batch_size, calibration.examples // world.size)
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
-    loader = _read(config, models).prepared(world).loader(share)
+    loader = (_read(config, models).prepared(world) if data is None else data).loader(share)
     count = -(-calibration.examples // size)
     held_out = range(count, count + -(-calibration.held_out // size))
     return _batches(loader, range(world.rank, count, world.size)), _batches(loader, held_out)

@@ -73,9 +73,9 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     warnings = data.warnings(summaries.get("teacher"))
     for warning in warnings:
         warn_main(warning, world)
+    untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
     if not plan.method.needs_teacher:
         teacher.cache_clear()
-    untrained, trained = assemble.prepare_student(plan, world), plan.folder / "student"
     # Ranks that the calibration data decide are not known before.
     params = count_parameters(build_reference(load_config(untrained)))
     plan = replace(plan, sizes={**plan.sizes, "student_params": params})

@@ -1,0 +1,127 @@
+"""Cuts tried on the loaded model, against the students themselves and transformers' own forward pass."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from llmdistill.batch import Batch
+from llmdistill.config import FactorizeConfig
+from llmdistill.factorize.convert import compress_model
+from llmdistill.factorize.counting import layer_linears
+from llmdistill.factorize.cuts import cut, divergences
+from llmdistill.factorize.moments import measure_moments
+from llmdistill.factorize.weigh import weigh
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=20, num_key_value_heads=1, initializer_range=0.3))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
+
+
+def bert(kind=BertModel, **more):
+    return kind(BertConfig(**SIZES, vocab_size=20, initializer_range=0.3, **more))
+
+
+def classifier():
+    return bert(BertForSequenceClassification, num_labels=3)
+
+
+def score():
+    return bert(BertForSequenceClassification, num_labels=1)
+
+
+def make_batch(seed: int = 0, lengths=(7, 4, 6, 7)) -> Batch:
+    ids = torch.randint(1, 20, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
+    names = tuple((row,) for row in range(len(lengths)))
+    return Batch(input_ids=ids * mask, attention_mask=mask, labels=torch.full_like(ids, -100), sample_ids=names)
+
+
+def prepared(make):
+    """A model with biases that are not zero, its weighted factorization, and the student made with it."""
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    settings = FactorizeConfig(rank=3, weighting="gradients")
+    weighted = weigh(model, settings, [make_batch(1), make_batch(2)])
+    return model, weighted, compress_model(model, settings, weighted=weighted).eval()
+
+
+def outputs(model, batch: Batch) -> torch.Tensor:
+    found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+    return found.last_hidden_state if "last_hidden_state" in found else found.logits
+
+
+def naive(student, model, batches) -> float:
+    """Divergence row by row, each without its padding."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            for row in range(len(batch.input_ids)):
+                ids = batch.input_ids[row : row + 1, : int(batch.attention_mask[row].sum())]
+                found = [each(input_ids=ids) for each in (model, student)]
+                if "last_hidden_state" in found[0]:
+                    t, s = (each.last_hidden_state[0] for each in found)
+                    total, count = total + float((t - s).square().sum() / 2), count + len(t)
+                    continue
+                t, s = (each.logits.flatten(0, -2).double() for each in found)
+                count += len(t)
+                if t.shape[1] == 1:
+                    total += float((t - s).square().sum() / 2)
+                else:
+                    p = t.softmax(-1)
+                    total += float((p * (p.log() - s.log_softmax(-1))).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bert, classifier, score])
+def test_a_cut_model_is_the_student(make):
+    model, weighted, student = prepared(make)
+    before, batch = copy.deepcopy(model.state_dict()), make_batch()
+    with torch.no_grad():
+        whole = outputs(model, batch)
+        with cut(model, weighted):
+            inside = outputs(model, batch)
+        torch.testing.assert_close(inside, outputs(student, batch), rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(inside, whole, rtol=1e-2, atol=1e-2)
+        assert torch.equal(outputs(model, batch), whole)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    found = divergences(model, {"this": weighted, "none": weighted.with_ranks({})}, [batch, make_batch(3, (5, 2))])
+    assert found["this"] == pytest.approx(naive(student, model, [batch, make_batch(3, (5, 2))]), rel=1e-3)
+    assert found["none"] == 0
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def test_measured_again_inside_a_cut_are_the_moments_of_the_student():
+    model, weighted, student = prepared(llama)
+    names = list(layer_linears(model))
+    dense = measure_moments(model, names, [make_batch()])
+    with cut(model, weighted):
+        found = measure_moments(model, names, [make_batch()])
+    # The output of the second factor of the student's linear is that of the linear.
+    own = measure_moments(student, [f"{name}.B" for name in names], [make_batch()])
+    for name in names:
+        expected = own[f"{name}.B"].gradients
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(found[name].gradients, expected, rtol=1e-3, atol=1e-3 * scale)
+        assert not torch.allclose(dense[name].gradients, expected, rtol=0.05, atol=0.05 * scale)
