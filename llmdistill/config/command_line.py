@@ -17,7 +17,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from llmdistill.config import DataConfig, RunConfig, TrainConfig
+from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, flattened, nearest, one_sentence
@@ -87,8 +87,12 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
     path = recipe_path(flags.recipe)
     parser = run_parser(methods)
-    recipes = [argument for file in extended(parser, path) for argument in ("--recipe", str(file))]
-    parsed = parse(parser, [*recipes, *rest])
+    recipes = [
+        word
+        for file, values in extended(parser, path).items()
+        for word in (*overrides.flags(overrides.taken_back(flattened(values))), "--recipe", str(file))
+    ]
+    parsed = parse(parser, [*recipes, *overrides.flags(overrides.taken_back(overrides.given_flags(rest))), *rest])
     if parsed.output_dir is None:
         name = flags.recipe if flags.recipe in recipe_names() else path.stem
         parsed.output_dir = f"runs/{name}-{Path(parsed.ds_config).stem}"

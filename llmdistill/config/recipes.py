@@ -34,22 +34,22 @@ def recipe_path(name_or_path: str) -> Path:
     return path
 
 
-def extended(parser: ArgumentParser, path: Path) -> list[Path]:
-    """A recipe after all recipes that it extends: the settings of each file override those before it.
+def extended(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
+    """A recipe after all recipes that it extends, with the settings of each: they override those of the files before.
 
     A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
 
     Raises UserError if a recipe does not exist or is invalid, or recipes extend each other in a circle.
     """
-    files = [path]
-    while (base := _read(parser, files[0]).get("extends")) is not None:
-        file = recipe_path(base) if base in recipe_names() else files[0].parent / str(base)
+    last, found = path, {path: _read(parser, path)}
+    while (base := found[last].get("extends")) is not None:
+        file = recipe_path(base) if base in recipe_names() else last.parent / str(base)
         if not file.is_file():
-            raise UserError(f"{files[0]}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
-        if any(file.samefile(other) for other in files):
-            raise UserError(f"{files[0]}: extends {base}, which itself builds on this one: take one extends out")
-        files.insert(0, file)
-    return files
+            raise UserError(f"{last}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
+        if any(file.samefile(other) for other in found):
+            raise UserError(f"{last}: extends {base}, which itself builds on this one: take one extends out")
+        last, found[file] = file, _read(parser, file)
+    return dict(reversed(found.items()))
 
 
 def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:

@@ -41,13 +41,13 @@ def nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{found[0]}?" if found else "; --help lists them all"
 
 
-def flattened(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys of nested mappings."""
-    keys = []
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted key."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        keys += flattened(value, f"{key}.") if isinstance(value, dict) and value else [key]
-    return keys
+        flat |= flattened(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return flat
 
 
 def one_sentence(message: str) -> str:
