@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names
 from llmdistill.errors import UserError
-from llmdistill.experiments.variants import Suite, load_methods, load_suite, method_names, suite_names
+from llmdistill.experiments.variants import (
+    Suite,
+    from_starts,
+    load_methods,
+    load_starts,
+    load_suite,
+    method_names,
+    suite_names,
+)
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
@@ -31,6 +39,10 @@ class CompareConfig:
     """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd."""
     suite: str | None = None
     """A table of the papers, given instead of methods: table3, table4 or table5."""
+    starts: str | None = None
+    """Ways to make the untrained student, separated by commas: plain (plain SVD, one rank), activations or gradients
+    (weighted by them, one rank), loss (weighted by gradients, ranks by predicted loss). Every method is trained from
+    every start, all of them with equally many parameters; default: only the recipe's own."""
     seeds: int = 3
     """Number of seeds with which the chosen settings of each method are trained; the first seed also tries the grid."""
     learning_rates: list[float] | None = None
@@ -63,7 +75,8 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the comparison's own arguments."""
     parser = ArgumentParser(
         prog="llmdistill compare",
-        usage="llmdistill compare [--recipe NAME] [--methods A,B,... | --suite NAME] [--num_gpus N] [--KEY VALUE ...]",
+        usage="llmdistill compare [--recipe NAME] [--methods A,B,... | --suite NAME] [--starts A,B,...] [--num_gpus N] "
+        "[--KEY VALUE ...]",
         exit_on_error=False,
         description="Train a student by several methods under equal conditions and report how they compare. All "
         "settings of a run (llmdistill train --help) can be given too; --num_gpus and similar flags are passed to the "
@@ -146,11 +159,19 @@ def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def choose_suite(settings: CompareConfig) -> Suite:
-    """Return the suite that is named, or a suite made of the methods that are named."""
+    """Return the suite that is named, or a suite made of the methods that are named, from every start that is named."""
     if settings.suite is not None:
-        return load_suite(settings.suite)
-    names = [name.strip() for name in (settings.methods or DEFAULT_METHODS).split(",") if name.strip()]
-    return Suite("Did it help? Methods under equal conditions", load_methods(names))
+        suite = load_suite(settings.suite)
+    else:
+        names = _listed(settings.methods or DEFAULT_METHODS)
+        suite = Suite("Did it help? Methods under equal conditions", load_methods(names))
+    if settings.starts is None:
+        return suite
+    return replace(suite, variants=from_starts(suite.variants, load_starts(_listed(settings.starts))))
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def default_folder(recipe: str, suite: str | None) -> str:
@@ -161,7 +182,7 @@ def default_folder(recipe: str, suite: str | None) -> str:
 
 def print_plan(study: Any, *, as_json: bool) -> None:
     """Print the runs of a comparison without running them."""
-    trials = [study.base(), *(trial for _, trial in study.grid_trials())]
+    trials = [*map(study.base, study.starts), *(trial for _, trial in study.grid_trials())]
     further = study.final_runs()
     if as_json:
         runs = [{"title": trial.title, "folder": str(trial.folder)} for trial in trials]

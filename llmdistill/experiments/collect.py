@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmdistill.embedded import locate
-from llmdistill.experiments.comparison import Findings, Study
+from llmdistill.experiments.comparison import Findings, Study, size_label
 from llmdistill.experiments.launcher import shown_command
-from llmdistill.experiments.trials import Result
+from llmdistill.experiments.trials import Result, Trial
+from llmdistill.experiments.variants import Start
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import downloaded
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
-from llmdistill.report.results import Comparison, Row, Run, Sample
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run, Sample
+from llmdistill.report.starts import read_weighting
 
 SAMPLES = 10
 """Number of prompts whose answers the report shows side by side."""
@@ -26,40 +29,17 @@ SAMPLES = 10
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
     """Return the whole comparison as plain data."""
     teacher = locate(str(study.recipe.teacher.model))
-    untrained_params = findings.base["untrained"]["params"]
-    base = Result(study.base(), findings.base)
+    first = findings.bases[study.starts[0].name]
     rows = [
         Row(
             name="teacher",
             label="teacher",
             params=findings.base["teacher"]["params"],
             checkpoint_bytes=_weight_bytes(downloaded(teacher)),
-            runs=[_run(study, "teacher", base, "teacher")],
+            runs=[_run(study, "teacher", first, "teacher")],
         ),
-        Row(
-            name="none",
-            label="untrained student",
-            params=untrained_params,
-            checkpoint_bytes=_weight_bytes(downloaded(Path(study.untrained()))),
-            runs=[_run(study, "none", base, "untrained")],
-        ),
+        *(row for start in study.starts for row in _rows(study, findings, start)),
     ]
-    for variant in study.trained():
-        results = findings.runs[variant.name]
-        runs = [_run(study, variant.name, each) for each in results]
-        rows.append(
-            Row(
-                name=variant.name,
-                label=variant.label,
-                params=untrained_params,
-                checkpoint_bytes=next(
-                    (_weight_bytes(each.trial.folder / "student") for each in results if each.metrics), None
-                ),
-                runs=runs,
-                trials=[_run(study, variant.name, each) for each in findings.trials[variant.name]],
-                terms=next((names for run in runs if (names := term_names(run.history))), []),
-            )
-        )
     sets = list(study.recipe.data.tests)
     printed = paper.get(load_config(teacher).model_type)
     return Comparison(
@@ -67,6 +47,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
         sets=sets,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
+        beginnings=_beginnings(study, findings),
         samples=_samples(study, findings),
         warnings=_warnings(findings),
         facts=_facts(study, findings, command),
@@ -74,18 +55,88 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     )
 
 
+def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
+    """Return the rows of the untrained student of a start and of the methods that train it."""
+    base, key = findings.bases[start.name], start.key("none")
+    assert base.metrics is not None
+    params, calibration = base.metrics["untrained"]["params"], _calibration(base, start)
+    rows = [
+        Row(
+            name="none",
+            label="untrained student",
+            start=start.name,
+            params=params,
+            checkpoint_bytes=_weight_bytes(downloaded(Path(study.untrained(start)))),
+            runs=[_run(study, key, base, "untrained")],
+            calibration=calibration,
+        )
+    ]
+    for variant in (each for each in study.trained() if each.start.name == start.name):
+        results = findings.runs[variant.key]
+        runs = [_run(study, variant.key, each) for each in results]
+        weights = (_weight_bytes(each.trial.folder / "student") for each in results if each.metrics)
+        rows.append(
+            Row(
+                name=variant.name,
+                label=variant.label,
+                start=start.name,
+                params=params,
+                checkpoint_bytes=next(weights, None),
+                runs=runs,
+                trials=[_run(study, variant.key, each) for each in findings.trials[variant.key]],
+                terms=next((names for run in runs if (names := term_names(run.history))), []),
+                calibration=calibration,
+            )
+        )
+    return rows
+
+
+def _calibration(base: Result, start: Start) -> dict[str, float] | None:
+    """Return the costs of a start's calibration; None for a recipe's own start without one."""
+    weighting = read_weighting(base.trial.folder)
+    if not weighting and not start.name:
+        return None
+    return {f"calibration_{key}": weighting.get(key, 0) for key in ("tokens", "seconds")}
+
+
 def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
     """Return the rows by size: those of the table, then those of the further sizes with one seed."""
     if not findings.sizes:
         return []
-    rows = [replace(row, label="as in the table") for row in table]
+    rows = [replace(row, label=TABLE_SIZE) for row in table]
     for size, results in findings.sizes.items():
-        for name, result in results.items():
-            model = "untrained" if name == "none" else "student"
-            params = None if result.metrics is None else result.metrics[model]["params"]
-            label = f"rank {size}" if size.isdigit() else size
-            rows.append(Row(name=name, label=label, params=params, runs=[_run(study, name, result, model)]))
+        for row in table:
+            result = results.get(row.key)
+            if result is not None:
+                model = "student" if row.trained else "untrained"
+                params = None if result.metrics is None else result.metrics[model]["params"]
+                runs = [_run(study, row.key, result, model)]
+                rows.append(Row(name=row.name, start=row.start, label=size_label(size), params=params, runs=runs))
     return rows
+
+
+def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
+    """Return how the untrained students were made, where starts are compared or a student is weighted."""
+    made = [(start, TABLE_SIZE, findings.bases[start.name]) for start in study.starts]
+    for size, results in findings.sizes.items():
+        made += [(start, size_label(size), results[start.key("none")]) for start in study.starts]
+    found = []
+    for start, size, result in made:
+        scores = (result.metrics or {}).get("untrained")
+        weighting = read_weighting(result.trial.folder)
+        if scores is not None and (start.name or weighting):
+            found.append(
+                Beginning(
+                    start=start.name,
+                    label=start.label,
+                    size=size,
+                    folder=_relative(study, result.trial),
+                    params=scores["params"],
+                    average=statistics.fmean(scores["rougeL"].values()),
+                    weighting=weighting,
+                )
+            )
+    return found
 
 
 def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
@@ -96,7 +147,7 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
     return Run(
         method=method,
         seed=trial.seed,
-        folder=os.path.relpath(trial.folder, study.root),
+        folder=_relative(study, trial),
         command=shown_command(study.launcher.train_command(trial.recipe)),
         settings=dict(trial.settings),
         rouge_l=scores.get("rougeL"),
@@ -113,6 +164,10 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
     )
 
 
+def _relative(study: Study, trial: Trial) -> str:
+    return os.path.relpath(trial.folder, study.root)
+
+
 def _weight_bytes(folder: Path) -> int | None:
     """Return the size of a model's weights on disk, in bytes."""
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
@@ -121,12 +176,14 @@ def _weight_bytes(folder: Path) -> int | None:
 
 def _samples(study: Study, findings: Findings) -> list[Sample]:
     """Return prompts spread evenly over the test sets, with each model's answer (first seed, first pass)."""
-    answered = study.base().folder / "predictions"
-    folders = {"teacher": answered / "teacher", "none": answered / "untrained"}
+    answered = {start: base.trial.folder / "predictions" for start, base in findings.bases.items()}
+    first = answered[study.starts[0].name]
+    folders = {"teacher": first / "teacher"}
+    folders |= {start.key("none"): answered[start.name] / "untrained" for start in study.starts}
     for name, runs in findings.runs.items():
-        first = next((run for run in runs if run.metrics is not None), None)
-        if first is not None:
-            folders[name] = first.trial.folder / "predictions" / "student"
+        ended = next((run for run in runs if run.metrics is not None), None)
+        if ended is not None:
+            folders[name] = ended.trial.folder / "predictions" / "student"
     sets = list(study.recipe.data.tests)
     samples = []
     for number, set_name in enumerate(sets):
@@ -165,11 +222,8 @@ def _predictions(file: Path) -> list[dict[str, Any]]:
 
 def _warnings(findings: Findings) -> list[str]:
     """Return the warnings of all runs without duplicates."""
-    results = [result for runs in findings.runs.values() for result in runs if result.metrics is not None]
-    warnings = [
-        *findings.base["warnings"],
-        *(warning for each in results for warning in (each.metrics or {})["warnings"]),
-    ]
+    results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
+    warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
     if findings.failed:
         warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
     return list(dict.fromkeys(warnings))
@@ -180,13 +234,16 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
     recipe, run = study.recipe, findings.base["run"]
     data, train = recipe.data, recipe.train
     grid = "; ".join(f"{key}: {', '.join(f'{value:g}' for value in values)}" for key, values in study.grid.items())
+    starts = [f"{start.name} ({start.label})" for start in study.starts if start.name]
+    same = "order of the examples, global batch, number of training tokens"
     return {
         "Command": command,
         "Hardware": run["hardware"],
         "Versions": describe_versions(run),
         "Teacher": recipe.teacher.model,
         "Training data": f"{data.train}, {train.global_batch_size} examples a step, {train.steps} steps",
-        "Same for all": "untrained student, order of the examples, global batch, number of training tokens",
+        **({"Starts": f"{', '.join(starts)}; equal in parameters"} if starts else {}),
+        "Same for all": f"{same}; of a start: untrained student" if starts else f"untrained student, {same}",
         "Chosen": f"on {data.valid} by ROUGE-L with seed {study.seeds[0]}, never on a test set; all tried {grid}",
         "Decoding": f"{run['decoding']}, ROUGE-L F1 with stemming, best of the references, x 100",
         "Seeds": ", ".join(map(str, study.seeds)),

@@ -9,11 +9,12 @@ from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
+from llmdistill.experiments.equal_params import check_starts, equal_size
 from llmdistill.experiments.equal_tokens import steps_for_equal_tokens
 from llmdistill.experiments.grid import choose, points
 from llmdistill.experiments.launcher import Launcher, shown_command
 from llmdistill.experiments.trials import Progress, Result, Trial, make_trial
-from llmdistill.experiments.variants import Variant
+from llmdistill.experiments.variants import Start, Variant
 from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
 from llmdistill.generation.answers_file import read_provenance
@@ -29,9 +30,9 @@ Planned = list[tuple[Variant, Trial]]
 class Study:
     """The settings of a comparison.
 
-    Every trained variant starts from the same student, sees the examples in the same order in batches of the same
-    size, and trains on the same number of tokens. The settings of a variant's grid are tried with the first seed, and
-    the best settings are chosen on the validation set.
+    Every trained variant of a start begins with the same student, sees the examples in the same order in batches of the
+    same size, and trains on the same number of tokens. The settings of a variant's grid are tried with the first seed,
+    and the best settings are chosen on the validation set.
     """
 
     recipe: RunConfig
@@ -56,26 +57,34 @@ class Study:
         """Return the number of runs after the trials; a variant's only trial is also the first seed's final run."""
         return sum(len(self.seeds) - (len(self.points(variant)) == 1) for variant in self.trained())
 
-    def base(self) -> Trial:
-        """Return the run that scores the teacher and the untrained student on all sets."""
-        return self._base("teacher and untrained student", {"scoring.models": ["teacher", "untrained"]})
+    @property
+    def starts(self) -> list[Start]:
+        """The starts of the variants; without a choice of starts only that of the recipe."""
+        return list({variant.start.name: variant.start for variant in self.variants}.values())
 
-    def size_base(self, size: str) -> Trial:
-        """Return the run that scores the untrained student of another size."""
+    def base(self, start: Start) -> Trial:
+        """Return the run that scores the untrained student of a start, and at the first start the teacher."""
+        first = start.name == self.starts[0].name
         changes = {
-            "student.factorize.rank": int(size) if size.isdigit() else None,
-            "student.factorize.target_params": None if size.isdigit() else size,
-            "student.factorize.ranks": None,
-            # A rank for all matrices leaves no ranks to choose.
-            **({"student.factorize.allocation": "uniform"} if size.isdigit() else {}),
+            **start.settings,
+            **(equal_size(self.recipe) if start.name else {}),
+            "scoring.models": ["teacher", "untrained"] if first else ["untrained"],
+        }
+        return self._base(start, f"{'teacher and ' if first else ''}untrained student", changes)
+
+    def size_base(self, start: Start, size: str) -> Trial:
+        """Return the run that scores the untrained student of a start and of another size."""
+        changes = {
+            **start.settings,
+            **(equal_size(self.recipe, size) if start.name else _other_size(size)),
             "data.valid": None,
             "scoring.models": ["untrained"],
         }
-        return self._base(f"untrained student of {f'rank {size}' if size.isdigit() else size}", changes)
+        return self._base(start, f"untrained student of {size_label(size)}", changes)
 
-    def _base(self, title: str, changes: Mapping[str, Any]) -> Trial:
+    def _base(self, start: Start, title: str, changes: Mapping[str, Any]) -> Trial:
         changes = {"method": "none", "seed": self.seeds[0], **changes}
-        return make_trial(self.root, self.recipe, "base", changes, title=title)
+        return make_trial(self.root, self.recipe, start.key("base"), changes, title=start.title(title))
 
     @property
     def responses(self) -> Path:
@@ -113,22 +122,25 @@ class Study:
         if learns_answers(variant):
             changes["data.train"] = str(self.responses)
             changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.responses, seed)
-        return make_trial(self.root, self.recipe, variant.name, changes, point, title=variant.label)
+        return make_trial(self.root, self.recipe, variant.key, changes, point, title=variant.title)
 
     def grid_trials(self) -> Planned:
         """Return the trials of every grid point of every variant with the first seed."""
-        start, seed = self.untrained(), self.seeds[0]
         return [
             # A single grid point needs no choice, so its run with the first seed is also a final run.
-            (variant, self.trial(variant, point, seed, start, tests=len(self.points(variant)) == 1))
+            (
+                variant,
+                self.trial(variant, point, self.seeds[0], student, tests=len(self.points(variant)) == 1),
+            )
             for variant in self.trained()
+            for student in [self.untrained(variant.start)]
             for point in self.points(variant)
         ]
 
-    def untrained(self) -> str:
-        """Return the folder or name of the student from which all variants start."""
+    def untrained(self, start: Start) -> str:
+        """Return the folder or name of the student with which all variants of a start begin."""
         given = self.recipe.student.model
-        return str(self.base().folder / "untrained") if given is None else given
+        return str(self.base(start).folder / "untrained") if given is None else given
 
     def check(self) -> None:
         """Check all settings, so that a mistake does not stop the comparison after hours.
@@ -144,11 +156,30 @@ class Study:
             )
         if self.sizes and self.recipe.student.model is not None:
             raise UserError("--sizes cuts the teacher to several sizes, but student.model gives one: leave one out")
+        if any(start.name for start in self.starts):
+            check_starts(self.recipe)
         for variant in self.trained():
             changes = {**variant.settings, "seed": self.seeds[0]}
-            make_plan(make_trial(self.root, self.recipe, variant.name, changes).config)
-        for size in self.sizes:
-            make_plan(self.size_base(size).config)
+            make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
+        for start in self.starts:
+            for trial in (self.base(start), *(self.size_base(start, size) for size in self.sizes)):
+                make_plan(trial.config)
+
+
+def size_label(size: str) -> str:
+    """Return the text of a further size, which is a rank or a number of parameters."""
+    return f"rank {size}" if size.isdigit() else size
+
+
+def _other_size(size: str) -> dict[str, Any]:
+    """Return the settings of a further size for the recipe's own start, by dotted key."""
+    return {
+        "student.factorize.rank": int(size) if size.isdigit() else None,
+        "student.factorize.target_params": None if size.isdigit() else size,
+        "student.factorize.ranks": None,
+        # A rank for all matrices leaves no ranks to choose.
+        **({"student.factorize.allocation": "uniform"} if size.isdigit() else {}),
+    }
 
 
 def learns_answers(variant: Variant) -> bool:
@@ -160,14 +191,21 @@ def learns_answers(variant: Variant) -> bool:
 class Findings:
     """The results of a comparison."""
 
-    base: dict[str, Any]
-    """The metrics of the teacher and of the untrained student."""
+    bases: dict[str, Result]
+    """By start: the result of the untrained student; that of the first start has the teacher's, too."""
     trials: dict[str, list[Result]] = field(default_factory=dict)
     """By variant: the results of every grid point with the first seed."""
     runs: dict[str, list[Result]] = field(default_factory=dict)
     """By variant: the results of the chosen grid point, one per seed."""
     sizes: dict[str, dict[str, Result]] = field(default_factory=dict)
-    """By size: the result of the untrained student under "none", and the result of each variant."""
+    """By size: the results of the untrained students under the keys of "none", and the result of each variant."""
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """The metrics of the teacher and of the first start's untrained student."""
+        metrics = next(iter(self.bases.values())).metrics
+        assert metrics is not None
+        return metrics
 
     @property
     def failed(self) -> list[Result]:
@@ -180,15 +218,17 @@ def conduct(study: Study) -> Findings:
     """Run all runs of the comparison that are not finished yet.
 
     Raises:
-        UserError: the teacher and the untrained student could not be scored.
+        UserError: the teacher or an untrained student could not be scored.
     """
-    trained = study.trained()
+    trained, starts = study.trained(), study.starts
     tried = sum(len(study.points(variant)) for variant in trained)
-    total = 1 + tried + study.final_runs() + len(study.sizes) * (1 + len(trained))
+    total = len(starts) + tried + study.final_runs() + len(study.sizes) * (len(starts) + len(trained))
     progress = Progress(total, describe_scores)
-    (base,) = study.launcher.run([study.base()], progress)
-    if base.metrics is None:
-        raise UserError(f"the teacher and the untrained student could not be scored: {base.error}")
+    bases = study.launcher.run([study.base(start) for start in starts], progress)
+    for start, base in zip(starts, bases, strict=True):
+        if base.metrics is None:
+            who = start.title("the teacher and the untrained student")
+            raise UserError(f"{who} could not be scored: {base.error}")
     no_answers = generate_responses(study) if any(map(learns_answers, trained)) else None
 
     def run(planned: Planned) -> list[tuple[Variant, Result]]:
@@ -196,47 +236,49 @@ def conduct(study: Study) -> Findings:
         results = {result.trial.folder: result for result in study.launcher.run(able, progress)}
         return [(variant, results.get(trial.folder, Result(trial, None, no_answers))) for variant, trial in planned]
 
-    findings = Findings(base.metrics)
+    findings = Findings({start.name: base for start, base in zip(starts, bases, strict=True)})
     for variant, result in run(study.grid_trials()):
-        findings.trials.setdefault(variant.name, []).append(result)
+        findings.trials.setdefault(variant.key, []).append(result)
     chosen = {
-        variant.name: choice.settings
+        variant.key: choice.settings
         for variant in trained
-        if (choice := choose(findings.trials[variant.name], validation_score)) is not None
+        if (choice := choose(findings.trials[variant.key], validation_score)) is not None
     }
     for name, trials in findings.trials.items():
         findings.runs[name] = list(trials) if len(trials) == 1 or name not in chosen else []
     for variant, result in run(_final_trials(study, chosen)):
-        findings.runs[variant.name].append(result)
-    bases = study.launcher.run([study.size_base(size) for size in study.sizes], progress)
-    findings.sizes = {size: {"none": result} for size, result in zip(study.sizes, bases, strict=True)}
-    planned = {size: _size_trials(study, chosen, each["none"]) for size, each in findings.sizes.items()}
+        findings.runs[variant.key].append(result)
+    untrained = iter(
+        study.launcher.run([study.size_base(start, size) for size in study.sizes for start in starts], progress)
+    )
+    findings.sizes = {size: {start.key("none"): next(untrained) for start in starts} for size in study.sizes}
+    planned = {size: _size_trials(study, chosen, each) for size, each in findings.sizes.items()}
     sized = iter(run([pair for pairs in planned.values() for pair in pairs]))
     for size, pairs in planned.items():
-        findings.sizes[size] |= {variant.name: next(sized)[1] for variant, _ in pairs}
+        findings.sizes[size] |= {variant.key: next(sized)[1] for variant, _ in pairs}
     return findings
 
 
 def _final_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]]) -> Planned:
     """Return the runs of the chosen grid points with every seed that has no run yet."""
     return [
-        (variant, study.trial(variant, chosen[variant.name], seed, study.untrained(), tests=True))
+        (variant, study.trial(variant, chosen[variant.key], seed, study.untrained(variant.start), tests=True))
         for variant in study.trained()
-        if variant.name in chosen
+        if variant.key in chosen
         for seed in study.seeds[len(study.points(variant)) == 1 :]
     ]
 
 
-def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], base: Result) -> Planned:
-    """Return the runs of the chosen grid points from an untrained student of another size."""
-    if base.metrics is None:
-        return []
-    start = str(base.trial.folder / "untrained")
-    return [
-        (variant, study.trial(variant, chosen[variant.name], study.seeds[0], start, tests=True, valid=False))
-        for variant in study.trained()
-        if variant.name in chosen
-    ]
+def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], untrained: Mapping[str, Result]) -> Planned:
+    """Return the runs of the chosen grid points from the untrained students of another size."""
+    planned = []
+    for variant in study.trained():
+        base = untrained[variant.start.key("none")]
+        if base.metrics is not None and variant.key in chosen:
+            student = str(base.trial.folder / "untrained")
+            point, seed = chosen[variant.key], study.seeds[0]
+            planned.append((variant, study.trial(variant, point, seed, student, tests=True, valid=False)))
+    return planned
 
 
 def validation_score(result: Result) -> float:

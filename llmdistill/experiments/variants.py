@@ -1,11 +1,11 @@
-"""The variants of a comparison: methods by name, and the suites of the papers' tables (suites/*.yaml)."""
+"""The variants of a comparison: methods by name, the suites of the papers' tables (suites/*.yaml), and starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -13,6 +13,43 @@ from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 
 _SUITES = resources.files("llmdistill") / "suites"
+_Entry = TypeVar("_Entry")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A way to make the untrained student from the teacher, as changes to the recipe's settings."""
+
+    name: str
+    label: str
+    settings: Mapping[str, Any]
+    """The changed settings of the run, by dotted key."""
+
+    def key(self, name: str) -> str:
+        """Return the name of a row from this start, which is the name itself for the recipe's own start."""
+        return f"{name}-{self.name}" if self.name else name
+
+    def title(self, label: str) -> str:
+        """Return the title of a row from this start, such as `MaKD from loss`."""
+        return f"{label} from {self.name}" if self.name else label
+
+
+def _start(name: str, label: str, weighting: str, allocation: str) -> Start:
+    factorize = {"weighting": weighting, "allocation": allocation}
+    return Start(name, label, {f"student.factorize.{key}": value for key, value in factorize.items()})
+
+
+OWN_START = Start("", "as the recipe says", {})
+STARTS = {
+    start.name: start
+    for start in (
+        _start("plain", "plain SVD, one rank", "none", "uniform"),
+        _start("activations", "weighted by activations, one rank", "activations", "uniform"),
+        _start("gradients", "weighted by gradients, one rank", "gradients", "uniform"),
+        _start("loss", "weighted by gradients, ranks by predicted loss", "gradients", "loss"),
+    )
+}
+"""The starts that can be compared."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +62,17 @@ class Variant:
     """The changed settings of the run, by dotted key."""
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values to try, by dotted key."""
+    start: Start = OWN_START
+
+    @property
+    def key(self) -> str:
+        """The name that no other variant of the comparison has."""
+        return self.start.key(self.name)
+
+    @property
+    def title(self) -> str:
+        """The label with the start."""
+        return self.start.title(self.label)
 
     @property
     def trains(self) -> bool:
@@ -75,14 +123,31 @@ def load_methods(names: Sequence[str]) -> list[Variant]:
     Raises:
         UserError: a name is unknown or occurs twice, or there is no name.
     """
-    known = _known()
+    return _named(names, _known(), "--methods", "method")
+
+
+def load_starts(names: Sequence[str]) -> list[Start]:
+    """Load starts by their names, in the given order.
+
+    Raises:
+        UserError: a name is unknown or occurs twice, or there is no name.
+    """
+    return _named(names, STARTS, "--starts", "start")
+
+
+def from_starts(variants: Sequence[Variant], starts: Sequence[Start]) -> list[Variant]:
+    """Return every variant from every start, the variants of a start side by side."""
+    return [replace(variant, start=start) for start in starts for variant in variants]
+
+
+def _named(names: Sequence[str], known: Mapping[str, _Entry], key: str, what: str) -> list[_Entry]:
     for index, name in enumerate(names):
         if name not in known:
-            raise UserError(f"--methods: there is no method {name!r}; there are {', '.join(known)}")
+            raise UserError(f"{key}: there is no {what} {name!r}; there are {', '.join(known)}")
         if name in names[:index]:
-            raise UserError(f"--methods: {name} is there twice")
+            raise UserError(f"{key}: {name} is there twice")
     if not names:
-        raise UserError(f"--methods names none; there are {', '.join(known)}")
+        raise UserError(f"{key} names none; there are {', '.join(known)}")
     return [known[name] for name in names]
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,6 +131,18 @@ class Weighted:
             f"directions that they do not show count only by the damping ({INPUT_DAMPING:g} of the mean for inputs, "
             f"{GRADIENT_DAMPING:g} for gradients); give more calibration.examples"
         )
+
+    def spectra(self, points: int = 32) -> dict[str, dict[str, Any]]:
+        """Return, by matrix, its shape [m, n] and at most `points` pairs [rank, cost] of `WeightedSVD.costs`.
+
+        The ranks go from 0 to the largest that was decomposed, ever further apart.
+        """
+        found = {}
+        for name, each in self.factors.items():
+            costs = each.costs()
+            ranks = np.unique(np.geomspace(1, len(costs), min(points, len(costs))).round().astype(int)) - 1
+            found[name] = {"shape": list(each.shape), "costs": [[rank, costs[rank]] for rank in ranks.tolist()]}
+        return found
 
     def with_ranks(self, ranks: Mapping[str, int]) -> Weighted:
         """Return the same factors with other ranks."""

@@ -32,6 +32,11 @@ def figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
+def precise(value: float | None) -> str:
+    """Format a number with three significant digits, or as a dash if it is None."""
+    return "–" if value is None else f"{value:.3g}"
+
+
 def signed(value: float | None) -> str:
     """Format a difference with its sign."""
     if value is None:
@@ -89,7 +94,7 @@ def markdown_code(value: object) -> str:
 
 
 FILTERS: list[Callable[..., Any]] = [
-    *(figure, signed, thousands, binary_size, duration, settings_text, markdown, markdown_code),
+    *(figure, precise, signed, thousands, binary_size, duration, settings_text, markdown, markdown_code),
     *(describe_versions, show_seeds),
 ]
 """The filters of the templates."""

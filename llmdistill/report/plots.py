@@ -75,6 +75,15 @@ class Cloud(NamedTuple):
     """(rows, 2)."""
 
 
+class Drawing(NamedTuple):
+    """A plot of a report."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
 def method_styles(names: Sequence[str], plain: Sequence[str] = ()) -> dict[str, Style]:
     """Return a style for each method by its position in the list; the names in `plain` are grey and use no colour."""
     styles = {name: Style(GREY, "o", ()) for name in plain}
@@ -105,7 +114,7 @@ def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> 
 @rc_context(STYLE)
 def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
     """Plot the average ROUGE-L of each method with its standard deviation and seeds, and the teacher as a line."""
-    figure = _new_figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
+    figure = new_figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
     axes = figure.subplots()
     for line, item in enumerate(dots):
         axes.plot(item.values, [line] * len(item.values), "|", color=item.style.color, alpha=0.7, markersize=11)
@@ -144,7 +153,7 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
 @rc_context(STYLE)
 def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figure:
     """Plot one line per method over the steps, with a band from the lowest to the highest seed."""
-    figure = _new_figure(7.0, 3.6)
+    figure = new_figure(7.0, 3.6)
     axes = figure.subplots()
     for label, style, curve in curves:
         _draw_curve(axes, label, style, curve)
@@ -161,7 +170,7 @@ def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
     """Plot the terms of one method's loss, one panel per term."""
     columns = min(3, len(terms))
     lines = math.ceil(len(terms) / columns)
-    figure = _new_figure(7.0, 0.3 + 1.55 * lines)
+    figure = new_figure(7.0, 0.3 + 1.55 * lines)
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
     panels = list(grid.flat)
     for axes, (name, curve) in zip(panels, terms.items(), strict=False):
@@ -182,7 +191,7 @@ def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
 @rc_context(STYLE)
 def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None) -> Figure:
     """Plot the average ROUGE-L over the number of parameters, one line per method, the teacher as a dashed line."""
-    figure = _new_figure(7.0, 3.6)
+    figure = new_figure(7.0, 3.6)
     axes = figure.subplots()
     for label, style, pairs in points:
         params, averages = zip(*sorted(pairs), strict=True)
@@ -209,7 +218,7 @@ def plot_clusters(clouds: Sequence[Cloud], targets: np.ndarray, classes: Sequenc
     """
     columns = min(len(clouds), _MAX_PANELS)
     lines = -(-len(clouds) // columns)
-    figure = _new_figure(2.9 * columns + 0.4, 3.0 * lines + 0.4)
+    figure = new_figure(2.9 * columns + 0.4, 3.0 * lines + 0.4)
     panels = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
     for axes, cloud in zip(panels, clouds, strict=False):
         _draw_cloud(axes, cloud, targets, classes)
@@ -259,7 +268,7 @@ def inline_svg(svg: str, label: str) -> str:
     return re.sub(r"<svg [^>]*>", lambda _: f'<svg {box.group()} role="img" aria-label="{label}">', svg, count=1)
 
 
-def _new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure, with its size in inches; the caller must have the decorator `rc_context(STYLE)`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -14,6 +14,9 @@ from llmdistill.report.spread import Spread, spread
 TEACHER, UNTRAINED = "teacher", "none"
 """Names of the rows that are not methods; these rows are never the best."""
 
+TABLE_SIZE = "as in the table"
+"""The text of the size of the models in the main table."""
+
 COSTS = (
     "training_tokens",
     "training_tokens_per_second",
@@ -23,12 +26,16 @@ COSTS = (
 )
 """The costs of a run, in the order of costs.json."""
 
+CALIBRATION_COSTS = ("calibration_tokens", "calibration_seconds")
+"""The costs of making the untrained student of a start, once for all methods; they follow in costs.json."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run of a method, with one seed at one point of its grid."""
 
     method: str
+    """The key of the row."""
     seed: int
     folder: str
     """Path relative to the report's folder."""
@@ -56,9 +63,11 @@ class Row:
     """A model of the comparison at one size, with its scores over the seeds."""
 
     name: str
-    """The key of the row, such as teacher, none or makd."""
+    """The method, or teacher or none, which is the untrained student."""
     label: str
-    """The name that the report shows."""
+    """The name that the report shows, without the start."""
+    start: str = ""
+    """The start of the student, in a comparison of starts."""
     params: int | None = None
     checkpoint_bytes: int | None = None
     runs: Sequence[Run] = ()
@@ -67,6 +76,18 @@ class Row:
     """The runs of every grid point that was tried, with the first seed."""
     terms: Sequence[str] = ()
     """The keys of the loss terms in the history."""
+    calibration: Mapping[str, float] | None = None
+    """The values of CALIBRATION_COSTS; None if the comparison has no calibration."""
+
+    @property
+    def key(self) -> str:
+        """The name that no other row has, such as makd, or makd-loss in a comparison of starts."""
+        return f"{self.name}-{self.start}" if self.start else self.name
+
+    @property
+    def title(self) -> str:
+        """The name that the report shows, such as MaKD, or MaKD from loss in a comparison of starts."""
+        return f"{self.label} from {self.start}" if self.start else self.label
 
     @property
     def trained(self) -> bool:
@@ -118,6 +139,24 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """How the untrained student of a start was made, at one size."""
+
+    start: str
+    """The name of the start; empty for the recipe's own."""
+    label: str
+    size: str
+    """The text of the size."""
+    folder: str
+    """Path relative to the report's folder."""
+    params: int | None
+    average: float | None
+    """ROUGE-L of the untrained student, the mean over the test sets."""
+    weighting: Mapping[str, Any] = field(default_factory=dict)
+    """The content of weighting.json; empty without a weighting."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One prompt with the answer of every model."""
 
@@ -125,7 +164,7 @@ class Sample:
     prompt: str
     reference: str
     answers: Mapping[str, str]
-    """The answers by the name of the row."""
+    """The answers by the key of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +174,11 @@ class Comparison:
     title: str
     sets: Sequence[str]
     rows: Sequence[Row]
-    """The teacher, the untrained student, then the methods in the given order."""
+    """The teacher, then for each start the untrained student and the methods in the given order."""
     sizes: Sequence[Row] = ()
     """The rows for the plot of quality against size, whose labels say the size; empty without further sizes."""
+    beginnings: Sequence[Beginning] = ()
+    """How the untrained students were made, by size and start; empty without starts and weighting."""
     samples: Sequence[Sample] = ()
     warnings: Sequence[str] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -148,8 +189,8 @@ class Comparison:
     def __post_init__(self) -> None:
         """Check the test sets and the names of the rows."""
         check_sets(self.sets)
-        names = [row.name for row in self.rows]
-        assert len(set(names)) == len(names), f"a name is there twice: {names}"
+        keys = [row.key for row in self.rows]
+        assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
 
     @property
     def teacher(self) -> Row | None:
@@ -187,19 +228,21 @@ def best_figures(rows: Sequence[Row], sets: Sequence[str]) -> dict[str, float]:
 def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
     """Return the finding in one sentence; a method leads if its lead exceeds one standard error of the difference."""
     where = f"on {sets[0]}" if len(sets) == 1 else f"on the average of {len(sets)} sets"
-    ranked = [(row.average, row.label) for row in rows if row.trained and row.average is not None]
+    ranked = [(row.average, row.title) for row in rows if row.trained and row.average is not None]
     if not ranked:
         return "No method ended with scores."
     ranked.sort(key=lambda item: -item[0].mean)
-    plain = {row.name: row.average.mean for row in rows if not row.trained and row.average is not None}
+    plain = [row for row in rows if not row.trained and row.average is not None]
+    levels = {_plain_name(row): row.average.mean for row in plain if row.average is not None}
+    untrained = max((_plain_name(row) for row in plain if row.name == UNTRAINED), key=levels.__getitem__, default=None)
     (best, first), *rest = ranked
-    if UNTRAINED in plain and plain[UNTRAINED] >= best.mean:
-        below = plain[UNTRAINED] - best.mean
-        return f"No method is above the untrained student: the best, {first}, is {below:.1f} points below it {where}."
+    if untrained is not None and levels[untrained] >= best.mean:
+        below = levels[untrained] - best.mean
+        return f"No method is above the {untrained}: the best, {first}, is {below:.1f} points below it {where}."
     if not rest:
         marks = [
             f"{abs(best.mean - value):.1f} points {'below' if value > best.mean else 'above'} the {name}"
-            for name, value in ((_plain_name(key), value) for key, value in plain.items())
+            for name, value in levels.items()
         ]
         return f"{first} reaches {best.mean:.1f} {where}{''.join(', ' + mark for mark in marks)}."
     second, runner_up = rest[0]
@@ -216,5 +259,6 @@ def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
     )
 
 
-def _plain_name(name: str) -> str:
-    return "untrained student" if name == UNTRAINED else name
+def _plain_name(row: Row) -> str:
+    name = "untrained student" if row.name == UNTRAINED else row.name
+    return f"{name} from {row.start}" if row.start else name

@@ -11,6 +11,7 @@ from llmdistill.report.metrics_log import Log, term_names
 from llmdistill.report.pages import write_page
 from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
 from llmdistill.report.record import make_record
+from llmdistill.report.starts import draw_weighting, read_weighting
 from llmdistill.report.tables import Texts, print_table
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoreTable
@@ -80,6 +81,9 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         print(f"No model was to be scored; the run is in {folder}.")
         return
     table = _cells(metrics, scores)
+    drawings = draw_weighting(read_weighting(folder))
+    for drawing in drawings:
+        save_plot(drawing.figure, folder, drawing.name)
     write_page(
         folder / "report.md",
         "run.md.j2",
@@ -87,6 +91,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         table=table,
         legend=scores.legend,
         has_curves=(folder / "curves.png").is_file(),
+        drawings=drawings,
         has_answers=(folder / "predictions").is_dir(),
         warnings=metrics["warnings"],
         record=metrics["run"],

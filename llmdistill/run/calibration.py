@@ -24,6 +24,7 @@ from llmdistill.factorize.weighted import Weighted
 from llmdistill.files import write_json
 from llmdistill.models.families import family_of
 from llmdistill.models.load import load_model
+from llmdistill.report.starts import WEIGHTING_FILE
 from llmdistill.run.inputs import data_file
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
@@ -59,7 +60,7 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
         model, settings, batches, held_out, device=world.device, reduce=reduce, decompose=world.is_main
     )
     if world.is_main:
-        _report(plan.folder, found, time.perf_counter() - began)
+        _report(plan.folder, settings, found, time.perf_counter() - began)
     if found.warning() is not None:
         warn_main(str(found.warning()), world)
     return found
@@ -155,16 +156,18 @@ def _batches(loader: Loader, steps: range) -> list[Batch]:
     return [batch for step in steps for batch in loader.micro_batches(step)]
 
 
-def _report(folder: Path, found: Weighted, seconds: float) -> None:
+def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: float) -> None:
     """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
     values = {
+        "weighting": settings.weighting,
         "tokens": found.tokens,
         "seconds": round(seconds, 2),
         "predicted_loss": found.predicted_loss,
         "held_out": dict(found.held_out),
         "ranks": dict(found.ranks),
+        "spectra": found.spectra(),
     }
-    write_json(folder / "weighting.json", values)
+    write_json(folder / WEIGHTING_FILE, values)
     print(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
     if found.held_out:
         by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]

@@ -32,6 +32,19 @@ def test_dry_run_lists_the_grid_of_each_method(capsys) -> None:
     assert plan["sizes"] == ["20", "40%"]
 
 
+def test_dry_run_lists_the_runs_of_each_start(capsys) -> None:
+    plan = dry_run(capsys, "--recipe", "quickstart", "--methods", "none,sft", "--starts", "plain,loss", "--seeds", "2")
+    titles = [run["title"] for run in plan["runs"]]
+    assert titles[:2] == ["teacher and untrained student from plain seed=0", "untrained student from loss seed=0"]
+    assert titles[2:] == [
+        f"SFT from {start} learning_rate={rate} seed=0"
+        for start in ("plain", "loss")
+        for rate in ("0.00075", "0.0015", "0.003")
+    ]
+    assert len({run["folder"] for run in plan["runs"]}) == len(titles)
+    assert plan["final_runs"] == 4
+
+
 @pytest.mark.parametrize(
     ("suite", "runs"), [("table3", 1 + 6 * 3), ("table4", 1 + 8 * 3), ("table5", 1 + 3 + 6 + 3 + 6)]
 )
@@ -48,6 +61,8 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--methods", "sft,magic"], "there is no method 'magic'; there are makd, makd_minilm, kd"),
         (["--suite", "table9"], "there is no such suite; there are table3"),
         (["--suite", "table3", "--methods", "sft"], "leave one out"),
+        (["--starts", "plain,magic"], "there is no start 'magic'; there are plain, activations, gradients, loss"),
+        (["--starts", "plain,loss", "--sizes", "9%"], "9%"),
         (["--seeds", "0"], "--seeds 0: give 1 or more"),
         (["--learning_rates", "1e-3,-1"], "all over 0"),
         (["--train.stepz", "3"], "did you mean --train.steps?"),

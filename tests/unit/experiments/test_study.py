@@ -11,13 +11,15 @@ import pytest
 import torch
 import yaml
 
-from llmdistill.config import RunConfig
+from llmdistill.config import FactorizeConfig, RunConfig
 from llmdistill.config.command_line import build, parse_run, scores_asked
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
 from llmdistill.experiments.comparison import Study, conduct
 from llmdistill.experiments.launcher import InProcess
-from llmdistill.experiments.variants import load_methods
+from llmdistill.experiments.variants import from_starts, load_methods, load_starts
+from llmdistill.factorize.plan import summarise
 from llmdistill.methods import METHODS
 from llmdistill.report.comparison import write_comparison
 from llmdistill.run.artifacts import claim_folder
@@ -73,7 +75,8 @@ class StandIn:
         # Best at the middle rate on the validation set, but at the highest on the tests: only a cheat takes that one.
         bonus = {"sft": 0, "kd": 5, "seqkd": 4, "makd": 9, "none": -40}[method]
         weights = {name: config.method_settings[name] for name in ("makd", "kd")}
-        valid = 50 + bonus - 1e3 * abs(rate - 3e-3) - (weights["makd"].logits == 1.0) - (weights["kd"].ratio == 1.0)
+        best = 1e-3 if "base-loss" in str(config.student.model) else 3e-3
+        valid = 50 + bonus - 1e3 * abs(rate - best) - (weights["makd"].logits == 1.0) - (weights["kd"].ratio == 1.0)
         digest = int(hashlib.sha256(str(config.seed).encode()).hexdigest(), 16) % 5
         tests = {name: 40 + bonus + 1e3 * rate + digest + len(name) for name in config.data.tests}
         metrics = {"asked": scores_asked(config), "warnings": []}
@@ -91,6 +94,9 @@ class StandIn:
         training = {"tokens": 10, "tokens_per_second": 2.0, "peak_memory_bytes": 3}
         metrics["run"] = {"training": training, "hardware": "none", "versions": {}, "decoding": "greedy"}
         (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+        if config.student.factorize.weighting != "none":
+            weighting = {"weighting": config.student.factorize.weighting, "tokens": 70, "seconds": 4.5}
+            (folder / "weighting.json").write_text(json.dumps(weighting), encoding="utf-8")
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "label": 2.0}) + "\n")
 
 
@@ -104,12 +110,13 @@ def quick_collection():
 
 @pytest.fixture
 def make_study(tmp_path):
-    def make(launcher, name="study", *arguments, methods=COMPARED, sizes=()):
+    def make(launcher, name="study", *arguments, methods=COMPARED, sizes=(), starts=()):
         recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", *arguments], METHODS)
+        variants = load_methods(methods)
         return Study(
             recipe=recipe,
             root=tmp_path / name,
-            variants=load_methods(methods),
+            variants=from_starts(variants, load_starts(starts)) if starts else variants,
             grid={"train.learning_rate": [1e-3, 3e-3, 9e-3]},
             seeds=[0, 1, 2],
             sizes=sizes,
@@ -238,6 +245,85 @@ def test_sizes_train_the_chosen_settings_once_more(make_study):
     for results in findings.sizes.values():
         assert set(results) == set(COMPARED)
         assert results["makd"].trial.settings["train.learning_rate"] == 3e-3
+
+
+def sizes_of(config):
+    factorize = config.student.factorize
+    return factorize.weighting, factorize.allocation, factorize.rank, factorize.target_params
+
+
+def test_every_method_is_trained_from_every_start_with_settings_of_its_own(make_study):
+    launcher, starts = StandIn(), ["plain", "loss"]
+    study = make_study(launcher, methods=["none", "sft", "makd"], starts=starts)
+    study.check()
+    findings = conduct(study)
+    bases = [config for config in launcher.ran if config.method == "none"]
+    assert [sizes_of(config)[:2] for config in bases] == [("none", "uniform"), ("gradients", "loss")]
+    assert [config.scoring.models for config in bases] == [["teacher", "untrained"], ["untrained"]]
+    for start, base, rate in zip(starts, bases, (3e-3, 1e-3), strict=True):
+        for name in ("sft", "makd"):
+            runs = findings.runs[f"{name}-{start}"]
+            assert [run.trial.seed for run in runs] == [0, 1, 2]
+            assert {run.trial.settings["train.learning_rate"] for run in runs} == {rate}
+            models = {run.trial.config.student.model for run in (*runs, *findings.trials[f"{name}-{start}"])}
+            assert models == {f"{base.output_dir}/untrained"}
+    again = StandIn()
+    conduct(make_study(again, methods=["none", "sft", "makd"], starts=starts))
+    assert again.ran == []
+
+
+def test_starts_have_equally_many_parameters_at_every_size(make_study):
+    launcher, starts = StandIn(), ["plain", "activations", "loss"]
+    study = make_study(launcher, methods=["none", "kd"], starts=starts, sizes=["20", "25%"])
+    study.check()
+    conduct(study)
+    found = [sizes_of(config) for config in launcher.ran if config.method == "none"]
+    targets = [target for _, _, _, target in found]
+    assert [rank for _, _, rank, _ in found] == [None] * 9
+    assert [targets[n : n + 3] for n in (0, 3, 6)] == [[targets[0]] * 3, [targets[3]] * 3, ["25%"] * 3]
+    for target, rank in ((targets[0], 30), (targets[3], 20)):
+        plain = summarise(locate("embedded:teacher"), FactorizeConfig(target_params=target))
+        assert (plain["rank"], plain["student_params"]) == (rank, target)
+
+
+def test_the_report_of_starts_counts_their_calibration(make_study):
+    study = make_study(StandIn(), methods=["none", "kd"], starts=["plain", "activations"], sizes=["20"])
+    comparison = collect(study, conduct(study), title="t", paper={}, command="c")
+    results = write_comparison(study.root, comparison)
+    assert list(results["methods"]) == ["teacher", "none-plain", "kd-plain", "none-activations", "kd-activations"]
+    costs = json.loads((study.root / "costs.json").read_text(encoding="utf-8"))
+    calibration = {
+        key: (cost.get("calibration_tokens"), cost.get("calibration_seconds")) for key, cost in costs.items()
+    }
+    assert calibration["kd-activations"] == calibration["none-activations"] == (70, 4.5)
+    assert calibration["kd-plain"] == (0, 0)
+    assert [(each["start"], each["size"], each["tokens"]) for each in results["starts"]] == [
+        ("plain", "as in the table", None),
+        ("activations", "as in the table", 70),
+        ("plain", "rank 20", None),
+        ("activations", "rank 20", 70),
+    ]
+    page = (study.root / "report.md").read_text(encoding="utf-8")
+    assert "KD from activations" in page
+    assert "equal in parameters" in page
+    assert {(row.key, row.label) for row in comparison.sizes} >= {
+        ("kd-plain", "rank 20"),
+        ("none-activations", "rank 20"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--student.shape", "3x64x2"], r"student\.shape is 3x64x2: leave one"),
+        (["--student.model", "somewhere"], r"student\.model is somewhere: leave one"),
+        (["--student.factorize.rank", "null", "--student.factorize.ranks", '{"*": 8}'], "instead of ranks"),
+        (["--student.method", "kronecker"], "student.method is kronecker"),
+    ],
+)
+def test_starts_need_a_teacher_that_is_cut_to_one_size(make_study, arguments, said):
+    with pytest.raises(UserError, match=said):
+        make_study(StandIn(), "study", *arguments, starts=["plain", "loss"]).check()
 
 
 def test_choice_needs_validation(make_study):

@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from llmdistill.errors import UserError
-from llmdistill.experiments.variants import load_methods, load_suite, suite_names
+from llmdistill.experiments.variants import from_starts, load_methods, load_starts, load_suite, suite_names
 from llmdistill.methods.makd import TERMS, MakdConfig, build_makd
 
 
@@ -20,6 +20,21 @@ def test_methods_come_in_the_order_asked_for() -> None:
 def test_unknown_and_repeated_methods(names: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_methods(names)
+
+
+def test_every_method_comes_from_every_start_under_a_key_of_its_own() -> None:
+    methods = load_methods(["none", "makd"])
+    assert [(each.key, each.title) for each in methods] == [("none", "untrained"), ("makd", "MaKD")]
+    variants = from_starts(methods, load_starts(["loss", "plain"]))
+    assert [each.key for each in variants] == ["none-loss", "makd-loss", "none-plain", "makd-plain"]
+    assert variants[1].title == "MaKD from loss"
+    assert [each.settings for each in variants] == [each.settings for each in [*methods, *methods]]
+    for names, message in (
+        (["magic"], "no start 'magic'; there are plain,"),
+        (["loss", "loss"], "loss is there twice"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_starts(names)
 
 
 def test_unknown_suite_names_the_known_ones() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.weighted import WeightedSVD, allocate, break_even, weighted_svd
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate, break_even, weighted_svd
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,19 @@ def test_the_predicted_cost_is_that_of_the_product(gradients):
     for rank, cost in enumerate(factors.costs()):
         assert cost == pytest.approx(naive_cost(weight, product(factors, rank), moments), rel=2e-2, abs=1e-3)
     assert factors.costs()[10] == pytest.approx(0.0, abs=1e-6 * factors.costs()[0])
+
+
+@pytest.mark.parametrize("points", [6, 32])
+def test_spectra_are_points_of_the_costs_from_rank_0_to_the_last(points):
+    weight, (moments, _) = torch.randn(24, 20), make_moments(24, 20)
+    factors = weighted_svd(weight, moments, 20)
+    spectra = Weighted(ranks={}, factors={"a": factors}, predicted_loss=0.0).spectra(points)
+    ranks = [rank for rank, _ in spectra["a"]["costs"]]
+    assert spectra["a"]["shape"] == [24, 20]
+    assert [cost for _, cost in spectra["a"]["costs"]] == [factors.costs()[rank] for rank in ranks]
+    assert (ranks[0], ranks[-1]) == (0, 20)
+    assert ranks == sorted(set(ranks))
+    assert len(ranks) <= points
 
 
 def test_rescaled_inputs_change_nothing():

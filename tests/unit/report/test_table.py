@@ -75,6 +75,17 @@ def test_report_is_markdown_and_json(tmp_path, metrics):
     assert "Warning" not in report
 
 
+def test_ranks_and_spectra_of_a_weighted_student_are_in_the_report(tmp_path, metrics):
+    spectra = {f"layers.{layer}.q": {"shape": [8, 8], "costs": [[0, 2.0], [1, 1.0], [2, 0.5]]} for layer in (0, 1)}
+    weighting = {"weighting": "gradients", "ranks": {"layers.0.q": 1, "layers.1.q": 2}, "spectra": spectra}
+    (tmp_path / "weighting.json").write_text(json.dumps(weighting), encoding="utf-8")
+    finish_report(tmp_path, metrics, rouge_table(metrics))
+    report = (tmp_path / "report.md").read_text()
+    for name in ("ranks", "spectra"):
+        assert f"]({name}.png)" in report
+        assert (tmp_path / f"{name}.png").is_file()
+
+
 def test_only_scored_models_have_rows(tmp_path, metrics, capsys):
     del metrics["teacher"], metrics["student"]
     metrics["run"]["training"] = None

@@ -1,0 +1,53 @@
+"""Gives the untrained students of all starts of a comparison the same number of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmdistill.config import RunConfig
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.factorize.plan import summarise
+
+
+def check_starts(recipe: RunConfig) -> None:
+    """Check that the recipe's student can be made from every start.
+
+    Raises:
+        UserError: the student is not made by svd with one size; the message names the setting and the remedy.
+    """
+    student = recipe.student
+    for key in ("model", "shape"):
+        if getattr(student, key) is not None:
+            raise UserError(
+                f"--starts compares ways to factorize the teacher, but student.{key} is {getattr(student, key)}: "
+                "leave one of them out"
+            )
+    if student.method != "svd":
+        raise UserError(f"--starts compares ways of svd, but student.method is {student.method}: leave one of them out")
+    if student.factorize.rank is None and student.factorize.target_params is None:
+        raise UserError(
+            "--starts gives the student of every start the same number of parameters: give "
+            "student.factorize.target_params (or rank) instead of ranks"
+        )
+
+
+def equal_size(recipe: RunConfig, size: str | None = None) -> dict[str, Any]:
+    """Return the settings of a student's size as a number of parameters, by dotted key.
+
+    Ranks that differ from matrix to matrix cannot keep to a rank for all. So a rank stands for the number of parameters
+    that it gives, of which the largest single rank is this rank again.
+
+    Args:
+        recipe: the recipe, whose own size is taken by default.
+        size: a rank, or a number of parameters as in target_params.
+    """
+    factorize = recipe.student.factorize
+    rank = factorize.rank if size is None else int(size) if size.isdigit() else None
+    target = size or factorize.target_params
+    if rank is not None:
+        uniform = replace(factorize, rank=rank, ranks=None, target_params=None, weighting="none", allocation="uniform")
+        target = summarise(locate(str(recipe.teacher.model)), uniform)["student_params"]
+    sizes = {"rank": None, "ranks": None, "target_params": target}
+    return {f"student.factorize.{key}": value for key, value in sizes.items()}

@@ -1,0 +1,145 @@
+"""Draws the plots of a comparison's report and saves them."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from llmdistill.report import plots
+from llmdistill.report.plots import Drawing
+from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
+from llmdistill.report.starts import draw_weighting, plot_sizes
+
+_CURVES = {
+    "valid_loss": (
+        "validation loss",
+        "Loss on the validation set, mean over seeds; the band goes from the lowest to the highest seed.",
+    ),
+    "loss": (
+        "training loss",
+        "There is no validation loss. The training losses of two methods are different sums, "
+        "so that their heights cannot be compared. The band goes from the lowest to the highest seed.",
+    ),
+}
+"""The learning curves by column of the log, each with its label and caption; the first one with values is drawn."""
+
+
+_OWN_FILES = re.compile(r"(scores|learning_curves|size|terms|ranks|spectra)(_.*)?")
+"""The names of the plots of a report."""
+
+
+def save_drawings(folder: Path, drawings: Sequence[Drawing]) -> list[dict[str, str]]:
+    """Save plots into a folder, remove those of an earlier report, and return the variables of the templates."""
+    drawn = []
+    for name, title, caption, made in drawings:
+        svg = plots.inline_svg(plots.save_plot(made, folder, name), html.escape(title, quote=True))
+        drawn.append({"name": name, "title": title, "caption": caption, "svg": Markup(svg)})
+    kept = {item["name"] for item in drawn}
+    for file in folder.glob("*.*") if folder.is_dir() else ():
+        ours = _OWN_FILES.fullmatch(file.stem) is not None
+        if ours and file.suffix in (".png", ".svg") and file.stem not in kept:
+            file.unlink()
+    return drawn
+
+
+def draw_comparison(comparison: Comparison) -> list[Drawing]:
+    """Return every plot that has data."""
+    rows, drawings = comparison.rows, list[Drawing]()
+    styles = row_styles(rows)
+    level = (
+        None if comparison.teacher is None or comparison.teacher.average is None else comparison.teacher.average.mean
+    )
+    dots = [
+        plots.Dots(row.title, styles[row.key], row.average.mean, row.average.std, row.average.values)
+        for row in rows
+        if row.trained and row.average is not None
+    ]
+    if dots:
+        caption = f"Mean over seeds, with its standard deviation; the small strokes are the seeds.{_left_out(rows)}"
+        drawings.append(Drawing("scores", "Scores", caption, plots.plot_scores(dots, level)))
+    for start in dict.fromkeys(row.start for row in rows if row.trained):
+        drawings += _curves([row for row in rows if row.start == start], styles, start)
+    drawings += [terms for row in rows if (terms := _terms(row, styles[row.key])) is not None]
+    drawings += _size(comparison, styles, level)
+    for each in comparison.beginnings:
+        if each.size == TABLE_SIZE:
+            drawings += [_of_start(drawing, each.start) for drawing in draw_weighting(each.weighting)]
+    return drawings
+
+
+def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
+    """Return a style by the key of each row; its colour says the method, marker and dashes say the start."""
+    methods = plots.method_styles(list(dict.fromkeys(row.name for row in rows)), plain=(TEACHER, UNTRAINED))
+    starts = list(dict.fromkeys(row.start for row in rows if row.start))
+    styles = {}
+    for row in rows:
+        styles[row.key] = methods[row.name]
+        if row.start:
+            number = starts.index(row.start)
+            marker, dashes = plots.MARKERS[number % len(plots.MARKERS)], plots.DASHES[number % len(plots.DASHES)]
+            styles[row.key] = methods[row.name]._replace(marker=marker, dashes=dashes)
+    return styles
+
+
+def _left_out(rows: Sequence[Row]) -> str:
+    # An untrained student scores far lower; on a common scale, differences between methods would not be visible.
+    levels = {row.start: row.average.mean for row in rows if row.name == UNTRAINED and row.average is not None}
+    if not levels:
+        return ""
+    if len(levels) == 1:
+        return f" The untrained student, at {next(iter(levels.values())):.1f}, is left out."
+    listed = ", ".join(f"{level:.1f} from {start}" for start, level in levels.items())
+    return f" The untrained students ({listed}) are left out."
+
+
+def _of_start(drawing: Drawing, start: str) -> Drawing:
+    """Return the plot of one start under its name, in a comparison of starts."""
+    if not start:
+        return drawing
+    return drawing._replace(name=f"{drawing.name}_{start}", title=f"{drawing.title}: from {start}")
+
+
+def _curves(rows: Sequence[Row], styles: Mapping[str, plots.Style], start: str) -> list[Drawing]:
+    """Return the plot of the learning curves of a start, if there are any."""
+    for key, (label, caption) in _CURVES.items():
+        found = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
+        curves = [(row.label, styles[row.key], curve) for row, curve in found if curve is not None]
+        if curves:
+            made = plots.plot_curves(curves, label)
+            return [_of_start(Drawing("learning_curves", "Learning curves", caption, made), start)]
+    return []
+
+
+def _terms(row: Row, style: plots.Style) -> Drawing | None:
+    """Return the plot of a method's loss terms if its loss has several."""
+    histories = [run.history for run in row.ended]
+    terms = {term: curve for term in row.terms if (curve := plots.mean_curve(histories, term)) is not None}
+    if len(row.terms) < 2 or not terms:
+        return None
+    name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', row.key)}"
+    caption = "Each term of the training loss, mean over seeds, with a band from the lowest to the highest seed."
+    return Drawing(name, f"Terms of the loss: {row.title}", caption, plots.plot_terms(terms, style))
+
+
+def _size(comparison: Comparison, styles: Mapping[str, plots.Style], teacher: float | None) -> list[Drawing]:
+    """Return the plot of quality against size; with starts untrained students have a panel, else they are left out."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in comparison.sizes:
+        if row.params is not None and row.average is not None:
+            lines.setdefault(row.key, []).append((row.params, row.average.mean))
+    drawn = [row for row in comparison.rows if row.key in lines]
+    title = "Quality against size"
+    caption = "Students of several sizes, trained with the settings chosen for the main table"
+    if any(row.start for row in drawn):
+        starts = plots.method_styles(list(dict.fromkeys(row.start for row in drawn)))
+        panels: dict[str, list[tuple[str, plots.Style, list[tuple[int, float]]]]] = {}
+        for row in drawn:
+            panels.setdefault(row.label, []).append((row.start, starts[row.start], lines[row.key]))
+        return [Drawing("size", title, f"{caption}; a line is a start.", plot_sizes(panels, teacher))]
+    trained = [(row.title, styles[row.key], lines[row.key]) for row in drawn if row.trained]
+    made = [plots.plot_size(trained, teacher)] if trained else []
+    return [Drawing("size", title, f"{caption}; untrained ones left out.", each) for each in made]

@@ -1,0 +1,210 @@
+"""Plots where students start: what a weighted factorization measured (weighting.json), and quality against size."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from llmdistill.artifacts import read_record
+from llmdistill.report.plots import INK, STYLE, Drawing, Style, new_figure, short_number
+
+WEIGHTING_FILE = "weighting.json"
+"""The file of a run's folder with the ranks, costs and spectra of its student."""
+
+_LIGHT, _DARK = "#fdfdfd", "#101010"
+"""Colours of marks on fields, which stay as they are in pages of other colours."""
+_DEPTHS = colormaps["viridis"]
+_MAX_COLUMNS = 4
+_MAX_WRITTEN = 16
+"""Largest number of layers at which the ranks are written into their fields."""
+
+
+class Matrix(NamedTuple):
+    """A matrix of the layers."""
+
+    layer: int
+    """Counted from 1."""
+    kind: str
+    shape: tuple[int, int] | None
+    """Outputs and inputs; None if it was not decomposed."""
+    rank: int | None
+    """None for a matrix that stays dense."""
+    costs: list[tuple[int, float]]
+    """Ranks and what it costs to cut the matrix alone to them."""
+
+    @property
+    def kept(self) -> float:
+        """The share of the matrix' parameters that its factors have."""
+        if self.rank is None or self.shape is None:
+            return 1.0
+        m, n = self.shape
+        return self.rank * (m + n) / (m * n)
+
+
+def read_weighting(folder: Path) -> dict[str, Any]:
+    """Return the content of weighting.json in a run's folder; empty if there is none."""
+    record = read_record(folder / WEIGHTING_FILE, remedy="remove the run's folder, and it is made again")
+    return {} if record is None else dict(record)
+
+
+def matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
+    """Return the matrices of a weighted student by layer; none if they are not in numbered layers."""
+    ranks, spectra = weighting.get("ranks", {}), weighting.get("spectra", {})
+    places = {name: re.fullmatch(r"(?:.*?\.)?(\d+)\.(.+)", name) for name in spectra or ranks}
+    kinds = _short({place[2] for place in places.values() if place is not None})
+    found = []
+    for name, place in places.items():
+        if place is not None:
+            measured = spectra.get(name, {})
+            shape = tuple(measured["shape"]) if measured else None
+            costs = [(int(rank), float(cost)) for rank, cost in measured.get("costs", [])]
+            found.append(Matrix(int(place[1]) + 1, kinds[place[2]], shape, ranks.get(name), costs))
+    return found
+
+
+def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
+    """Return the ranks of a weighted student if they differ, and the spectra if they are in the unit of the loss."""
+    found = matrices(weighting)
+    drawings = []
+    if len({matrix.rank for matrix in found}) > 1:
+        caption = (
+            "The rank of each matrix; the darker, the larger the share of its parameters that is kept. A cross marks a "
+            "matrix that stays dense."
+        )
+        drawings.append(Drawing("ranks", "Ranks by layer and kind of matrix", caption, plot_ranks(found)))
+    if weighting.get("weighting") == "gradients" and any(matrix.costs for matrix in found):
+        caption = (
+            "The loss that each singular value is predicted to save: its square in the unit of the loss, which is the "
+            "same for all matrices. A line is a layer; the dot is the rank that the student takes."
+        )
+        drawings.append(Drawing("spectra", "Singular values in the unit of the loss", caption, plot_spectra(found)))
+    return drawings
+
+
+@rc_context(STYLE)
+def plot_sizes(
+    panels: Mapping[str, Sequence[tuple[str, Style, list[tuple[int, float]]]]], teacher: float | None
+) -> Figure:
+    """Plot the average ROUGE-L over the number of parameters, a panel for each method and a line for each start.
+
+    Args:
+        panels: by title, the lines as (label, style, [(parameters, score)]); all panels have lines of the same labels.
+        teacher: the teacher's score.
+    """
+    columns = min(_MAX_COLUMNS - 1, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = new_figure(2.1 * columns + 0.7, 0.9 + 1.9 * lines)
+    grid = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for axes, (title, points) in zip(grid, panels.items(), strict=False):
+        for label, style, pairs in points:
+            params, averages = zip(*sorted(pairs), strict=True)
+            look = {"color": style.color, "marker": style.marker, "dashes": style.dashes}
+            axes.plot(params, averages, label=label, markersize=4, **look)
+        if teacher is not None:
+            axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axes.tick_params(labelsize=8)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[max(0, len(panels) - columns) : len(panels)]:
+        axes.tick_params(labelbottom=True)  # a panel above an empty cell is the last of its column
+    figure.supxlabel("parameters", fontsize=9)
+    figure.supylabel("ROUGE-L, average of the test sets", fontsize=9)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8)
+    return figure
+
+
+@rc_context(STYLE)
+def plot_ranks(found: Sequence[Matrix]) -> Figure:
+    """Plot the ranks by layer and kind of matrix, darker for a larger share of the matrix' parameters."""
+    kinds = list(dict.fromkeys(matrix.kind for matrix in found))
+    layers = sorted({matrix.layer for matrix in found})
+    columns = range(len(layers))
+    figure = new_figure(7.0, 0.8 + 0.3 * len(kinds))
+    axes = figure.subplots()
+    shares = np.full((len(kinds), len(layers)), np.nan)
+    dense = []
+    for matrix in found:
+        line, column = kinds.index(matrix.kind), layers.index(matrix.layer)
+        shares[line, column] = matrix.kept
+        if matrix.rank is None:
+            dense.append((column, line))
+        elif len(layers) <= _MAX_WRITTEN:
+            color = _LIGHT if matrix.kept > 0.6 else _DARK
+            axes.text(column, line, str(matrix.rank), ha="center", va="center", fontsize=8, color=color)
+    axes.pcolormesh(columns, range(len(kinds)), shares, cmap="Blues", vmin=-0.1, vmax=1.1)
+    if dense:
+        axes.plot(*zip(*dense, strict=True), "x", color=_LIGHT, markersize=min(6, 160 / len(layers)))
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=_MAX_WRITTEN, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: str(layers[int(place)]) if place in columns else ""))
+    axes.set_xlabel("layer")
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+@rc_context(STYLE)
+def plot_spectra(found: Sequence[Matrix]) -> Figure:
+    """Plot the loss that each singular value saves: a panel for a kind, a line for a layer, and a dot at its rank."""
+    kinds = list(dict.fromkeys(matrix.kind for matrix in found if matrix.costs))
+    layers = sorted({matrix.layer for matrix in found})
+    colors = {layer: _DEPTHS(0.2 + 0.7 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
+    columns = min(_MAX_COLUMNS, len(kinds))
+    lines = math.ceil(len(kinds) / columns)
+    figure = new_figure(1.6 * columns + 0.8, 0.7 + 1.5 * lines)
+    panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    for axes, kind in zip(panels, kinds, strict=False):
+        for matrix in found:
+            if matrix.kind == kind:
+                _draw_spectrum(axes, matrix, colors[matrix.layer])
+        axes.set_title(kind, loc="left", fontsize=9)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        axes.tick_params(labelsize=8)
+    for axes in panels[len(kinds) :]:
+        axes.set_visible(False)
+    figure.supxlabel("singular value", fontsize=9)
+    figure.supylabel("predicted loss per token", fontsize=9)
+    ends = list(dict.fromkeys((layers[0], layers[-1])))
+    handles = [Line2D([], [], color=colors[layer], label=f"layer {layer}") for layer in ends]
+    figure.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
+    return figure
+
+
+def _draw_spectrum(axes: Axes, matrix: Matrix, color: Any) -> None:
+    """Draw what the singular values between two ranks save on average, over the middle of these ranks."""
+    steps = zip(matrix.costs[:-1], matrix.costs[1:], strict=True)
+    points = [((low + high + 1) / 2, (before - after) / (high - low)) for (low, before), (high, after) in steps]
+    points = [(place, saved) for place, saved in points if saved > 0]  # a logarithm needs them positive
+    if not points:
+        return
+    axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.75)
+    rank = matrix.rank
+    if rank is not None:
+        nearest = min(points, key=lambda point: abs(point[0] - rank))
+        axes.plot(*nearest, marker="o", markersize=3.5, color=color)
+
+
+def _short(kinds: set[str]) -> dict[str, str]:
+    """Return the last part of each name, or the whole name where several names have this last part."""
+    lasts = [kind.rsplit(".", 1)[-1] for kind in kinds]
+    return {kind: last if lasts.count(last) == 1 else kind for kind, last in zip(kinds, lasts, strict=True)}

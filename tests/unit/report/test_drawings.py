@@ -1,0 +1,64 @@
+"""Which plots the report of a comparison of starts has, and how they look."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmdistill.report.drawings import draw_comparison, row_styles, save_drawings
+from llmdistill.report.plots import GREY
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
+
+STARTS, METHODS = ("plain", "loss"), ("none", "kd", "makd")
+
+
+def make_row(name, start="", level=0.0, **more):
+    history = [{"step": step, "loss": 2.0, "valid_loss": 3.0} for step in (1, 2)] if name in ("kd", "makd") else ()
+    run = Run(method=name, seed=0, folder="f", command="c", rouge_l={"seen": level}, history=history)
+    return Row(name=name, label=name.upper(), start=start, runs=[run], **{"params": 500, **more})
+
+
+@pytest.fixture
+def comparison():
+    rows = [
+        make_row("teacher", level=90.0),
+        *(make_row(name, start, 10.0 * number) for number, start in enumerate(STARTS, 1) for name in METHODS),
+    ]
+    sizes = [make_row(row.name, row.start, 5.0, params=300) for row in rows[1:]]
+    ranks = {"layers.0.q": 2, "layers.1.q": 3}
+    weighted = Beginning(
+        start="loss", label="", size=TABLE_SIZE, folder="b", params=500, average=1.0, weighting={"ranks": ranks}
+    )
+    return Comparison(title="t", sets=["seen"], rows=rows, sizes=[*rows[1:], *sizes], beginnings=[weighted])
+
+
+def test_colour_says_the_method_and_marker_the_start(comparison):
+    styles = row_styles(comparison.rows)
+    assert styles["makd-plain"].color == styles["makd-loss"].color != styles["kd-loss"].color
+    assert styles["makd-plain"].marker == styles["kd-plain"].marker != styles["kd-loss"].marker
+    assert styles["none-loss"].color == GREY
+    assert len({styles[row.key] for row in comparison.rows if row.trained}) == 4
+
+
+def test_each_start_has_its_curves_and_its_ranks(comparison):
+    drawn = {drawing.name: drawing for drawing in draw_comparison(comparison)}
+    assert list(drawn) == ["scores", "learning_curves_plain", "learning_curves_loss", "size", "ranks_loss"]
+    assert "(10.0 from plain, 20.0 from loss) are left out" in drawn["scores"].caption
+    labels = [label.get_text() for label in drawn["scores"].figure.axes[0].get_yticklabels()]
+    assert labels == ["KD from plain", "MAKD from plain", "KD from loss", "MAKD from loss"]
+    assert drawn["learning_curves_loss"].title == "Learning curves: from loss"
+
+
+def test_quality_against_size_shows_untrained_and_trained_students_of_each_start(comparison):
+    (size,) = (drawing for drawing in draw_comparison(comparison) if drawing.name == "size")
+    panels = size.figure.axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["NONE", "KD", "MAKD"]
+    for panel in panels:
+        assert [list(line.get_ydata()) for line in panel.lines[:2]] == [[5.0, 10.0], [5.0, 20.0]]
+
+
+def test_plots_of_an_earlier_report_are_removed_and_others_stay(tmp_path, comparison):
+    for name in ("ranks_gradients.png", "spectra.svg", "terms_makd.png", "termsheet.png"):
+        (tmp_path / name).write_bytes(b"")
+    saved = save_drawings(tmp_path, [each for each in draw_comparison(comparison) if each.name == "ranks_loss"])
+    assert [each["name"] for each in saved] == ["ranks_loss"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["ranks_loss.png", "ranks_loss.svg", "termsheet.png"]

@@ -1,0 +1,103 @@
+"""What a report shows of weighted students: their ranks, their spectra, and quality against size by start."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmdistill.report import plots
+from llmdistill.report.starts import (
+    WEIGHTING_FILE,
+    draw_weighting,
+    matrices,
+    plot_ranks,
+    plot_sizes,
+    plot_spectra,
+    read_weighting,
+)
+
+SAVED = {"layers.0.attn.k": [3.0, 2.0, 1.0], "layers.1.attn.k": [30.0, 20.0, 10.0], "layers.0.mlp.up": [0.3, 0.2, 0.1]}
+"""What each singular value saves, by matrix; all matrices are (4, 12)."""
+
+
+def costs(saved):
+    return [[rank, 0.5 + sum(saved[rank:])] for rank in range(len(saved) + 1)]
+
+
+def weighting(**changes):
+    spectra = {name: {"shape": [4, 12], "costs": costs(saved)} for name, saved in SAVED.items()}
+    return {
+        "weighting": "gradients",
+        "ranks": {"layers.0.attn.k": 2, "layers.0.mlp.up": 1},
+        "spectra": spectra,
+        **changes,
+    }
+
+
+def test_matrices_have_layer_kind_rank_and_what_is_kept():
+    found = matrices(weighting())
+    assert [(each.layer, each.kind, each.rank) for each in found] == [(1, "k", 2), (2, "k", None), (1, "up", 1)]
+    assert [each.kept for each in found] == pytest.approx([2 * 16 / 48, 1.0, 16 / 48])
+
+
+def test_kinds_with_the_same_last_part_keep_their_names():
+    names = ["encoder.layer.0.output.dense", "encoder.layer.0.attention.output.dense", "encoder.layer.0.query"]
+    found = matrices({"ranks": dict.fromkeys(names, 3)})
+    assert [each.kind for each in found] == ["output.dense", "attention.output.dense", "query"]
+
+
+def test_ranks_stand_in_their_fields_and_a_dense_matrix_has_a_cross():
+    axes = plot_ranks(matrices(weighting())).axes[0]
+    assert {(*text.get_position(), text.get_text()) for text in axes.texts} == {(0, 0, "2"), (0, 1, "1")}
+    (crosses,) = axes.lines
+    assert (list(crosses.get_xdata()), list(crosses.get_ydata())) == ([1], [0])
+    shares = axes.collections[0].get_array()
+    assert shares[0, 0] == pytest.approx(2 / 3)
+    assert shares.mask.tolist() == [[False, False], [False, True]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["k", "up"]
+
+
+def test_spectra_are_the_savings_of_single_values_with_a_dot_at_the_rank():
+    panels = plot_spectra(matrices(weighting())).axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["k", "up"]
+    first, dot, second = panels[0].lines
+    assert list(first.get_xdata()) == [1, 2, 3]
+    assert list(first.get_ydata()) == pytest.approx(SAVED["layers.0.attn.k"])
+    assert list(second.get_ydata()) == pytest.approx(SAVED["layers.1.attn.k"])
+    assert (dot.get_xdata()[0], dot.get_ydata()[0]) == pytest.approx((2, 2.0))
+    assert panels[0].get_yscale() == "log"
+
+
+def test_sparse_points_give_the_mean_saving_between_them():
+    thinned = weighting(spectra={"layers.0.k": {"shape": [4, 12], "costs": [[0, 9.0], [1, 5.0], [4, 2.0]]}})
+    line = plot_spectra(matrices(thinned)).axes[0].lines[0]
+    assert list(line.get_xdata()) == [1, 3]
+    assert list(line.get_ydata()) == pytest.approx([4.0, 1.0])
+
+
+def test_only_what_says_something_is_drawn():
+    assert [drawing.name for drawing in draw_weighting(weighting())] == ["ranks", "spectra"]
+    one_rank = dict.fromkeys(SAVED, 2)
+    assert [drawing.name for drawing in draw_weighting(weighting(ranks=one_rank))] == ["spectra"]
+    # Outputs of different matrices have no common unit.
+    assert draw_weighting(weighting(ranks=one_rank, weighting="activations")) == []
+    assert draw_weighting({}) == []
+    assert draw_weighting({"ranks": one_rank, "tokens": 5}) == []
+
+
+def test_weighting_is_read_where_it_is(tmp_path):
+    assert read_weighting(tmp_path) == {}
+    (tmp_path / WEIGHTING_FILE).write_text(json.dumps(weighting()), encoding="utf-8")
+    assert read_weighting(tmp_path) == weighting()
+
+
+def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
+    looks = plots.method_styles(["plain", "loss"])
+    lines = [("plain", looks["plain"], [(500, 4.0), (300, 3.0)]), ("loss", looks["loss"], [(300, 5.0), (500, 6.0)])]
+    figure = plot_sizes({"untrained": lines, "KD": lines[:1]}, teacher=9.0)
+    first, second = figure.axes
+    assert [axes.get_title(loc="left") for axes in (first, second)] == ["untrained", "KD"]
+    assert [list(line.get_ydata()) for line in first.lines] == [[3.0, 4.0], [5.0, 6.0], [9.0, 9.0]]
+    assert list(second.lines[0].get_xdata()) == [300, 500]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["plain", "loss", "teacher"]
