@@ -10,10 +10,14 @@ from llmdistill.errors import check_least
 FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
 
+ShapeInit = Literal["random", "layers", "slice", "important"]
+"""Initial weights of a student with a shape."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
-    """The data on which a weighted factorization measures the teacher's inputs and gradients."""
+    """The data on which the teacher is measured: its inputs and gradients for a weighted factorization, or its
+    activations for a student of a smaller shape (student.init important)."""
 
     data: str | None = None
     """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set."""
@@ -21,7 +25,7 @@ class CalibrationConfig:
     """Number of examples."""
     held_out: int = 64
     """Number of further examples on which ranks by the predicted loss must be better than one rank, which is taken
-    otherwise; 0 skips this check."""
+    otherwise; 0 skips this check, and student.init important has none."""
     seed: int = 0
     """Seed of the choice of the examples, and of the labels that are sampled from the teacher."""
     micro_batch_size: int = 8
@@ -68,7 +72,7 @@ class FactorizeConfig:
     rank_multiple: int = 1
     """svd: allocation loss takes ranks that are multiples of this number; 8 or 64 suit a GPU's matrix units."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    """The data of a weighted factorization."""
+    """The data of a weighted factorization; student.init important uses the same settings."""
     shapes: dict[str, str] | None = None
     """kronecker: rows x columns of the first factor A of W ≈ A ⊗ B for each module pattern, where each row of W is
     an output, as {glob over module names: 384x48}, or dense for linears that stay dense; the first pattern that
@@ -143,14 +147,17 @@ class StudentConfig:
     Kronecker products."""
     shape: str | None = None
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12; a fourth number sets
-    the feed-forward width, which by default keeps the teacher's proportion. Of student.factorize only embedding_rank
-    (svd) or embedding_columns (kronecker) is then used."""
-    init: Literal["random", "layers", "slice"] = "random"
+    the feed-forward width, which by default keeps the teacher's proportion. Of student.factorize only calibration and
+    embedding_rank (svd) or embedding_columns (kronecker) are then used."""
+    init: ShapeInit = "random"
     """Initial weights of a student with a shape: random; layers: the weights of teacher layers, at the teacher's
-    width; slice: as layers, but of each matrix only the first rows and columns, and of each head the first features."""
-    layers: str = "spread"
-    """Teacher layers that init copies: spread (evenly, every second layer for half of them), first, last, or numbers
-    counted from 1 such as 1,3,5."""
+    width; slice: as layers, but of each matrix only the first rows and columns, and of each head the first features;
+    important: as slice, but the channels, heads and feed-forward neurons with the largest activations on the data of
+    student.factorize.calibration."""
+    layers: str | None = None
+    """Teacher layers that init copies: spread (evenly, every second layer for half of them), first, last, important
+    (those that change their input most on the calibration data), or numbers counted from 1 such as 1,3,5. Default:
+    important for init important, else spread."""
     assistants: list[str] = field(default_factory=list)
     """Shapes of teacher assistants (MiniLM §3.3): the first assistant learns from the teacher, each further one from
     the one before it, and the student from the last. All are trained with the same settings, each in its own folder
@@ -167,6 +174,20 @@ class StudentConfig:
                 "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are "
                 "none: leave it out to train all weights, or take student.method svd"
             )
+
+    @property
+    def teacher_layers(self) -> str:
+        """`layers`, or its default."""
+        if self.layers is not None:
+            return self.layers
+        return "important" if self.init == "important" else "spread"
+
+    @property
+    def measures_importance(self) -> bool:
+        """Whether a student with a shape takes parts of the teacher that calibration data choose."""
+        if self.model is not None or self.shape is None or self.init == "random":
+            return False
+        return "important" in (self.init, self.teacher_layers)
 
     def made_otherwise(self, *, model: str | None = None, shape: str | None = None) -> StudentConfig:
         """The same settings for a student that is not factorized from the teacher: a given one, or one of a shape."""

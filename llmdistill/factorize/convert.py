@@ -26,9 +26,18 @@ from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import Weighted, WeightedSVD, missing_calibration
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import base_name
+from llmdistill.models.families import base_name, shape_of
+from llmdistill.models.importance import Importance, important_parts
 from llmdistill.models.load import Head, auto_class, copy_companions, load_model
-from llmdistill.models.shapes import initialise, parse_shape, shaped_config, teacher_layers
+from llmdistill.models.shapes import (
+    Parts,
+    check_sizes,
+    first_parts,
+    initialise,
+    parse_shape,
+    shaped_config,
+    teacher_layers,
+)
 
 
 @torch.no_grad()
@@ -159,35 +168,56 @@ def compress(
 
 
 def make_student(
-    teacher_path: str | Path, output: str | Path, settings: StudentConfig, *, seed: int, head: Head
+    teacher_path: str | Path,
+    output: str | Path,
+    settings: StudentConfig,
+    *,
+    seed: int,
+    head: Head,
+    importance: Importance | None = None,
 ) -> None:
     """Write a student with a shape of its own and its teacher's architecture as a new folder, in fp32, with tokenizer.
 
     `settings` gives shape, initial weights and the factorization of the token embedding. The teacher's weights are read
-    only if `settings.init` uses them. Random weights follow the seed; torch's own generator is not changed. Raises
-    UserError if shape or layers do not fit the teacher, if it cannot be read, or if the output is not empty.
+    only if `settings.init` uses them; `importance` says what the teacher's parts are worth, if `settings` choose by it.
+    Random weights follow the seed; torch's own generator is not changed. Raises UserError if shape or layers do not fit
+    the teacher, if it cannot be read, or if the output is not empty.
     """
     assert settings.shape is not None
     config, shape = load_config(teacher_path), parse_shape(settings.shape)
     shaped = shaped_config(config, shape)
-    layers = []
-    if settings.init != "random":
-        layers = teacher_layers(settings.layers, shape.depth, config.num_hidden_layers, key="student.layers")
+    parts = None if settings.init == "random" else _parts(settings, config, shaped, importance)
     with new_folder(output) as folder:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             auto = auto_class(shaped, head)
             student: PreTrainedModel = auto.from_config(shaped, dtype=torch.float32, trust_remote_code=False)
         embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
-        if settings.init != "random":
+        if parts is not None:
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)
             if is_factorized(teacher):
                 merge(teacher)
-            initialise(student, teacher, init=settings.init, layers=layers)
+            initialise(student, teacher, parts)
         if embedding.embedding is not None:
             factorize(student, embedding)
         student.save_pretrained(folder)
         copy_companions(teacher_path, folder)
+
+
+def _parts(
+    settings: StudentConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, importance: Importance | None
+) -> Parts:
+    """The parts of the teacher that a student with a shape takes. Raises UserError if the sizes do not allow it."""
+    sizes, whole = shape_of(student), shape_of(teacher)
+    influence = None if importance is None else importance.influence_L
+    layers = teacher_layers(
+        settings.teacher_layers, sizes.num_layers, whole.num_layers, key="student.layers", influence=influence
+    )
+    check_sizes(settings.init, sizes, whole)
+    if settings.init != "important":
+        return first_parts(student, teacher, layers)
+    assert importance is not None, "the importance of the teacher's parts is not measured"
+    return important_parts(importance, student, teacher, layers)
 
 
 def _unshare_config(model: PreTrainedModel) -> None:

@@ -144,6 +144,11 @@ def family_named(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
+def has_rotary(config: PreTrainedConfig) -> bool:
+    """Whether a model turns queries and keys by their positions."""
+    return hasattr(config, "rope_parameters")
+
+
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """The list of a model's layers, for a model with any head."""
     return cast("nn.ModuleList", model.base_model.get_submodule(family_of(model.config).layers))

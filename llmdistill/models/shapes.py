@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
-from llmdistill.models.families import Axis, Family, Shape, base_name, family_of, is_head, shape_of
+from llmdistill.models.families import Axis, Family, Shape, base_name, family_of, has_rotary, is_head, shape_of
 
 
 class StudentShape(NamedTuple):
@@ -68,7 +69,7 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     values[family_of(teacher).ffn_size] = intermediate
     if hasattr(teacher, "num_key_value_heads"):
         values["num_key_value_heads"] = _kv_heads(shape, sizes)
-    if hasattr(teacher, "rope_parameters"):
+    if has_rotary(teacher):
         head_dim = _head_dim(shape, sizes)
         if hasattr(teacher, "head_dim"):
             values["head_dim"] = head_dim
@@ -80,11 +81,14 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     return cast(PreTrainedConfig, type(teacher).from_dict(values))
 
 
-def teacher_layers(spec: str, student_depth: int, teacher_depth: int, *, key: str) -> list[int]:
+def teacher_layers(
+    spec: str, student_depth: int, teacher_depth: int, *, key: str, influence: Tensor | None = None
+) -> list[int]:
     """The teacher's layers (0-based) whose weights initialise the student's layers.
 
-    `spec` is spread (i · teacher / student: 0, 2, 4 for 3 of 6 layers), first, last, or one number (from 1) for each of
-    the student's layers, such as 1,3,5. Raises UserError, which names the setting by `key`, for another word, for
+    `spec` is spread (i · teacher / student: 0, 2, 4 for 3 of 6 layers), first, last, important (those with the largest
+    `influence`, which has a number for each of the teacher's layers; in their order), or one number (from 1) for each
+    of the student's layers, such as 1,3,5. Raises UserError, which names the setting by `key`, for another word, for
     numbers that do not fit, and for a student that is deeper than its teacher.
     """
     if student_depth > teacher_depth:
@@ -98,8 +102,13 @@ def teacher_layers(spec: str, student_depth: int, teacher_depth: int, *, key: st
         return list(range(student_depth))
     if spec == "last":
         return list(range(teacher_depth - student_depth, teacher_depth))
+    if spec == "important":
+        assert influence is not None, "the influence of the layers is not measured"
+        return largest(influence, student_depth).tolist()
     if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", spec) is None:
-        raise UserError(f"{key} {spec!r} names no layers: give spread, first, last, or numbers from 1 such as 1,3,5")
+        raise UserError(
+            f"{key} {spec!r} names no layers: give spread, first, last, important, or numbers from 1 such as 1,3,5"
+        )
     layers = [int(number) - 1 for number in spec.split(",")]
     if len(layers) != student_depth or not all(0 <= layer < teacher_depth for layer in layers):
         raise UserError(
@@ -109,37 +118,99 @@ def teacher_layers(spec: str, student_depth: int, teacher_depth: int, *, key: st
     return layers
 
 
+def largest(values_N: Tensor, count: int) -> Tensor:
+    """The indices of the largest values of the last axis, ascending; among equal values the first."""
+    return values_N.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
+
+
+def check_sizes(init: str, student: Shape, teacher: Shape) -> None:
+    """Raise a UserError if a student of these sizes cannot take its weights from the teacher by `init`."""
+    assert student.num_heads * teacher.num_kv_heads == teacher.num_heads * student.num_kv_heads, (student, teacher)
+    for what, own, theirs in (
+        ("width", student.hidden_size, teacher.hidden_size),
+        ("number of heads", student.num_heads, teacher.num_heads),
+        ("head width", student.head_dim, teacher.head_dim),
+        ("feed-forward width", student.intermediate_size, teacher.intermediate_size),
+    ):
+        if init == "layers" and own != theirs:
+            raise UserError(
+                f"student.init layers takes layers as they are, but the student's {what} is {own} and the teacher's "
+                f"{theirs}: take init important, slice or random"
+            )
+        if own > theirs:
+            raise UserError(
+                f"student.init {init} takes a part, but the student's {what} of {own} is more than the teacher's "
+                f"{theirs}: take a smaller shape, or init random"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a teacher that a student of a smaller shape takes, as indices in the teacher, in ascending order.
+
+    L, W, G, D and F are the student's sizes, as in the legend of `llmdistill.batch`.
+    """
+
+    layers: list[int]
+    """The teacher's layer for each of the student's layers."""
+    hidden_W: Tensor
+    """Channels of the residual stream, the same in the whole model."""
+    groups_LG: Tensor
+    """Key/value heads, each with the query heads that share it; without grouped-query attention these are heads."""
+    matched_LGD: Tensor
+    """Features of the queries and keys of each group."""
+    values_LGD: Tensor
+    """Features of the values of each group, and so of the attention output."""
+    neurons_LF: Tensor
+    """Feed-forward neurons."""
+    norm_factors: Mapping[str, float] = field(default_factory=dict)
+    """Factor on the weight of a norm, by its name in the teacher's base model; the other norms keep their weights."""
+
+
+def first_parts(student: PreTrainedConfig, teacher: PreTrainedConfig, layers: list[int]) -> Parts:
+    """The first channels, heads and neurons of a teacher's layers, and the first features of each head.
+
+    Rotary positions rotate feature i together with feature i + D/2 of a head, so queries and keys take the first D'/2
+    features of each half, which keeps the pairs together.
+    """
+    sizes = shape_of(student)
+    features, half = torch.arange(sizes.head_dim), sizes.head_dim // 2
+    turned = features
+    if has_rotary(student):
+        turned = torch.cat([features[:half], shape_of(teacher).head_dim // 2 + features[:half]])
+    depth, groups = sizes.num_layers, sizes.num_kv_heads
+    return Parts(
+        layers=layers,
+        hidden_W=torch.arange(sizes.hidden_size),
+        groups_LG=torch.arange(groups).expand(depth, -1),
+        matched_LGD=turned.expand(depth, groups, -1),
+        values_LGD=features.expand(depth, groups, -1),
+        neurons_LF=torch.arange(sizes.intermediate_size).expand(depth, -1),
+    )
+
+
 @torch.no_grad()
-def initialise(
-    student: PreTrainedModel, teacher: PreTrainedModel, *, init: Literal["layers", "slice"], layers: list[int]
-) -> None:
-    """Copy the weights of the teacher into the student, in place.
+def initialise(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts) -> None:
+    """Copy parts of the teacher's weights into the student, in place.
 
     Args:
         student: a model with a config from `shaped_config`.
-        teacher: a dense model of the same architecture. A model head that only one of them has is not changed.
-        init: layers copies whole layers and requires equal sizes. slice copies the first rows and columns of every
-            matrix: the first attention heads, and the first features of each head. Rotary positions rotate feature i
-            together with feature i + D/2 of a head, so queries and keys take the first D'/2 features of each half,
-            which keeps the pairs together. Their frequencies are those of the new head width D', not the teacher's.
-        layers: the teacher's layer (0-based) for each of the student's layers.
-
-    Raises UserError if `init` does not allow these sizes.
+        teacher: a dense model of the same architecture, of sizes that `check_sizes` allows. A model head that only one
+            of them has is not changed.
+        parts: what the student takes. The frequencies of rotary positions are those of the student's head width D',
+            whatever pairs of features it takes.
     """
-    sizes, teacher_sizes = shape_of(student.config), shape_of(teacher.config)
-    _check_sizes(init, sizes, teacher_sizes)
-    assert len(layers) == sizes.num_layers, layers
-    family = family_of(student.config)
+    teacher_sizes, family = shape_of(teacher.config), family_of(student.config)
     rules: dict[str, tuple[Axis, ...]] = {**family.layer_axes, family.ffn_down: ("hidden", "ffn")}
     for name in (family.ffn_up, family.ffn_gate):
         if name is not None:
             rules[name] = ("ffn", "hidden")
-    taken = _taken(sizes, teacher_sizes, rotary=hasattr(student.config, "rope_parameters"))
+    taken = [_taken(parts, index, teacher_sizes) for index in range(len(parts.layers))]
     sources = {base_name(teacher, name): weight for name, weight in teacher.named_parameters(remove_duplicate=False)}
     for name, target in student.named_parameters():
         owner, _, leaf = base_name(student, name).rpartition(".")
-        layer, owner_in_layer = _split(owner, family)
-        source_owner = owner if layer is None else f"{family.layers}.{layers[layer]}.{owner_in_layer}"
+        layer, owner_in_layer = split_name(owner, family)
+        source_owner = owner if layer is None else f"{family.layers}.{parts.layers[layer]}.{owner_in_layer}"
         source: Tensor | None = sources.get(f"{source_owner}.{leaf}")
         if source is None:
             assert is_head(student, name), f"the teacher has no {name}"
@@ -149,9 +220,10 @@ def initialise(
         assert len(axes) == source.ndim, f"no rule for the axes of {name}"
         for dim, axis in enumerate(axes):
             if axis != "whole":
-                source = source.index_select(dim, taken[axis].to(source.device))
+                source = source.index_select(dim, taken[layer or 0][axis].to(source.device))
         assert source.shape == target.shape, f"no rule for the axes of {name}: {source.shape} is not {target.shape}"
-        target.copy_(source)
+        factor = parts.norm_factors.get(source_owner, 1.0) if leaf == "weight" else 1.0
+        target.copy_(source if factor == 1 else source * factor)
 
 
 def _kv_heads(shape: StudentShape, teacher: Shape) -> int:
@@ -176,51 +248,28 @@ def _head_dim(shape: StudentShape, teacher: Shape) -> int:
     return features
 
 
-def _check_sizes(init: str, student: Shape, teacher: Shape) -> None:
-    """Raises UserError for sizes that `init` does not allow."""
-    assert student.num_heads * teacher.num_kv_heads == teacher.num_heads * student.num_kv_heads, (student, teacher)
-    for what, own, theirs in (
-        ("width", student.hidden_size, teacher.hidden_size),
-        ("number of heads", student.num_heads, teacher.num_heads),
-        ("head width", student.head_dim, teacher.head_dim),
-        ("feed-forward width", student.intermediate_size, teacher.intermediate_size),
-    ):
-        if init == "layers" and own != theirs:
-            raise UserError(
-                f"student.init layers takes layers as they are, but the student's {what} is {own} and the teacher's "
-                f"{theirs}: take init slice, or random"
-            )
-        if own > theirs:
-            raise UserError(
-                f"student.init slice takes a part, but the student's {what} of {own} is more than the teacher's "
-                f"{theirs}: take a smaller shape, or init random"
-            )
-
-
-def _taken(student: Shape, teacher: Shape, *, rotary: bool) -> dict[Axis, Tensor]:
-    """The indices to take from each axis of the teacher's parameters, in the student's order."""
-    features, half = torch.arange(student.head_dim), student.head_dim // 2
-    turned = features if not rotary else torch.cat([features[:half], teacher.head_dim // 2 + features[:half]])
-
-    def of_heads(count: int, of_each: Tensor) -> Tensor:
-        return (torch.arange(count)[:, None] * teacher.head_dim + of_each).flatten()
-
-    query, key = of_heads(student.num_heads, turned), of_heads(student.num_kv_heads, turned)
-    value = of_heads(student.num_kv_heads, features)
+def _taken(parts: Parts, layer: int, teacher: Shape) -> dict[Axis, Tensor]:
+    """The indices to take from each axis of the teacher's parameters, in the order of a layer of the student."""
+    groups_G, matched_GD, values_GD = parts.groups_LG[layer], parts.matched_LGD[layer], parts.values_LGD[layer]
+    shared = teacher.num_heads // teacher.num_kv_heads
+    heads_GQ = groups_G[:, None] * shared + torch.arange(shared)
+    query = (heads_GQ[:, :, None] * teacher.head_dim + matched_GD[:, None]).flatten()
+    key = (groups_G[:, None] * teacher.head_dim + matched_GD).flatten()
+    value = (groups_G[:, None] * teacher.head_dim + values_GD).flatten()
     block = teacher.num_heads * teacher.head_dim
     return {
-        "hidden": torch.arange(student.hidden_size),
-        "ffn": torch.arange(student.intermediate_size),
+        "hidden": parts.hidden_W,
+        "ffn": parts.neurons_LF[layer],
         "query": query,
         "key": key,
         "value": value,
-        "context": of_heads(student.num_heads, features),
+        "context": (heads_GQ[:, :, None] * teacher.head_dim + values_GD[:, None]).flatten(),
         "fused": torch.cat([query, block + key, 2 * block + value]),
-        "head": turned,
+        "head": matched_GD[0],  # norms that all heads share, so models with them take the same features of every head
     }
 
 
-def _split(owner: str, family: Family) -> tuple[int | None, str]:
+def split_name(owner: str, family: Family) -> tuple[int | None, str]:
     """The layer of a module and the module's name within it; None and the full name for modules outside the layers."""
     match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", owner)
     return (None, owner) if match is None else (int(match[1]), match[2])

@@ -23,9 +23,10 @@ from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import read_classifier, set_classifier
+from llmdistill.models.importance import Importance
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.taps import Recorder
-from llmdistill.run.calibration import measure_weights
+from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
@@ -38,19 +39,22 @@ from llmdistill.teacher.live import LiveTeacher, load_teacher
 def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
     """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
 
-    The student is made once, by rank 0; a resumed run uses the same folder. A weighted factorization is measured on all
-    ranks, on the run's teacher (which is loaded only then) and data. Every rank must call this function.
+    The student is made once, by rank 0; a resumed run uses the same folder. What calibration data decide is measured on
+    all ranks, on the run's teacher (which is loaded only then) and data. Every rank must call this function.
     """
     if plan.config.student.model is not None:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     if not on_main((folder / "config.json").is_file, world):
         weighted = measure_weights(plan, world, teacher, data)
-        on_main(lambda: _make_student(plan, folder, weighted, world.device), world)
+        importance = measure_parts(plan, world, teacher, data)
+        on_main(lambda: _make_student(plan, folder, weighted, importance, world.device), world)
     return folder
 
 
-def _make_student(plan: Plan, folder: Path, weighted: Weighted | None, device: torch.device) -> None:
+def _make_student(
+    plan: Plan, folder: Path, weighted: Weighted | None, importance: Importance | None, device: torch.device
+) -> None:
     settings = plan.config.student
     if settings.shape is None:
         # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
@@ -58,7 +62,8 @@ def _make_student(plan: Plan, folder: Path, weighted: Weighted | None, device: t
         factorize = settings.factorize
         compress(plan.teacher_path, folder, factorize, settings.method, device=device, head=head, weighted=weighted)
     else:
-        make_student(plan.teacher_path, folder, settings, seed=plan.config.seed, head=plan.student_head)
+        head, seed = plan.student_head, plan.config.seed
+        make_student(plan.teacher_path, folder, settings, seed=seed, head=head, importance=importance)
 
 
 def make_teacher(plan: Plan, world: World) -> LiveTeacher:

@@ -1,4 +1,4 @@
-"""The calibration of a weighted factorization: its data, its measurement on a teacher, and its report."""
+"""The calibration of a student made from its teacher: its data, its measurement on the teacher, and its report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.weigh import weigh_checked
 from llmdistill.factorize.weighted import Weighted
 from llmdistill.files import write_json
-from llmdistill.models.families import family_of
+from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.load import load_model
+from llmdistill.models.shapes import teacher_layers
 from llmdistill.report.starts import WEIGHTING_FILE
 from llmdistill.run.inputs import data_file
 from llmdistill.run.plan import Plan
@@ -47,12 +49,7 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     if settings.weighting == "none":
         return None
     began = time.perf_counter()
-    own = None if settings.calibration.data is not None or not plan.trains else data
-    batches, held_out = calibration_batches(plan.config, plan.models, world, own)
-    if plan.causal and plan.task.head is None:
-        model = teacher().model
-    else:  # an encoder's teacher has the heads that the loss compares, which need not be those of its folder
-        model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
+    model, batches, held_out = _measured(plan, world, teacher, data)
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
     print_main(f"Student     its factors are weighted by {what}", world)
     reduce = dist.all_reduce if world.size > 1 else None
@@ -64,6 +61,46 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     if found.warning() is not None:
         warn_main(str(found.warning()), world)
     return found
+
+
+def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
+    """Measure which parts of the teacher a student with a shape should take; None if its settings choose without data.
+
+    Every rank must call this function; the arguments are those of `measure_weights`.
+    """
+    settings = plan.config.student
+    if not settings.measures_importance:
+        return None
+    began = time.perf_counter()
+    model, batches, _ = _measured(plan, world, teacher, data)
+    found = measure_importance(model, batches, reduce=dist.all_reduce if world.size > 1 else None)
+    sizes = [shape_of(each).num_layers for each in (plan.student_config, plan.teacher_config)]
+    layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=found.influence_L)
+    if world.is_main:
+        named, seconds = [layer + 1 for layer in layers], time.perf_counter() - began
+        values = {
+            "tokens": found.tokens,
+            "seconds": round(seconds, 2),
+            "layers": named,
+            "influence": found.influence_L.tolist(),
+        }
+        write_json(plan.folder / "importance.json", values)
+        listed = ", ".join(map(str, named))
+        print(f"Student     takes parts of layers {listed}, chosen on {found.tokens:,} tokens in {seconds:.0f} s")
+    return found
+
+
+def _measured(
+    plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData
+) -> tuple[PreTrainedModel, list[Batch], list[Batch]]:
+    """Return the model that a run measures, this rank's batches and the held-out batches."""
+    own = None if plan.config.student.factorize.calibration.data is not None or not plan.trains else data
+    batches, held_out = calibration_batches(plan.config, plan.models, world, own)
+    if plan.causal and plan.task.head is None:
+        return teacher().model, batches, held_out
+    # An encoder's teacher has the heads that the loss compares, which need not be those of its folder.
+    model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
+    return model, batches, held_out
 
 
 def measure_weights_on(

@@ -24,7 +24,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.heads import copies_classifier
 from llmdistill.models.load import Head
-from llmdistill.models.shapes import parse_shape, shaped_config, teacher_layers
+from llmdistill.models.shapes import check_sizes, parse_shape, shaped_config, teacher_layers
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import TORCH_DTYPES
@@ -266,7 +266,9 @@ def _student(
         shape = parse_shape(settings.shape)
         student, how = shaped_config(teacher, shape), f"{settings.shape} ({settings.init})"
         if settings.init != "random":
-            teacher_layers(settings.layers, shape.depth, shape_of(teacher).num_layers, key="student.layers")
+            unknown = torch.zeros(shape_of(teacher).num_layers)  # the influence of the layers is measured later
+            teacher_layers(settings.teacher_layers, shape.depth, len(unknown), key="student.layers", influence=unknown)
+            check_sizes(settings.init, shape_of(student), shape_of(teacher))
     reference = build_reference(student)
     if settings.model is None:
         planned = plan_embedding(reference, settings.factorize, settings.method)
@@ -279,8 +281,14 @@ def _student(
 
 
 def _check_weighting(config: RunConfig) -> None:
-    """Raises UserError for a weighting of a student that is not factorized here, or of a teacher that is sharded."""
+    """Raises UserError for a weighting of a student that is not factorized here, or a sharded teacher to measure."""
     settings, weighting = config.student, config.student.factorize.weighting
+    if settings.measures_importance and config.teacher.sharding == "zero3":
+        key = "init" if settings.init == "important" else "layers"
+        raise UserError(
+            f"student.{key} important is measured on a whole teacher, but teacher.sharding is zero3: make the student "
+            "in a run of method none with teacher.sharding replicated, and give it as student.model"
+        )
     if weighting == "none":
         return
     for key in ("model", "shape"):

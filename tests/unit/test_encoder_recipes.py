@@ -286,7 +286,8 @@ def test_an_assistant_stands_between(name: str, plans_of: Callable[[str], list[P
 
 def test_layer_to_layer_and_starting_points() -> None:
     assert parse("minilm/6x384-layer-to-layer").method_settings["minilm"].layers == "uniform"
-    starts = {name: (parse(name).student.init, parse(name).student.layers) for name in RECIPES if "makd" not in name}
+    students = {name: parse(name).student for name in RECIPES if "makd" not in name}
+    starts = {name: (student.init, student.teacher_layers) for name, student in students.items()}
     assert starts.pop("distilbert/6x768") == ("layers", "spread")
     assert starts.pop("truncated/bert-6x768") == starts.pop("truncated/roberta-6x768") == ("layers", "first")
     assert {init for init, _ in starts.values()} == {"random"}

@@ -32,7 +32,15 @@ from transformers import (
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of, shape_of
-from llmdistill.models.shapes import StudentShape, initialise, parse_shape, shaped_config, teacher_layers
+from llmdistill.models.shapes import (
+    StudentShape,
+    check_sizes,
+    first_parts,
+    initialise,
+    parse_shape,
+    shaped_config,
+    teacher_layers,
+)
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -76,10 +84,15 @@ def student_of(teacher: PreTrainedModel, shape: str) -> PreTrainedModel:
     return model
 
 
+def start(student: PreTrainedModel, teacher: PreTrainedModel, init: str, layers: list[int]) -> None:
+    check_sizes(init, shape_of(student.config), shape_of(teacher.config))
+    initialise(student, teacher, first_parts(student.config, teacher.config, layers))
+
+
 def sliced(kind: str, shape: str = "2x24x4", layers: tuple[int, ...] = (1, 3)) -> tuple[Any, Any]:
     teacher = teacher_of(kind)
     student = student_of(teacher, shape)
-    initialise(student, teacher, init="slice", layers=list(layers))
+    start(student, teacher, "slice", list(layers))
     return student, teacher
 
 
@@ -197,7 +210,7 @@ def test_which_layers(spec: str, student: int, teacher: int, expected: list[int]
 @pytest.mark.parametrize(
     ("spec", "depth", "expected"),
     [
-        ("middle", 3, "student.layers 'middle' names no layers: give spread, first, last, or numbers"),
+        ("middle", 3, "student.layers 'middle' names no layers: give spread, first, last, important, or numbers"),
         ("1,,2", 3, "names no layers"),
         ("1,2", 3, "student.layers 1,2 does not fit: give 3 numbers, .* from 1 to the teacher's 12"),
         ("0,1,2", 3, "does not fit"),
@@ -218,7 +231,7 @@ def test_layers_that_are_none(spec: str, depth: int, expected: str) -> None:
 def test_the_same_size_is_the_teacher_itself(kind: str, init: Any) -> None:
     teacher = teacher_of(kind)
     student = student_of(teacher, "4x48x6")
-    initialise(student, teacher, init=init, layers=[0, 1, 2, 3])
+    start(student, teacher, init, [0, 1, 2, 3])
     assert all(torch.equal(own, theirs) for own, theirs in zip(student.parameters(), teacher.parameters(), strict=True))
     assert torch.equal(outputs(student), outputs(teacher))
 
@@ -227,7 +240,7 @@ def test_the_same_size_is_the_teacher_itself(kind: str, init: Any) -> None:
 def test_layers_are_those_named(kind: str) -> None:
     teacher = teacher_of(kind)
     student = student_of(teacher, "2x48x6")
-    initialise(student, teacher, init="layers", layers=[1, 3])
+    start(student, teacher, "layers", [1, 3])
     # The teacher with the other layers taken out computes the same.
     layers = layers_of(teacher)
     del layers[2], layers[0]
@@ -256,7 +269,7 @@ def test_feed_forward_features_that_add_nothing_can_be_cut_off(kind: str) -> Non
             down: Any = layer.get_submodule(family.ffn_down)
             (down.weight if kind == "gpt2" else down.weight.T)[40:] = 0
     student = student_of(teacher, "4x48x6x40")
-    initialise(student, teacher, init="slice", layers=[0, 1, 2, 3])
+    start(student, teacher, "slice", [0, 1, 2, 3])
     torch.testing.assert_close(outputs(student), outputs(teacher), rtol=1e-4, atol=1e-4)
 
 
@@ -351,18 +364,18 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
     torch.manual_seed(1)
     student: Any = RobertaForSequenceClassification(teacher.config)
     fresh = copy.deepcopy(student.classifier.state_dict())
-    initialise(student, teacher, init="layers", layers=[0, 1, 2, 3])
+    start(student, teacher, "layers", [0, 1, 2, 3])
     assert all(torch.equal(value, fresh[name]) for name, value in student.classifier.state_dict().items())
     assert torch.equal(
         student.roberta.encoder.layer[0].output.dense.bias, teacher.base_model.encoder.layer[0].output.dense.bias
     )
     classifier = student_of(student, "2x24x4")
-    initialise(classifier, student, init="slice", layers=[0, 1])
+    start(classifier, student, "slice", [0, 1])
     assert torch.equal(classifier.classifier.dense.weight, student.classifier.dense.weight[:24, :24])
     assert torch.equal(classifier.classifier.out_proj.weight, student.classifier.out_proj.weight[:, :24])
     # A base model alone, whose pooler a model for masked words does not have.
     bare: Any = AutoModel.from_config(teacher.config)
-    initialise(bare, teacher, init="layers", layers=[0, 1, 2, 3])
+    start(bare, teacher, "layers", [0, 1, 2, 3])
     assert torch.equal(bare.embeddings.word_embeddings.weight, teacher.base_model.embeddings.word_embeddings.weight)
 
 
@@ -372,7 +385,7 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
         (
             "layers",
             "2x24x4",
-            "student.init layers .* student's width is 24 and the teacher's 48: take init slice, or random",
+            "student.init layers .* student's width is 24 and the teacher's 48: take init important, slice or random",
         ),
         ("layers", "2x48x4", "student's number of heads is 4 and the teacher's 6"),
         ("layers", "2x48x6x48", "student's feed-forward width is 48 and the teacher's 96"),
@@ -385,7 +398,7 @@ def test_heads_that_one_of_them_lacks_are_left_alone() -> None:
 def test_sizes_that_a_way_cannot_fill(init: Any, shape: str, expected: str) -> None:
     teacher = teacher_of("bert")
     with pytest.raises(UserError, match=expected):
-        initialise(student_of(teacher, shape), teacher, init=init, layers=[0, 1])
+        start(student_of(teacher, shape), teacher, init, [0, 1])
 
 
 def test_a_parameter_without_a_rule_is_our_mistake() -> None:
@@ -393,4 +406,4 @@ def test_a_parameter_without_a_rule_is_our_mistake() -> None:
     student: Any = student_of(teacher, "2x24x4")
     teacher.bert.extra, student.bert.extra = torch.nn.Linear(48, 48), torch.nn.Linear(24, 24)
     with pytest.raises(AssertionError, match=r"no rule .* bert.extra.weight"):
-        initialise(student, teacher, init="slice", layers=[0, 1])
+        start(student, teacher, "slice", [0, 1])
