@@ -87,6 +87,31 @@ def test_weighting_with_a_sharded_teacher(fails):
     assert "needs the gradients of a whole teacher" in said
 
 
+IMPORTANT = ("--recipe", "quickstart", "--method", "kd", "--student.init", "important")
+
+
+def test_important_parts_of_a_sharded_teacher(fails):
+    said = fails(*IMPORTANT, "--student.shape", "2x64x4", "--teacher.sharding", "zero3")
+    assert "student.init important is measured on a whole teacher, but teacher.sharding is zero3" in said
+    layers = ("--student.init", "layers", "--student.layers", "important")
+    said = fails(*IMPORTANT[:4], "--student.shape", "2x128x4", "--teacher.sharding", "zero3", *layers)
+    assert "student.layers important is measured on a whole teacher" in said
+
+
+def test_important_parts_of_a_teacher_that_has_fewer(fails):
+    said = fails(*IMPORTANT, "--student.shape", "2x256x4")
+    assert "student.init important takes a part, but the student's width of 256 is more than the teacher's 128" in said
+    assert "a student of 7 layers cannot be made of a teacher's 6" in fails(*IMPORTANT, "--student.shape", "7x64x4")
+    said = fails(*IMPORTANT, "--student.shape", "2x96x3")
+    assert "3 heads cannot share keys and values 2 at a time" in said
+    assert "take a multiple of 2" in said
+
+
+def test_important_parts_without_calibration_data(fails):
+    calibration = ("--student.factorize.calibration.data", "nowhere.jsonl")
+    assert "nowhere.jsonl: no such file" in fails(*IMPORTANT, "--student.shape", "2x64x4", *calibration)
+
+
 def test_ranks_by_loss_without_a_target_or_with_one_out_of_reach(fails):
     assert "give target_params and weighting gradients" in fails("--recipe", "quickstart", *BY_LOSS)
     said = fails("--recipe", "quickstart", *BY_LOSS, "--student.factorize.target_params", "5%")

@@ -1,0 +1,331 @@
+"""Importance of a teacher's parts, and the parts that a smaller student takes by it."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from llmdistill.batch import Batch
+from llmdistill.errors import UserError
+from llmdistill.models.importance import Importance, important_parts, measure_importance
+from llmdistill.models.shapes import Parts, initialise, parse_shape, shaped_config, teacher_layers
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "intermediate_size": 96,
+    "vocab_size": 30,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"n_layer": 4, "n_embd": 48, "n_head": 6, "n_inner": 96, "n_positions": 20, "vocab_size": 30}
+TEACHERS: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, bos_token_id=1, eos_token_id=1)),
+    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, max_position_embeddings=20)),
+}
+PARTS: dict[str, dict[str, str]] = {
+    "llama": {"value": "self_attn.v_proj", "out": "self_attn.o_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
+    "gpt2": {"value": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    "bert": {
+        "value": "attention.self.value",
+        "out": "attention.output.dense",
+        "up": "intermediate.dense",
+        "down": "output.dense",
+    },
+}
+PARTS["qwen3"] = PARTS["llama"]
+NORMS = {
+    "llama": ["input_layernorm", "post_attention_layernorm"],
+    "gpt2": ["ln_1", "ln_2"],
+    "bert": ["attention.output.LayerNorm", "output.LayerNorm"],
+}
+NORMS["qwen3"] = NORMS["llama"]
+
+
+def teacher_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    model = TEACHERS[kind]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+def blocks_of(model: Any) -> Any:
+    base = model.base_model
+    return getattr(base, "layers", None) or getattr(base, "h", None) or base.encoder.layer
+
+
+def batches(seed: int = 0, count: int = 2) -> list[Batch]:
+    """Rows of different lengths, padded on the right and, in the last batch, on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        ids = torch.randint(3, 30, (3, 8), generator=generator)
+        mask = (torch.arange(8) < torch.tensor([8, 5, 3])[:, None]).long()
+        mask = mask.flip(1) if index == count - 1 else mask
+        made.append(Batch(input_ids=ids, attention_mask=mask, labels=torch.full_like(ids, -100)))
+    return made
+
+
+def inputs_and_outputs(model: Any, given: list[Batch]) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each module reads and returns, token by token, from runs of one unpadded row at a time in fp64."""
+    double, read, returned = copy.deepcopy(model).double(), defaultdict(list), defaultdict(list)
+
+    def keep(name: str, _: nn.Module, args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if args and torch.is_tensor(args[0]) and torch.is_tensor(output) and output.is_floating_point():
+            read[name] += list(args[0][0])
+            returned[name] += list(output[0])
+
+    for name, module in double.named_modules():
+        module.register_forward_hook(partial(keep, name))
+    for batch in given:
+        for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True):
+            positions = {"position_ids": torch.arange(int(mask.sum()))[None]}
+            if mask[0] == 0:  # rows that are padded on the left count positions from the first padding token
+                positions["position_ids"] += int((mask == 0).sum())
+            with torch.no_grad():
+                double(input_ids=ids[mask != 0][None], **positions)
+    return {name: (torch.stack(read[name]), torch.stack(returned[name])) for name in read}
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_importance_is_that_of_a_naive_loop(kind: str) -> None:
+    teacher = teacher_of(kind)
+    found = measure_importance(teacher, batches())
+    seen = inputs_and_outputs(teacher, batches())
+    prefix = {"gpt2": "transformer.h", "bert": "bert.encoder.layer"}.get(kind, "model.layers")
+    assert found.tokens == 32 == len(seen[f"{prefix}.0"][0])
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    for layer in range(4):
+        into, out = seen[f"{prefix}.{layer}"]
+        cosines = [float(a @ b) / float(a.norm() * b.norm()) for a, b in zip(into, out, strict=True)]
+        assert float(found.influence_L[layer]) == pytest.approx(1 - sum(cosines) / 32, abs=1e-5)
+        contexts = seen[f"{prefix}.{layer}.{PARTS[kind]['out']}"][0]
+        for head in range(6):
+            part = contexts[:, head * 8 : head * 8 + 8]
+            assert float(found.heads_LH[layer, head]) == pytest.approx(
+                sum(float(row.square().sum()) ** 0.5 for row in part) / 32, rel=1e-4
+            )
+            close(found.contexts_LHD[layer, head], part.abs().mean(0))
+        close(found.neurons_LF[layer], seen[f"{prefix}.{layer}.{PARTS[kind]['down']}"][0].abs().mean(0))
+    last = {"gpt2": "transformer.ln_f", "bert": "bert.embeddings.LayerNorm"}.get(kind, "model.norm")
+    names = [last, *(f"{prefix}.{layer}.{norm}" for layer in range(4) for norm in NORMS[kind])]
+    of_head = {"cls.predictions.transform.LayerNorm"} if kind == "bert" else set()
+    assert {name.partition(".")[2] for name in names} | of_head == set(found.norms)
+    for name in names:
+        into, out = seen[name]
+        close(found.norms[name.partition(".")[2]], out.abs().mean(0))
+        centred = into - into.mean(1, keepdim=True) if kind in ("gpt2", "bert") else into
+        close(found.spreads[name.partition(".")[2]], centred.square().mean(0))
+    if kind in ("llama", "qwen3"):
+        assert found.scores_LGD is None
+        return
+    for layer in range(4):
+        if kind == "bert":
+            query, key = (seen[f"{prefix}.{layer}.attention.self.{name}"][1] for name in ("query", "key"))
+        else:
+            query, key, _ = seen[f"{prefix}.{layer}.attn.c_attn"][1].split(48, dim=1)
+        scores = (query.square().mean(0) * key.square().mean(0)).sqrt()
+        assert found.scores_LGD is not None
+        close(found.scores_LGD[layer].flatten(), scores)
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    teacher = teacher_of("bert").train()
+    before = copy.deepcopy(teacher.state_dict())
+    measure_importance(teacher, batches())
+    assert teacher.training
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in teacher.modules())
+    assert teacher.config._attn_implementation == "sdpa"
+
+
+def test_sums_over_ranks_are_those_of_one() -> None:
+    teacher, given = teacher_of("gpt2"), batches(count=4)
+    whole = measure_importance(teacher, given)
+    first: list[Tensor] = []
+    measure_importance(teacher, given[:2], reduce=lambda each: first.append(each.clone()))
+    other = iter(first)
+    both = measure_importance(teacher, given[2:], reduce=lambda each: each.add_(next(other)))
+    assert both.tokens == whole.tokens
+    for name in ("heads_LH", "contexts_LHD", "neurons_LF", "influence_L", "scores_LGD"):
+        torch.testing.assert_close(getattr(both, name), getattr(whole, name))
+    torch.testing.assert_close(dict(both.norms), dict(whole.norms))
+
+
+def test_no_token_and_no_number() -> None:
+    with pytest.raises(UserError, match="the calibration data hold no token"):
+        measure_importance(teacher_of("bert"), [])
+    teacher = teacher_of("llama")
+    teacher.model.layers[2].mlp.down_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"the activations of .* are not finite on the calibration data"):
+        measure_importance(teacher, batches())
+
+
+# --- planted parts ----------------------------------------------------------------------------------------------------
+
+CHANNELS, NEURONS = [*range(3, 19), *range(30, 46)], [*range(5, 30), *range(70, 85)]
+GROUPS = {"llama": [0, 2], "gpt2": [0, 2, 3, 5], "bert": [0, 2, 3, 5], "qwen3": [0, 2]}
+LAYERS = [1, 3]
+
+
+def rows_of(module: Any) -> Tensor:
+    """The weight as (outputs, inputs)."""
+    return module.weight.data if isinstance(module, nn.Linear) else module.weight.data.T
+
+
+def without(kept: list[int], count: int) -> list[int]:
+    return [index for index in range(count) if index not in kept]
+
+
+def silence(module: Any, rows: list[int]) -> None:
+    rows_of(module)[rows] = 0
+    if module.bias is not None:
+        module.bias.data[rows] = 0
+
+
+def planted(kind: str) -> Any:
+    """A teacher whose other channels, heads, neurons and layers add nothing, though most of their weights are random.
+
+    LayerNorm subtracts the mean over all channels, so what is written into the channels that stay has the mean zero.
+    """
+    teacher, names, centred = teacher_of(kind), PARTS[kind], kind in ("gpt2", "bert")
+    others = without(CHANNELS, 48)
+    per_group = 2 if kind in ("llama", "qwen3") else 1
+    groups = without(GROUPS[kind], 6 // per_group)
+    features = [group * 8 + feature for group in groups for feature in range(8)]
+    for module in teacher.base_model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.data[:, others] = 0
+            if centred:
+                module.weight.data[:, CHANNELS] -= module.weight.data[:, CHANNELS].mean(1, keepdim=True)
+        elif getattr(getattr(module, "weight", None), "ndim", 0) == 1 and len(module.weight) == 48:
+            module.weight.data[others] = 0
+            if kind == "bert":  # its norms write into the residual stream, and dropped layers must not change it
+                module.weight.data[CHANNELS] = 0.7
+                module.bias.data.zero_()
+            elif centred:
+                module.bias.data[others] = 0
+    for index, block in enumerate(blocks_of(teacher)):
+        silence(block.get_submodule(names["value"]), [96 + row for row in features] if kind == "gpt2" else features)
+        silence(block.get_submodule(names["up"]), without(NEURONS, 96))
+        for name in ("out", "down"):
+            writer = block.get_submodule(names[name])
+            silence(writer, others if index in LAYERS else list(range(48)))
+            if centred and index in LAYERS:
+                rows_of(writer)[CHANNELS] -= rows_of(writer)[CHANNELS].mean(0)
+                writer.bias.data[CHANNELS] -= writer.bias.data[CHANNELS].mean()
+    return teacher
+
+
+def pruned(teacher: PreTrainedModel, shape: str, *, spec: str = "important") -> tuple[Any, Parts, Importance]:
+    importance = measure_importance(teacher, batches())
+    config = shaped_config(teacher.config, parse_shape(shape))
+    depth = parse_shape(shape).depth
+    layers = teacher_layers(spec, depth, 4, key="student.layers", influence=importance.influence_L)
+    parts = important_parts(importance, config, teacher.config, layers)
+    student: Any = type(teacher)(config).eval()
+    initialise(student, teacher, parts)
+    return student, parts, importance
+
+
+def hidden(model: Any) -> Tensor:
+    (batch, *_) = batches(seed=5)
+    with torch.no_grad():
+        states: Tensor = model.base_model(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    return states[batch.attention_mask != 0]
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_planted_parts_are_found_and_do_what_the_teacher_does(kind: str) -> None:
+    teacher = planted(kind)
+    student, parts, _ = pruned(teacher, "2x32x4x40")
+    assert parts.layers == LAYERS
+    assert parts.hidden_W.tolist() == CHANNELS
+    assert parts.groups_LG.tolist() == [GROUPS[kind]] * 2
+    assert parts.neurons_LF.tolist() == [NEURONS] * 2
+    torch.testing.assert_close(hidden(student), hidden(teacher)[:, CHANNELS], rtol=1e-4, atol=1e-5)
+    if kind != "bert":  # the non-linearity in BERT's head does not keep the mean zero
+        ids = batches(seed=5)[0].input_ids
+        torch.testing.assert_close(student(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_the_same_shape_is_the_teacher(kind: str) -> None:
+    teacher = teacher_of(kind)
+    student, parts, _ = pruned(teacher, "4x48x6")
+    assert not parts.norm_factors
+    assert all(torch.equal(own, theirs) for own, theirs in zip(student.parameters(), teacher.parameters(), strict=True))
+
+
+def test_layers_are_the_most_influential_in_their_order_or_those_named() -> None:
+    influence = torch.tensor([0.1, 0.9, 0.1, 0.3])
+    assert teacher_layers("important", 2, 4, key="student.layers", influence=influence) == [1, 3]
+    assert teacher_layers("important", 3, 4, key="student.layers", influence=influence) == [0, 1, 3]
+    _, parts, _ = pruned(planted("llama"), "2x32x4x40", spec="1,2")
+    assert parts.layers == [0, 1]
+
+
+def test_each_layer_has_heads_and_neurons_of_its_own_but_all_share_the_channels() -> None:
+    _, parts, importance = pruned(teacher_of("gpt2"), "3x40x5x50", spec="1,2,4")
+    for index, layer in enumerate((0, 1, 3)):
+        best = sorted(range(96), key=lambda neuron: -float(importance.neurons_LF[layer, neuron]))[:50]
+        assert parts.neurons_LF[index].tolist() == sorted(best)
+        heads = sorted(range(6), key=lambda head: -float(importance.heads_LH[layer, head]))[:5]
+        assert parts.groups_LG[index].tolist() == sorted(heads)
+    seen = [values for name, values in importance.norms.items() if not name.startswith("h.2.")]
+    assert len(seen) == 7
+    total = [sum(float(values[channel]) for values in seen) for channel in range(48)]
+    assert parts.hidden_W.tolist() == sorted(sorted(range(48), key=lambda channel: -total[channel])[:40])
+
+
+def test_narrower_heads_of_rotary_models_keep_the_frequencies() -> None:
+    teacher = LlamaForCausalLM(LlamaConfig(**{**GROUPED, "hidden_size": 96}))
+    student, parts, _ = pruned(teacher, "4x48x6")  # 8 of 16 features
+    assert parts.matched_LGD[0, 0].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    whole = teacher.model.rotary_emb.inv_freq
+    torch.testing.assert_close(student.model.rotary_emb.inv_freq, whole[parts.matched_LGD[0, 0, :4]])
+    student, parts, _ = pruned(teacher, "4x72x6")  # 12 of 16 features: no pair has just these frequencies
+    own = student.model.rotary_emb.inv_freq
+    nearest = [int((whole.log() - frequency.log()).abs().argmin()) for frequency in own]
+    assert parts.matched_LGD[3, 2].tolist() == [*nearest, *(8 + pair for pair in nearest)]
+
+
+def test_narrower_heads_without_rotary_positions_take_the_features_that_count() -> None:
+    teacher = teacher_of("bert")
+    matched, values = [0, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 7]
+    for block in blocks_of(teacher):
+        attention = block.attention.self
+        for head in range(6):
+            silence(attention.key, [head * 8 + feature for feature in without(matched, 8)])
+            silence(attention.value, [head * 8 + feature for feature in without(values, 8)])
+    student, parts, _ = pruned(teacher, "4x36x6")
+    assert parts.matched_LGD.tolist() == [[matched] * 6] * 4
+    assert parts.values_LGD.tolist() == [[values] * 6] * 4
+    chosen = [head * 8 + feature for head in range(6) for feature in matched]
+    own, theirs = student.bert.encoder.layer[2].attention, teacher.bert.encoder.layer[2].attention
+    assert torch.equal(own.self.query.bias, theirs.self.query.bias[chosen])
+    chosen = [head * 8 + feature for head in range(6) for feature in values]
+    kept = theirs.output.dense.weight[:, chosen][parts.hidden_W]
+    assert torch.equal(own.output.dense.weight, kept)
