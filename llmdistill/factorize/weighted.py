@@ -76,8 +76,9 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     Raises:
         UserError: the moments are not positive after damping.
     """
-    inner = _root(moments.inputs.to(weight.device), INPUT_DAMPING)
-    outer = None if moments.gradients is None else _root(moments.gradients.to(weight.device), GRADIENT_DAMPING)
+    inputs, gradients = damped_moments(moments, weight.device)
+    inner = torch.linalg.cholesky(inputs)
+    outer = None if gradients is None else torch.linalg.cholesky(gradients)
     whitened = weight.double() @ inner
     if outer is not None:
         whitened = outer.T @ whitened
@@ -95,16 +96,24 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     )
 
 
-def _root(moment: Tensor, damping: float) -> Tensor:
-    """The lower Cholesky factor (k, k) of a damped moment in fp64."""
+def damped_moments(moments: Moments, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return C and G, each plus a share of its mean diagonal, in fp64; G is None if it was not measured.
+
+    Raises:
+        UserError: a moment has no entry over 0.
+    """
+    gradients = None if moments.gradients is None else _damped(moments.gradients.to(device), GRADIENT_DAMPING)
+    return _damped(moments.inputs.to(device), INPUT_DAMPING), gradients
+
+
+def _damped(moment: Tensor, damping: float) -> Tensor:
     exact = moment.double()
     mean = exact.diagonal().mean()
     if not mean > 0:
         raise UserError(
             "the calibration data give a matrix no input or no gradient at all: name other data, or leave weighting out"
         )
-    damped = exact + damping * mean * torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
-    return torch.linalg.cholesky(damped)
+    return exact + damping * mean * torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,144 @@
+"""Weighted token embeddings against naive fp64 versions, the closed form, and gradient descent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, TableMoments, weighted_table
+
+V, D, TOKENS = 30, 8, 500
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def second_moment() -> torch.Tensor:
+    rows = torch.randn(TOKENS, D) @ torch.randn(D, D)
+    return rows.T @ rows
+
+
+def moments(*, gradients: bool = True, tied: bool = True) -> TableMoments:
+    return TableMoments(
+        counts=(torch.rand(V) ** 4 * 100).round(),
+        gradients=second_moment() if gradients else None,
+        head_inputs=second_moment() if tied else None,
+        head_outputs=torch.rand(V) ** 3 * 40 if tied and gradients else None,
+        tokens=TOKENS,
+    )
+
+
+def metrics(given: TableMoments) -> torch.Tensor:
+    """The matrix M_v (V, D, D) of each row, with the damping of the module, per token."""
+
+    def rows(each: torch.Tensor) -> torch.Tensor:
+        return each.double() + ROW_DAMPING * each.double().mean()
+
+    def columns(each: torch.Tensor) -> torch.Tensor:
+        return each.double() + COLUMN_DAMPING * each.double().trace() / D * torch.eye(D)
+
+    lookups = torch.eye(D, dtype=torch.float64) if given.gradients is None else columns(given.gradients)
+    found = torch.stack([count * lookups for count in rows(given.counts)])
+    if given.head_outputs is not None:
+        found += torch.stack([weight * columns(given.head_inputs) for weight in rows(given.head_outputs)])
+    return found / 2 / TOKENS ** (1 if given.gradients is None else 2)
+
+
+def naive_cost(error: torch.Tensor, given: TableMoments) -> torch.Tensor:
+    """Σ_v δ_v M_v δ_vᵀ."""
+    return torch.einsum("vi,vij,vj->", error.double(), metrics(given), error.double())
+
+
+def by_descent(table: torch.Tensor, given: TableMoments, rank: int) -> float:
+    """The cost that LBFGS finds from a random start."""
+    a = torch.randn(V, rank, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(rank, D, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([a, b], max_iter=200, line_search_fn="strong_wolfe", tolerance_change=1e-12)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = naive_cost(table.double() - a @ b, given)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return float(naive_cost((table.double() - a @ b).detach(), given))
+
+
+@pytest.mark.parametrize(("gradients", "tied"), [(True, True), (True, False), (False, False)])
+def test_no_gradient_descent_finds_better_factors(gradients: bool, tied: bool) -> None:
+    table, given = torch.randn(V, D), moments(gradients=gradients, tied=tied)
+    found = weighted_table(table, given, 3)
+    own = float(naive_cost(table - found.left @ found.right, given))
+    assert own == pytest.approx(found.cost, rel=1e-4)
+    assert own <= min(by_descent(table, given, 3) for _ in range(2)) * 1.01
+    u, s, vh = torch.linalg.svd(table)
+    assert own < 0.8 * naive_cost(table - (u[:, :3] * s[:3]) @ vh[:3], given)
+
+
+def test_both_uses_of_a_tied_table_count() -> None:
+    """The factors of either use alone cost more, on the sum, than those of both."""
+    table, given = torch.randn(V, D), moments()
+    both = weighted_table(table, given, 3).cost
+    lookups = weighted_table(table, replace(given, head_inputs=None, head_outputs=None), 3)
+    of_head = replace(
+        given, counts=given.head_outputs, gradients=given.head_inputs, head_inputs=None, head_outputs=None
+    )
+    head = weighted_table(table, of_head, 3)
+    for each in (lookups, head):
+        assert both < 0.9 * naive_cost(table - each.left @ each.right, given)
+
+
+def test_two_equal_uses_give_the_closed_form() -> None:
+    table, given = torch.randn(V, D), moments()
+    same = replace(given, head_inputs=given.gradients, head_outputs=given.counts)
+    one = weighted_table(table, replace(given, head_inputs=None, head_outputs=None), 3)
+    two = weighted_table(table, same, 3)
+    torch.testing.assert_close(two.left @ two.right, one.left @ one.right, rtol=1e-4, atol=1e-5)
+    assert two.cost == pytest.approx(2 * one.cost, rel=1e-6)
+
+
+def test_frequent_tokens_are_kept_and_unseen_ones_keep_a_weight() -> None:
+    table = torch.randn(V, D)
+    counts = torch.zeros(V)
+    counts[:3] = 100.0
+    given = TableMoments(counts=counts, gradients=None, head_inputs=None, head_outputs=None, tokens=300)
+    found = weighted_table(table, given, 4)
+    error = (table - found.left @ found.right).square().sum(1)
+    assert error[:3].mean() < 0.15 * error[3:].mean()
+    assert error[3:].mean() < 0.9 * table[3:].square().sum(1).mean()
+
+
+def test_activations_weigh_each_use_by_its_share() -> None:
+    """The units of embeddings and logits differ, so the scale of the head's inputs must not matter."""
+    table, given = torch.randn(V, D), moments(gradients=False)
+    assert given.head_inputs is not None
+    one = weighted_table(table, given, 3)
+    other = weighted_table(table, replace(given, head_inputs=1e4 * given.head_inputs), 3)
+    torch.testing.assert_close(one.left @ one.right, other.left @ other.right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_of_a_lower_rank_is_exact() -> None:
+    table = torch.randn(V, 2) @ torch.randn(2, D)
+    found = weighted_table(table, moments(), 4)
+    torch.testing.assert_close(found.left @ found.right, table, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sigma", ["left", "balanced"])
+def test_the_parameters_have_the_same_product(sigma) -> None:
+    found = weighted_table(torch.randn(V, D), moments(), 3)
+    values = found.parameters(3, sigma)
+    torch.testing.assert_close(values["A.weight"] @ values["B.weight"], found.left @ found.right, rtol=1e-4, atol=1e-5)
+    gram = values["B.weight"] @ values["B.weight"].T
+    expected = torch.eye(3) if sigma == "left" else torch.diag(values["A.weight"].square().sum(0))
+    torch.testing.assert_close(gram, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_data_without_a_token_are_refused() -> None:
+    with pytest.raises(UserError, match="no token or no gradient at all"):
+        weighted_table(torch.randn(V, D), replace(moments(), counts=torch.zeros(V)), 3)
