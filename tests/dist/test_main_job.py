@@ -117,6 +117,7 @@ def test_two_ranks_weigh_a_student_as_one_does(trained):
         assert torch.allclose(*products, atol=1e-3 * float(products[0].abs().max())), name
     told = [json.loads((each / "weighting.json").read_text()) for each in (one, two)]
     assert told[0]["tokens"] == told[1]["tokens"] > 24
+    assert set(told[0]["ranks"]) <= set(told[0]["spectra"]) == set(told[1]["spectra"])
     assert told[0]["predicted_loss"] == pytest.approx(told[1]["predicted_loss"], rel=1e-3)
     assert told[0]["held_out"] == pytest.approx(told[1]["held_out"], rel=1e-3)
 
