@@ -51,7 +51,7 @@ def test_ranks_stand_in_their_fields_and_a_dense_matrix_has_a_cross():
     axes = plot_ranks(matrices(weighting())).axes[0]
     assert {(*text.get_position(), text.get_text()) for text in axes.texts} == {(0, 0, "2"), (0, 1, "1")}
     (crosses,) = axes.lines
-    assert (list(crosses.get_xdata()), list(crosses.get_ydata())) == ([1], [0])
+    assert (crosses.get_marker(), list(crosses.get_xdata()), list(crosses.get_ydata())) == ("x", [1], [0])
     shares = axes.collections[0].get_array()
     assert shares[0, 0] == pytest.approx(2 / 3)
     assert shares.mask.tolist() == [[False, False], [False, True]]
