@@ -101,9 +101,9 @@ def compress(
         named = not isinstance(model, PreTrainedModel)
         source = locate(str(model)) if named else None
         teacher = load_model(source, dtype="auto", head="saved") if source is not None else cast(PreTrainedModel, model)
-        on, weighted = device_for(model, device), None
+        on, origin, weighted = device_for(model, device), source if tokenizer is None else None, None
         if chosen.weighting != "none" and data is not None:
-            weighted = measure_weights_on(data, teacher, tokenizer_of(model, tokenizer), chosen, limits, on)
+            weighted = measure_weights_on(data, teacher, tokenizer_of(model, tokenizer), chosen, limits, on, origin)
         student = compress_model(teacher, chosen, method, device=on, in_place=named, weighted=weighted)
         if folder is not None:
             save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,6 +60,17 @@ def file_sha256(path: Path) -> str:
 def content_fingerprint(value: Any) -> str:
     """Return "sha256:…" of a plain JSON value."""
     return f"sha256:{digest(value)}"
+
+
+def memory_fingerprint(config: Mapping[str, Any], tensors: Iterable[tuple[str, Any]]) -> str:
+    """Return "sha256:…" of a model in memory, from all bytes of its tensors.
+
+    Args:
+        config: its config, as plain JSON values.
+        tensors: name and numpy array of each tensor.
+    """
+    of_tensors = [[name, list(array.shape), hashlib.sha256(array).hexdigest()] for name, array in tensors]
+    return content_fingerprint([_stable(config), of_tensors])
 
 
 def _model_fingerprint(folder: Path) -> str:

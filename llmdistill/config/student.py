@@ -9,6 +9,8 @@ from llmdistill.errors import check_least
 
 FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
+Allocation = Literal["uniform", "loss"]
+"""Ways to spend a number of parameters on the ranks."""
 
 ShapeInit = Literal["random", "layers", "slice", "important"]
 """Initial weights of a student with a shape."""
@@ -33,6 +35,10 @@ class CalibrationConfig:
     memory: float = 16.0
     """GiB that the measured matrices of one pass may take on each rank; with less memory there are more passes over
     the data, each for some of the layers."""
+    folder: str | None = None
+    """Folder that keeps the measured factors of every matrix: students of other sizes are made from them without
+    another pass over the data, and an interrupted measurement goes on where it stopped. It takes as much disk as the
+    teacher's layers in fp32. Default: nothing is kept."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
@@ -66,7 +72,7 @@ class FactorizeConfig:
     weighting: Literal["none", "activations", "gradients"] = "none"
     """svd: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the calibration
     data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
-    allocation: Literal["uniform", "loss"] = "uniform"
+    allocation: Allocation = "uniform"
     """svd: how target_params is spent. uniform: one rank for all matrices; loss: the ranks with the lowest predicted
     loss, which needs weighting gradients."""
     rank_multiple: int = 1

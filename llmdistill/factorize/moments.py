@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Outputs
 from llmdistill.errors import UserError
-from llmdistill.factorize.install import features
 from llmdistill.models.families import shape_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
@@ -43,9 +43,10 @@ def measure_moments(
     *,
     gradients: bool = True,
     seed: int = 0,
-    reduce: Callable[[Tensor], object] | None = None,
+    reduce: Callable[[Tensor, str | None], bool] | None = None,
+    rounds: int = 0,
 ) -> dict[str, Moments]:
-    """Return the second moments of some linears over the real tokens of batches, in fp32.
+    """Return the second moments of some linears over the real tokens of batches, in fp32 whatever the model's dtype.
 
     The gradients are those of the log-likelihood of labels that are sampled from the model's own output, so they
     measure the true Fisher matrix: for a language model one label at each token, for a classifier one class for each
@@ -58,21 +59,25 @@ def measure_moments(
         batches: the batches of this rank, on any device; each rank needs at least one.
         gradients: whether G is measured; C alone needs no backward pass.
         seed: the seed of the labels.
-        reduce: sums a tensor over the ranks in place.
+        reduce: sums a tensor of the linear with this name over the ranks, in place, and returns whether this rank needs
+            the sum; only its moments are then returned. The number of tokens, without a name, is needed by every rank.
+        rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
+            the ranks of a sharded model need each other in every pass.
 
     Raises:
         UserError: there is no token, or a moment is not finite.
     """
-    device = next(model.parameters()).device
+    device, batches = model.device, list(batches)
     sums = _Sums(model, names, gradients)
     tapped = tapped_output(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = model.training
     model.eval().requires_grad_(False)  # the gradients of the weights are not needed
     try:
-        for batch in batches:
-            moved = batch.to(device)
-            with torch.set_grad_enabled(gradients), sums.counting(moved.attention_mask != 0):
+        for number in range(max(len(batches), rounds) if batches else 0):
+            moved = batches[number % len(batches)].to(device)
+            counted = (moved.attention_mask != 0) & (number < len(batches))
+            with torch.set_grad_enabled(gradients), sums.counting(counted):
                 outputs = tapped(moved)
                 if gradients:
                     _sampled_loss(outputs, moved, seed).backward()
@@ -85,13 +90,50 @@ def measure_moments(
     return sums.moments(reduce)
 
 
+@torch.no_grad()
+def shared_inputs(model: PreTrainedModel, names: Collection[str], batch: Batch) -> list[list[str]]:
+    """Group linears that read the same tensor, such as queries, keys and values, by a forward pass on one sequence."""
+    read: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def note(_: nn.Module, inputs: tuple[Tensor, ...], __: Tensor) -> None:
+            read.setdefault(_identity(inputs[0]), (inputs[0], []))[1].append(name)
+
+        return note
+
+    handles = [model.get_submodule(name).register_forward_hook(hook(name)) for name in names]
+    training = model.training
+    tapped = tapped_output(model.eval())
+    try:
+        tapped(_first_row(batch).to(model.device))
+    finally:
+        tapped.remove()
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    groups = [group for _, group in read.values()]
+    found = set(chain.from_iterable(groups))
+    return [*groups, *([name] for name in names if name not in found)]
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """A key that is the same for every view that ZeRO-3's hooks make of a tensor, as long as the tensor is kept."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
+
+
+def _first_row(batch: Batch) -> Batch:
+    values = ((each.name, getattr(batch, each.name)) for each in fields(batch))
+    first: dict[str, Any] = {key: value[:1] for key, value in values if isinstance(value, Tensor | tuple)}
+    return replace(batch, **first)
+
+
 class _Sums:
     """Adds up the moments of linears in forward and backward hooks."""
 
     def __init__(self, model: PreTrainedModel, names: Collection[str], gradients: bool) -> None:
         self._mask = torch.empty(0)
         self._tokens = 0
-        self._read: dict[int, tuple[str, Tensor]] = {}
+        self._read: dict[tuple[object, ...], tuple[str, Tensor]] = {}
         self._inputs: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._source: dict[str, str] = {}
@@ -100,7 +142,6 @@ class _Sums:
         if gradients:  # without it the graph would begin at no tensor, as no weight requires a gradient
             embedding = model.get_input_embeddings()
             self._handles.append(embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(True)))
-        self._sizes = {name: features(model.get_submodule(name)) for name in names}
 
     @contextmanager
     def counting(self, mask_BT: Tensor) -> Iterator[None]:
@@ -114,28 +155,30 @@ class _Sums:
         for handle in self._handles:
             handle.remove()
 
-    def moments(self, reduce: Callable[[Tensor], object] | None) -> dict[str, Moments]:
-        """Return the sums of all ranks."""
+    def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
+        """Return the sums over all ranks that this rank needs."""
         device = next((each.device for each in self._inputs.values()), torch.device("cpu"))
         tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=device)
         if reduce is not None:
-            for each in (tokens, *self._inputs.values(), *self._gradients.values()):
-                reduce(each)
+            reduce(tokens, None)
+            for sums in (self._inputs, self._gradients):
+                needed = {name: reduce(each, name) for name, each in sums.items()}
+                for name in (name for name, mine in needed.items() if not mine):
+                    del sums[name]
         if tokens == 0:
             raise UserError("the calibration data hold no token: name data with at least one example")
         for name, each in (*self._inputs.items(), *self._gradients.items()):
             if not each.isfinite().all():
                 raise UserError(f"the inputs or gradients of {name} are not finite on the calibration data")
         return {
-            name: Moments(
-                inputs=self._inputs[self._source[name]], gradients=self._gradients.get(name), tokens=int(tokens)
-            )
-            for name in self._sizes
+            name: Moments(inputs=self._inputs[source], gradients=self._gradients.get(name), tokens=int(tokens))
+            for name, source in self._source.items()
+            if source in self._inputs
         }
 
     def _hook(self, name: str, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            first, _kept = self._read.setdefault(id(inputs[0]), (name, inputs[0]))  # kept, so that the id stays its own
+            first, _kept = self._read.setdefault(_identity(inputs[0]), (name, inputs[0]))
             self._source.setdefault(name, first)
             if first == name:
                 _add(self._inputs, name, inputs[0].detach()[self._mask])
@@ -153,7 +196,11 @@ def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
 
 
 def tapped_output(model: PreTrainedModel) -> TappedModel:
-    """Return the forward pass of a model that gives what `judged_rows` needs; call its `remove` at the end."""
+    """Return the forward pass of a model that gives what `judged_rows` needs; call its `remove` at the end.
+
+    A model that ZeRO-3 shards is called itself, not its engine, which refuses any backward pass but its own; the hooks
+    that gather the parameters are on the modules.
+    """
     last = shape_of(model.config).num_layers - 1
     return TappedModel(model, Recorder(model, {"hidden": frozenset({last})}))
 

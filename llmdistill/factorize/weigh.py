@@ -1,25 +1,66 @@
-"""Weighs the factorization of a model by data: measures moments, decomposes matrices, and chooses the ranks."""
+"""Weighs the factorization of a teacher by data: measures what is not known yet, and chooses the ranks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
-from llmdistill.factorize.counting import build_reference, layer_linears
+from llmdistill.config.student import Allocation
+from llmdistill.errors import UserError
+from llmdistill.factorize.counting import Shape, build_reference, layer_linears
 from llmdistill.factorize.cuts import divergences
-from llmdistill.factorize.install import features, matrix
-from llmdistill.factorize.moments import measure_moments
+from llmdistill.factorize.kept import KeptFactors
+from llmdistill.factorize.measure import Measurement
 from llmdistill.factorize.plan import plan, rank_budget
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate, break_even, weighted_svd
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate, break_even
 from llmdistill.models.families import base_name
+from llmdistill.runtime.distributed import World, on_every, on_main
+from llmdistill.teacher.live import LiveTeacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The teacher and the data of a calibration. Either is loaded only if something must be measured on it."""
+
+    config: PreTrainedConfig
+    """The config of the teacher."""
+    teacher: Callable[[], LiveTeacher]
+    """Loads the teacher, or returns it if it is loaded."""
+    batches: Callable[[], tuple[Sequence[Batch], Sequence[Batch]]]
+    """Reads this rank's batches, and the held-out batches, which every rank has."""
+    world: World
+    device: torch.device | None = None
+    """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
+    kept: Callable[[], KeptFactors] | None = None
+    """Opens the folder in which the factors are kept, on rank 0; None keeps nothing."""
+    say: Callable[[str], object] = lambda _: None
+    """Takes sentences about the progress."""
+
+    @classmethod
+    def loaded(
+        cls,
+        model: PreTrainedModel,
+        batches: Sequence[Batch],
+        held_out: Sequence[Batch] = (),
+        *,
+        device: torch.device | None = None,
+    ) -> Source:
+        """Return the source of a single process whose teacher and data are in memory."""
+        teacher, alone = LiveTeacher(model, model), World.alone()
+        return cls(
+            config=model.config,
+            teacher=lambda: teacher,
+            batches=lambda: (batches, held_out),
+            world=alone,
+            device=device,
+        )
 
 
 def weigh(
@@ -28,88 +69,122 @@ def weigh(
     batches: Sequence[Batch],
     *,
     device: torch.device | None = None,
-    reduce: Callable[[Tensor], object] | None = None,
-    decompose: bool = True,
 ) -> Weighted:
-    """Return the weighted factorization of a dense model by svd; every rank must call this function.
+    """Return the weighted factorization of a dense model by svd.
 
     Args:
         model: the teacher with its own head, on the device of the forward passes.
         settings: weighting and the sizes.
-        batches: this rank's calibration data.
+        batches: the calibration data.
         device: the device on which matrices are decomposed, one at a time; by default the device of the model.
-        reduce: sums a tensor over the ranks in place.
-        decompose: False on all ranks but one, which then return no factors.
 
     Raises:
         UserError: the settings do not fit the model, or the data have no token or give numbers that are not finite.
     """
-    reference = build_reference(copy.deepcopy(model.config))
-    own = {base_name(model, name): name for name in layer_linears(model)}
-    if settings.allocation == "loss":
-        budget = rank_budget(reference, settings)
-        ranks = {base_name(reference, name): break_even(m, n) for name, (m, n) in layer_linears(reference).items()}
-        ranks = {name: rank for name, rank in ranks.items() if rank > 0}
-    else:
-        planned = plan(reference, settings)
-        ranks = {base_name(reference, name): cast(int, rank) for name, rank in planned.sizes.items()}
-    gradients = settings.weighting == "gradients"
-    factors: dict[str, WeightedSVD] = {}
-    tokens = 0
-    for names in _passes(model, [own[name] for name in ranks], gradients, settings.calibration.memory):
-        moments = measure_moments(
-            model, names, batches, gradients=gradients, seed=settings.calibration.seed, reduce=reduce
-        )
-        tokens = next(iter(moments.values())).tokens
-        for name in names if decompose else ():
-            weight = matrix(model.get_submodule(name)).detach()
-            short = base_name(model, name)
-            whole = weighted_svd(weight if device is None else weight.to(device), moments.pop(name), ranks[short])
-            factors[short] = whole.to(torch.device("cpu"))
-    found = Weighted(ranks=ranks, factors=factors, predicted_loss=0.0, tokens=tokens)
-    if settings.allocation == "loss" and decompose:
-        of_factors = sum(each.shape[0] * each.shape[1] for each in factors.values())
-        dense = sum(m * n for m, n in layer_linears(reference).values()) - of_factors
-        chosen = allocate(factors, budget - dense, multiple=settings.rank_multiple)
-        ranks = {name: rank for name, rank in chosen.items() if rank is not None}
-    return found.with_ranks(ranks)
+    source = Source.loaded(model, batches, device=device)
+    return choose_ranks(source.config, settings, measured(source, settings))
 
 
-def _passes(model: PreTrainedModel, names: Sequence[str], gradients: bool, memory: float) -> list[list[str]]:
-    """Split the linears, in their order, into passes whose moments in fp32 fit into `memory` GiB."""
-    passes: list[list[str]] = [[]]
-    used = 0.0
-    for name in names:
-        m, n = features(model.get_submodule(name))
-        size = 4 * (n * n + (m * m if gradients else 0)) / 2**30
-        if passes[-1] and used + size > memory:
-            passes.append([])
-            used = 0.0
-        passes[-1].append(name)
-        used += size
-    return passes
-
-
-def weigh_checked(
-    model: PreTrainedModel,
-    settings: FactorizeConfig,
-    batches: Sequence[Batch],
-    held_out: Sequence[Batch],
-    *,
-    device: torch.device | None = None,
-    reduce: Callable[[Tensor], object] | None = None,
-    decompose: bool = True,
-) -> Weighted:
-    """Return the result of `weigh`, where ranks by the predicted loss must prove themselves on held-out data.
+def weigh_checked(source: Source, settings: FactorizeConfig) -> Weighted:
+    """Return the weighted factorization, where ranks by the predicted loss must prove themselves on held-out data.
 
     Predictions add up the costs of cuts that were each made alone. So the cuts to these ranks and to one rank of the
-    same size are both tried, and the ranks of the one that is nearer to the teacher are returned.
+    same size are both tried, and the ranks of the one that is nearer to the teacher are returned. Every rank must call
+    this function; only rank 0 gets factors.
+
+    Raises:
+        UserError: the settings do not fit the model, the data have no token or give numbers that are not finite, or the
+            folder of kept factors holds something else.
     """
-    found = weigh(model, settings, batches, device=device, reduce=reduce, decompose=decompose)
-    if settings.allocation != "loss" or not decompose or not held_out:
-        return found
-    reference = build_reference(copy.deepcopy(model.config))
-    uniform = plan(reference, replace(settings, allocation="uniform"))
-    one_rank = found.with_ranks({base_name(reference, name): cast(int, rank) for name, rank in uniform.sizes.items()})
-    held = divergences(model, {"loss": found, "uniform": one_rank}, held_out)
-    return replace(found if held["loss"] <= held["uniform"] else one_rank, held_out=held)
+    factors, world = measured(source, settings), source.world
+    checks = settings.allocation == "loss" and settings.calibration.held_out > 0
+    names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
+
+    def choose() -> dict[str, Weighted]:
+        if not world.is_main:
+            return dict.fromkeys(names, Weighted(ranks={}, factors={}, predicted_loss=0.0))
+        return {name: choose_ranks(source.config, replace(settings, allocation=name), factors) for name in names}
+
+    found = on_every(choose, world)
+    if not checks:
+        return found[settings.allocation]
+    teacher, (_, held_out) = source.teacher(), source.batches()
+    if not held_out or not (world.is_main or teacher.sharded):
+        return found["loss"]
+    # The other ranks of a sharded teacher take part in its forward passes, with nothing cut.
+    held = divergences(teacher.model, found, held_out)
+    return replace(found["loss" if held["loss"] <= held["uniform"] else "uniform"], held_out=held)
+
+
+def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+    """Return the factors of the matrices, on rank 0; every rank must call this function.
+
+    Without a folder they are measured up to the ranks that the settings can need, and with one up to the largest rank
+    that makes a matrix smaller, so that they serve any size. What the folder has is not measured again.
+
+    Raises:
+        UserError: see `weigh_checked`.
+    """
+    reference = build_reference(copy.deepcopy(source.config))
+    shapes = {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
+    ranks = _decomposed_ranks(reference, shapes, settings, whole=source.kept is not None)
+    factors: MutableMapping[str, WeightedSVD] = {}
+
+    def open_folder() -> list[str]:
+        nonlocal factors
+        factors = factors if source.kept is None else source.kept()
+        return [name for name in ranks if name not in factors]
+
+    missing = on_main(open_folder, source.world)
+    if source.kept is not None:
+        source.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
+    if missing:
+        measurement = Measurement(
+            model=source.teacher().model,
+            batches=source.batches()[0],
+            settings=settings.calibration,
+            gradients=settings.weighting == "gradients",
+            world=source.world,
+            device=source.device,
+        )
+        measurement.factors(shapes, {name: ranks[name] for name in missing}, factors.__setitem__, source.say)
+    return factors
+
+
+def choose_ranks(config: PreTrainedConfig, settings: FactorizeConfig, factors: Mapping[str, WeightedSVD]) -> Weighted:
+    """Return the ranks of a teacher's matrices, as the settings and the factors decide them.
+
+    Raises:
+        UserError: the settings do not fit the model.
+    """
+    reference = build_reference(copy.deepcopy(config))
+    found = Weighted(ranks={}, factors=factors, predicted_loss=0.0)
+    if settings.allocation == "uniform":
+        return found.with_ranks(_planned(reference, settings))
+    of_factors = sum(each.shape[0] * each.shape[1] for each in factors.values())
+    dense = sum(m * n for m, n in layer_linears(reference).values()) - of_factors
+    chosen = allocate(factors, rank_budget(reference, settings) - dense, multiple=settings.rank_multiple)
+    return found.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
+
+
+def _decomposed_ranks(
+    reference: PreTrainedModel, shapes: Mapping[str, Shape], settings: FactorizeConfig, *, whole: bool
+) -> dict[str, int]:
+    """The number of leading factors of each matrix that must be known; the settings are checked before any work."""
+    largest = {name: break_even(m, n) for name, (m, n) in shapes.items() if break_even(m, n) > 0}
+    if settings.allocation == "loss":
+        rank_budget(reference, settings)
+        return largest
+    planned = _planned(reference, settings)
+    for name, rank in planned.items() if whole else ():
+        if rank > largest.get(name, 0):
+            raise UserError(
+                f"rank {rank} of {name} does not make it smaller, and student.factorize.calibration.folder keeps ranks "
+                f"to {largest.get(name, 0)}: lower the rank, or set the folder to null"
+            )
+    return largest if whole else planned
+
+
+def _planned(reference: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
+    sizes = plan(reference, settings).sizes
+    return {base_name(reference, name): cast(int, rank) for name, rank in sizes.items()}

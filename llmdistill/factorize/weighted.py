@@ -38,6 +38,8 @@ class WeightedSVD:
     """‖Rᵀ W L‖², the sum of all squared singular values."""
     scale: float
     """What turns the energy that a cut loses into its cost per token."""
+    tokens: int = 0
+    """The number of tokens of the calibration data, over all ranks."""
 
     def to(self, device: torch.device) -> WeightedSVD:
         """Return the same factors on another device."""
@@ -93,6 +95,7 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
         energy=float(whitened.square().sum()),
         # The Fisher matrix of the tokens' sum is C ⊗ G / tokens.
         scale=0.5 / moments.tokens ** (1 if outer is None else 2),
+        tokens=moments.tokens,
     )
 
 
@@ -125,10 +128,13 @@ class Weighted:
     factors: Mapping[str, WeightedSVD]
     predicted_loss: float
     """The sum of the costs of all cuts, per token; see `WeightedSVD.costs`."""
-    tokens: int = 0
-    """The number of tokens of the calibration data, over all ranks."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the calibration data, over all ranks."""
+        return max((each.tokens for each in self.factors.values()), default=0)
 
     def warning(self) -> str | None:
         """Return a warning if the data cannot fill the widest matrix; None if they can."""

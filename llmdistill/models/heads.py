@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
 from llmdistill.models.families import family_of
 from llmdistill.models.load import build_meta, load_model
+from llmdistill.models.sharded import gathered
 
 
 class LMHead:
@@ -74,12 +75,7 @@ class LMHead:
 
 def whole(head: HeadInputs) -> AbstractContextManager[Any]:
     """Context in which the parameters of an LM head are complete, even if ZeRO-3 shards them over the ranks."""
-    sharded = [each for each in (head.weight, head.bias) if each is not None and hasattr(each, "ds_id")]
-    if not sharded:
-        return nullcontext()
-    import deepspeed
-
-    return cast("AbstractContextManager[Any]", deepspeed.zero.GatheredParameters(sharded))
+    return gathered(head.weight, head.bias)
 
 
 def _last_linear(model: PreTrainedModel) -> nn.Linear | None:

@@ -30,7 +30,7 @@ their content, so that the same call finds its run again."""
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
-    *("student.factorize.calibration.memory", "student.factorize.calibration.micro_batch_size"),
+    *(f"student.factorize.calibration.{key}" for key in ("memory", "micro_batch_size", "folder")),
 )
 """Settings that cannot change the student. ds_config is a path; its content is compared instead."""
 _CHECKPOINT_KEYS = ("train.micro_batch_size", "number of ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, on_main
+from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
@@ -46,8 +46,9 @@ def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     if not on_main((folder / "config.json").is_file, world):
-        weighted = measure_weights(plan, world, teacher, data)
-        importance = measure_parts(plan, world, teacher, data)
+        whole = _whole_teacher(plan, world, teacher)
+        weighted = measure_weights(plan, world, whole, data)
+        importance = measure_parts(plan, world, whole, data)
         on_main(lambda: _make_student(plan, folder, weighted, importance, world.device), world)
     return folder
 
@@ -66,10 +67,15 @@ def _make_student(
         make_student(plan.teacher_path, folder, settings, seed=seed, head=head, importance=importance)
 
 
-def make_teacher(plan: Plan, world: World) -> LiveTeacher:
-    """Load the teacher in evaluation mode."""
-    wanted = plan.config.teacher.dtype
-    dtype = plan.dtype if wanted == "auto" else TORCH_DTYPES[wanted]
+def _whole_teacher(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]) -> Callable[[], LiveTeacher]:
+    """Return what loads the teacher with the head of its folder: for a decoder on no task this is the run's own."""
+    own = plan.causal and plan.task.head is None
+    return teacher if own else cache(lambda: make_teacher(plan, world, head="saved"))
+
+
+def make_teacher(plan: Plan, world: World, *, head: Head | None = None) -> LiveTeacher:
+    """Load the teacher in evaluation mode, by default with the head that the run needs."""
+    dtype, head = plan.teacher_dtype, plan.teacher_head if head is None else head
     path, sharding = plan.teacher_path, plan.config.teacher.sharding
     if sharding == "zero3" and is_adapter(path):
         # Under ZeRO-3 a rank has only a shard of the base model, so rank 0 merges an adapter first.
@@ -77,7 +83,7 @@ def make_teacher(plan: Plan, world: World) -> LiveTeacher:
         if not (merged / "config.json").is_file():
             on_main(lambda: merge_adapter(path, merged), world)
         path = merged
-    return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world, head=plan.teacher_head)
+    return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world, head=head)
 
 
 def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -13,20 +15,23 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.artifacts import plain
 from llmdistill.batch import Batch, Loader
-from llmdistill.config import DataConfig, FactorizeConfig, RunConfig, StudentConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
+from llmdistill.config.command_line import changed, to_dict
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
 from llmdistill.errors import UserError
-from llmdistill.factorize.weigh import weigh_checked
-from llmdistill.factorize.weighted import Weighted
+from llmdistill.factorize.kept import KeptFactors
+from llmdistill.factorize.weigh import Source, weigh_checked
+from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
 from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint, memory_fingerprint
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.importance import Importance, measure_importance
-from llmdistill.models.load import load_model
 from llmdistill.models.shapes import teacher_layers
 from llmdistill.report.starts import WEIGHTING_FILE
+from llmdistill.run.artifacts import input_fingerprints
 from llmdistill.run.inputs import data_file
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
@@ -42,20 +47,30 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     Args:
         plan: the run.
         world: the ranks.
-        teacher: loads the run's own teacher, which is measured if it has the head that its folder has.
+        teacher: loads the teacher with the head that its folder has.
         data: the run's own data, which are taken if the calibration names no others.
     """
     settings = plan.config.student.factorize
     if settings.weighting == "none":
         return None
     began = time.perf_counter()
-    model, batches, held_out = _measured(plan, world, teacher, data)
+
+    def kept() -> KeptFactors:
+        record = _record(plan.config, fingerprint(plan.teacher_path), plan.teacher_dtype, world)
+        return KeptFactors(Path(str(settings.calibration.folder)), record)
+
+    source = Source(
+        config=plan.teacher_config,
+        teacher=teacher,
+        batches=cache(lambda: _batches_of_run(plan, world, data)),
+        world=world,
+        device=world.device,
+        kept=None if settings.calibration.folder is None else kept,
+        say=lambda text: print_main(f"Student     {text}", world),
+    )
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
     print_main(f"Student     its factors are weighted by {what}", world)
-    reduce = dist.all_reduce if world.size > 1 else None
-    found = weigh_checked(
-        model, settings, batches, held_out, device=world.device, reduce=reduce, decompose=world.is_main
-    )
+    found = weigh_checked(source, settings)
     if world.is_main:
         _report(plan.folder, settings, found, time.perf_counter() - began)
     if found.warning() is not None:
@@ -72,8 +87,8 @@ def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], 
     if not settings.measures_importance:
         return None
     began = time.perf_counter()
-    model, batches, _ = _measured(plan, world, teacher, data)
-    found = measure_importance(model, batches, reduce=dist.all_reduce if world.size > 1 else None)
+    batches, _ = _batches_of_run(plan, world, data)
+    found = measure_importance(teacher().model, batches, reduce=dist.all_reduce if world.size > 1 else None)
     sizes = [shape_of(each).num_layers for each in (plan.student_config, plan.teacher_config)]
     layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=found.influence_L)
     if world.is_main:
@@ -90,17 +105,10 @@ def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], 
     return found
 
 
-def _measured(
-    plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData
-) -> tuple[PreTrainedModel, list[Batch], list[Batch]]:
-    """Return the model that a run measures, this rank's batches and the held-out batches."""
+def _batches_of_run(plan: Plan, world: World, data: TaskData) -> tuple[list[Batch], list[Batch]]:
+    """The `calibration_batches` of a run; its own data are not read a second time."""
     own = None if plan.config.student.factorize.calibration.data is not None or not plan.trains else data
-    batches, held_out = calibration_batches(plan.config, plan.models, world, own)
-    if plan.causal and plan.task.head is None:
-        return teacher().model, batches, held_out
-    # An encoder's teacher has the heads that the loss compares, which need not be those of its folder.
-    model = load_model(str(plan.teacher_path), dtype=plan.dtype, device=world.device, head="saved")
-    return model, batches, held_out
+    return calibration_batches(plan.config, plan.models, world, own)
 
 
 def measure_weights_on(
@@ -110,6 +118,7 @@ def measure_weights_on(
     settings: FactorizeConfig,
     limits: Mapping[str, Any],
     device: torch.device | None,
+    origin: Path | str | None,
 ) -> Weighted:
     """Weigh the factorization of a loaded model by data, outside of a run.
 
@@ -120,10 +129,13 @@ def measure_weights_on(
         settings: weighting, sizes and calibration.
         limits: max_prompt_length, max_length and long_prompts, where they differ from their defaults.
         device: the device of all arithmetic; by default that of the model.
+        origin: the folder or name of model and tokenizer, which identifies kept statistics; None for a model in memory,
+            which its content identifies.
 
     Raises:
         UserError: a row is malformed, a prompt is too long, or the settings do not fit the model.
     """
+    world = World.alone()
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         file = data_file(data, Path(folder), name="calibration")
@@ -137,21 +149,66 @@ def measure_weights_on(
             causal=family_of(model.config).causal,
             objective=make_task(config).objective(model.config, uses_output=False),
         )
-        batches, held_out = calibration_batches(config, models, World.alone())
-    own = model.device
-    moved = cast(Any, model).to(own if device is None else device)
-    try:
-        return weigh_checked(moved, settings, batches, held_out, device=device)
-    finally:
-        moved.to(own)
+
+        def open_folder() -> KeptFactors:
+            teacher = _fingerprint_of(model, tokenizer) if origin is None else fingerprint(origin)
+            return KeptFactors(Path(str(settings.calibration.folder)), _record(config, teacher, model.dtype, world))
+
+        source = Source(
+            config=model.config,
+            teacher=lambda: LiveTeacher(moved, moved),
+            batches=cache(lambda: calibration_batches(config, models, world)),
+            world=world,
+            device=device,
+            kept=None if settings.calibration.folder is None else open_folder,
+        )
+        own = model.device
+        moved = cast(Any, model).to(own if device is None else device)
+        try:
+            return weigh_checked(source, settings)
+        finally:
+            moved.to(own)
+
+
+def _fingerprint_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The fingerprint of a model and a tokenizer in memory."""
+    tensors = ((name, each.detach().cpu().contiguous()) for name, each in model.state_dict().items())
+    arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        words = fingerprint(folder)
+    return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
+
+
+def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -> dict[str, Any]:
+    """Return what determines the statistics of a calibration, as plain JSON values."""
+    calibration, values = config.student.factorize.calibration, to_dict(config)
+    values["data"]["train"] = calibration.data or config.data.train
+    values["teacher"]["model"] = values["student"]["model"] = None
+    values["student"]["factorize"]["calibration"]["data"] = None
+    contents = {f"content of {key}": value for key, value in input_fingerprints(values, made_below=None).items()}
+    unused = ("train", "valid", "tests", "on_policy")
+    return plain(
+        {
+            "content of teacher": teacher,
+            "dtype of teacher": str(dtype).removeprefix("torch."),
+            **contents,
+            "weighting": config.student.factorize.weighting,
+            "examples": calibration.examples,
+            "seed": calibration.seed,
+            "micro_batch_size": _batch_size(calibration, world),
+            "damping": [INPUT_DAMPING, GRADIENT_DAMPING],
+            "data": {key: value for key, value in values["data"].items() if key not in unused},
+        }
+    )
 
 
 def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | None, dict[str, Any]]:
     """Return the calibration data, and the other settings of the calibration by dotted key."""
     if not isinstance(given, Mapping):
         return given, {}
-    data = given.get("data")
-    return data, {f"calibration.{key}": value for key, value in given.items() if key != "data"}
+    others = {key: str(value) if isinstance(value, Path) else value for key, value in given.items() if key != "data"}
+    return given.get("data"), {f"calibration.{key}": value for key, value in others.items()}
 
 
 def check_calibration(plan: Plan) -> None:
@@ -174,12 +231,16 @@ def calibration_batches(
             f"student.factorize.calibration.examples is {calibration.examples}, fewer than the {world.size} ranks: "
             f"give {world.size} or more"
         )
-    size = min(calibration.micro_batch_size, calibration.examples // world.size)
+    size = _batch_size(calibration, world)
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = (_read(config, models).prepared(world) if data is None else data).loader(share)
     count = -(-calibration.examples // size)
     held_out = range(count, count + -(-calibration.held_out // size))
     return _batches(loader, range(world.rank, count, world.size)), _batches(loader, held_out)
+
+
+def _batch_size(calibration: CalibrationConfig, world: World) -> int:
+    return min(calibration.micro_batch_size, calibration.examples // world.size)
 
 
 def _read(config: RunConfig, models: Models) -> TaskData:

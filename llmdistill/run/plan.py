@@ -96,6 +96,12 @@ class Plan:
         return TORCH_DTYPES["bf16" if self.ds_config["bf16"]["enabled"] else "fp32"]
 
     @property
+    def teacher_dtype(self) -> torch.dtype:
+        """The dtype of the teacher."""
+        wanted = self.config.teacher.dtype
+        return self.dtype if wanted == "auto" else TORCH_DTYPES[wanted]
+
+    @property
     def trains(self) -> bool:
         """Whether the run trains the student."""
         return METHODS[self.config.method].trains
@@ -281,7 +287,7 @@ def _student(
 
 
 def _check_weighting(config: RunConfig) -> None:
-    """Raises UserError for a weighting of a student that is not factorized here, or a sharded teacher to measure."""
+    """Raises UserError for a weighting of a student that is not factorized here, or a sharded teacher to prune."""
     settings, weighting = config.student, config.student.factorize.weighting
     if settings.measures_importance and config.teacher.sharding == "zero3":
         key = "init" if settings.init == "important" else "layers"
@@ -298,11 +304,6 @@ def _check_weighting(config: RunConfig) -> None:
                 f"student.factorize.weighting is {weighting}, but student.{key} {value} is not factorized by this run: "
                 "leave one of them out"
             )
-    if config.teacher.sharding == "zero3":
-        raise UserError(
-            f"student.factorize.weighting {weighting} needs the gradients of a whole teacher, but teacher.sharding is "
-            "zero3: make the student first with llmdistill compress, and give it as student.model"
-        )
 
 
 def _check_teacher_head(plan: Plan) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,56 @@ def on_main(job: Callable[[], Value], world: World) -> Value:
     if mistake is not None:
         raise UserError(mistake)
     return value
+
+
+def on_every(job: Callable[[], Value], world: World) -> Value:
+    """Run a job on every rank; a UserError of one rank is raised on every rank. Every rank must call this function.
+
+    After the first UserError that the job can raise it must not wait for other ranks.
+    """
+    value, mistake = None, None
+    try:
+        value = job()
+    except UserError as error:
+        mistake = str(error)
+    mistakes = [mistake]
+    if world.size > 1:
+        mistakes = [None] * world.size
+        dist.all_gather_object(mistakes, mistake)
+    first = next((each for each in mistakes if each is not None), None)
+    if first is not None:
+        raise UserError(first)
+    return cast(Value, value)
+
+
+def sum_at(tensor: Tensor, rank: int, world: World) -> None:
+    """Sum a tensor over the ranks in place, at one rank; what the other ranks hold afterwards means nothing."""
+    if world.size > 1:
+        dist.reduce(tensor, dst=rank)
+
+
+def to_main(
+    tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int, world: World
+) -> Tensor | None:
+    """Return a tensor of one rank on rank 0, and None on the others. Rank 0 and the source must call this function.
+
+    Args:
+        tensor: the tensor on the rank `source`, on any device; None elsewhere.
+        shape: its shape.
+        dtype: the dtype of the result.
+        source: the rank that has it.
+        world: the ranks.
+    """
+    if world.rank == source:
+        assert tensor is not None
+        if world.is_main:
+            return tensor.to(dtype)
+        dist.send(tensor.to(world.device, dtype).contiguous(), dst=0)
+    if not world.is_main:
+        return None
+    received = torch.empty(tuple(shape), dtype=dtype, device=world.device)
+    dist.recv(received, src=source)
+    return received
 
 
 def barrier() -> None:

@@ -21,6 +21,11 @@ class LiveTeacher:
     forward: Callable[..., Any]
     """The forward pass to call: the model itself, or the DeepSpeed engine that gathers the model's shards."""
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a forward pass needs every rank."""
+        return self.forward is not self.model
+
 
 def load_teacher(
     path: str,

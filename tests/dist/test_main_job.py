@@ -105,11 +105,14 @@ WEIGHTED = (
 )
 
 
-def test_two_ranks_weigh_a_student_as_one_does(trained):
-    one, two = trained(*WEIGHTED), trained(*WEIGHTED, ranks=2, ds_config="zero3")
+@pytest.mark.parametrize("sharding", ["replicated", "zero3"])
+def test_two_ranks_weigh_a_student_as_one_does(trained, sharding, tmp_path):
+    more = ("--teacher.sharding", sharding, "--student.factorize.calibration.folder", str(tmp_path / "kept"))
+    one, two = trained(*WEIGHTED), trained(*WEIGHTED, *more, ranks=2, ds_config="zero3")
     sizes = [json.loads((each / "untrained/config.json").read_text())["quantization_config"] for each in (one, two)]
     assert sizes[0] == sizes[1]
     assert len(set(sizes[0]["modules"].values())) > 3
+    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 4 * 7
     first, second = (load_file(each / "untrained/model.safetensors") for each in (one, two))
     for name in (name.removesuffix("A.weight") for name in first if name.endswith("A.weight")):
         # A singular vector is known but for its sign, so the products are compared.

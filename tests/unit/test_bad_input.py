@@ -82,11 +82,6 @@ def test_weighting_of_a_student_that_is_given(fails):
     assert "student.shape 2x64x4 is not factorized by this run" in said
 
 
-def test_weighting_with_a_sharded_teacher(fails):
-    said = fails("--recipe", "quickstart", "--teacher.sharding", "zero3", *WEIGHTED)
-    assert "needs the gradients of a whole teacher" in said
-
-
 IMPORTANT = ("--recipe", "quickstart", "--method", "kd", "--student.init", "important")
 
 

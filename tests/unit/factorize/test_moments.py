@@ -19,7 +19,7 @@ from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.factorize import moments as module
 from llmdistill.factorize.counting import layer_linears
-from llmdistill.factorize.moments import measure_moments
+from llmdistill.factorize.moments import measure_moments, shared_inputs
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "vocab_size": 20}
 
@@ -115,6 +115,41 @@ def test_linears_that_read_one_tensor_share_its_moments():
     assert found[f"{layer}self_attn.o_proj"].inputs is not found[f"{layer}self_attn.q_proj"].inputs
 
 
+def test_what_is_shared_is_seen_in_one_forward_pass():
+    """So that passes can be planned; GPT-2's queries, keys and values are one matrix, and BERT has no gate."""
+    counts = {}
+    for make in (llama, bert, gpt2):
+        model = make()
+        groups = shared_inputs(model, list(layer_linears(model)), make_batch())
+        assert sorted(name for group in groups for name in group) == sorted(layer_linears(model))
+        assert not any(each._forward_hooks for each in model.modules())
+        assert model.training
+        counts[make] = [len(group) for group in groups]
+    assert counts == {llama: [3, 1, 2, 1] * 2, bert: [3, 1, 1, 1] * 2, gpt2: [1, 1, 1, 1] * 2}
+
+
+def test_moments_of_a_bf16_model_are_near_those_of_fp32():
+    """Forward and backward are bf16, the sums fp32. Rounding changes some of the sampled labels, hence 30 %."""
+    model, batches = llama().eval(), [make_batch((40,) * 10, first_id=10 * number) for number in range(10)]
+    names = list(layer_linears(model))
+    whole = measure_moments(model, names, batches)
+    rounded = measure_moments(model.bfloat16(), names, batches)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    for name in names:
+        for key, most in (("inputs", 0.02), ("gradients", 0.3)):
+            one, other = (getattr(found[name], key) for found in (whole, rounded))
+            assert other.dtype == torch.float32
+            assert float((one - other).norm() / one.norm()) < most, (name, key)
+
+
+def test_passes_of_a_rank_with_fewer_batches_do_not_count():
+    names, own = list(layer_linears(llama())), [make_batch(), make_batch((4, 2), first_id=9)]
+    once, padded = measure_moments(llama(), names, own), measure_moments(llama(), names, own, rounds=5)
+    assert all(torch.equal(once[name].inputs, padded[name].inputs) for name in names)
+    assert all(torch.equal(once[name].gradients, padded[name].gradients) for name in names)
+    assert padded[names[0]].tokens == 20
+
+
 def test_a_classifier_is_sampled_once_a_sequence():
     model, batch = bert(BertForSequenceClassification, num_labels=3).eval(), make_batch()
 
@@ -158,9 +193,10 @@ def test_samples_split_over_batches_and_ranks_give_the_same():
     split = measure_moments(llama(), names, [part(slice(0, 1)), part(slice(1, 4))])
     # Each rank sees two rows, and the sum over ranks adds what the other one saw, in the order of the tensors.
     other: list[torch.Tensor] = []
-    measure_moments(llama(), names, [part(slice(0, 2))], reduce=lambda each: other.append(each.clone()))
+    told = measure_moments(llama(), names, [part(slice(0, 2))], reduce=lambda each, _: other.append(each.clone()))
+    assert not told, "the other rank decomposes them all"
     rest = iter(other)
-    ranks = measure_moments(llama(), names, [part(slice(2, 4))], reduce=lambda each: each.add_(next(rest)))
+    ranks = measure_moments(llama(), names, [part(slice(2, 4))], reduce=lambda each, _: each.add_(next(rest)) is each)
     for name in names:
         for found in (split[name], ranks[name]):
             torch.testing.assert_close(found.inputs, whole[name].inputs, rtol=1e-4, atol=1e-5)

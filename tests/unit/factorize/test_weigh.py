@@ -15,7 +15,7 @@ from llmdistill.factorize import weigh as module
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.plan import summarise
-from llmdistill.factorize.weigh import weigh, weigh_checked
+from llmdistill.factorize.weigh import Source, weigh, weigh_checked
 
 VOCABULARY = 40
 
@@ -100,7 +100,7 @@ def test_the_predicted_loss_is_near_the_measured_one_for_small_cuts(llama):
 
 def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
     chosen = settings(target_params="60%", weighting="gradients", allocation="loss")
-    found = weigh_checked(llama, chosen, batches(16, 1), batches(4, 9))
+    found = weigh_checked(Source.loaded(llama, batches(16, 1), batches(4, 9)), chosen)
     one_rank = settings(target_params="60%", weighting="gradients")
     for name, given in (("loss", chosen), ("uniform", one_rank)):
         assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, given)[0], llama), rel=1e-3)
@@ -108,7 +108,7 @@ def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
     assert found.ranks == weigh(llama, chosen, batches(16, 1)).ranks
     # Where the prediction misleads, the single rank is taken.
     monkeypatch.setattr(module, "divergences", lambda *_: {"loss": 2.0, "uniform": 1.0})
-    found = weigh_checked(llama, chosen, batches(4, 1), batches(1, 9))
+    found = weigh_checked(Source.loaded(llama, batches(4, 1), batches(1, 9)), chosen)
     assert found.ranks == weigh(llama, one_rank, batches(4, 1)).ranks
 
 

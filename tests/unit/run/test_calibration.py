@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import llmdistill
 from llmdistill.config.command_line import parse_run
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.factorize import measure
+from llmdistill.factorize.counting import layer_linears
 from llmdistill.methods import METHODS
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.run import calibration
 from llmdistill.run.calibration import calibration_batches
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
@@ -40,3 +47,95 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(
     many = World(rank=0, size=examples + 1, device=torch.device("cpu"))
     with pytest.raises(UserError, match=f"examples is {examples}, fewer than the {examples + 1} ranks"):
         calibration_batches(config, plan.models, many)
+
+
+SETTINGS = {"target_params": "85%", "weighting": "gradients", "allocation": "loss"}
+ROWS = [
+    {"instruction": f"Count to {number}.", "output": " ".join("abcdefgh"[: number % 8 + 1])} for number in range(40)
+]
+
+
+@pytest.fixture
+def teacher(tmp_path) -> LlamaForCausalLM:
+    """A model in memory with the embedded tokenizer."""
+    source = locate("embedded:teacher")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig.from_pretrained(source).to_dict() | sizes | {"num_key_value_heads": 2, "head_dim": 8}
+    model = LlamaForCausalLM(LlamaConfig(**config | {"initializer_range": 0.2})).eval()
+    model.save_pretrained(tmp_path / "teacher")
+    load_tokenizer(source).save_pretrained(tmp_path / "teacher")
+    return LlamaForCausalLM.from_pretrained(tmp_path / "teacher")
+
+
+def made(model, folder=None, **given):
+    settings = {**SETTINGS, **given}
+    calibration = {"data": ROWS, "examples": 8, "held_out": 8, "folder": folder, **settings.pop("calibration", {})}
+    return llmdistill.compress(model, calibration=calibration, **settings).state_dict()
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_path, monkeypatch):
+    kept = tmp_path / "kept"
+    assert same(made(teacher, kept), made(teacher))
+    others = ({"target_params": "78%"}, {"allocation": "uniform", "target_params": None, "rank": 4})
+    own = [made(teacher, **other) for other in others]
+
+    def fails(*_args, **_more):
+        raise AssertionError("nothing is left to be measured")
+
+    monkeypatch.setattr(measure, "measure_moments", fails)
+    assert same(made(teacher, kept, **others[0]), own[0])  # the check on held-out data is this size's own
+    monkeypatch.setattr(calibration, "calibration_batches", fails)
+    assert same(made(teacher, kept, **others[1]), own[1])
+    ranks = {"target_params": None, "allocation": "uniform", "ranks": {"*.up_proj": 20}}
+    with pytest.raises(UserError, match=r"rank 20 of layers\.0\.mlp\.up_proj does not make it smaller, and .* to 19"):
+        made(teacher, kept, **ranks)
+
+
+def test_a_measurement_goes_on_where_it_was_killed(teacher, tmp_path, monkeypatch):
+    kept, whole, passes = tmp_path / "kept", made(teacher), []
+    small = {"calibration": {"memory": 40_000 / 2**30}}
+    real = measure.measure_moments
+
+    def killed(model, names, *args, **more):
+        if len(passes) == 2:
+            raise KeyboardInterrupt
+        passes.append(names)
+        return real(model, names, *args, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "measure_moments", killed)
+        with pytest.raises(KeyboardInterrupt):
+            made(teacher, kept, **small)
+    done = {f"model.{file.name.removesuffix('.safetensors')}" for file in kept.glob("*.safetensors")}
+    assert done == {name for names in passes for name in names}
+    measured = []
+    monkeypatch.setattr(
+        measure, "measure_moments", lambda model, names, *a, **m: measured.extend(names) or real(model, names, *a, **m)
+    )
+    assert same(made(teacher, kept, **small), whole)
+    assert set(measured) == set(layer_linears(teacher)) - done
+
+
+def test_a_folder_is_only_for_what_was_measured(teacher, tmp_path):
+    made(teacher, tmp_path / "kept")
+    remedy = "; choose another folder, or null to keep nothing"
+    for other, said in (
+        ({"calibration": {"seed": 1}}, "seed was 0 and is now 1"),
+        ({"calibration": {"data": ROWS[1:]}}, r"content of data\.train was sha256:\w+ and is now sha256:\w+"),
+        ({"weighting": "activations", "allocation": "uniform"}, "weighting was gradients and is now activations"),
+        ({"max_length": 400}, r"data\.max_length was \d+ and is now 400"),
+    ):
+        with pytest.raises(UserError, match=f"it holds statistics of another measurement: {said}.*{remedy}"):
+            made(teacher, tmp_path / "kept", **other)
+    with torch.no_grad():
+        teacher.lm_head.weight[0, 0] += 1
+    with pytest.raises(UserError, match="content of teacher was sha256"):
+        made(teacher, tmp_path / "kept")
+    # The same model by its folder: it has another identity, and keeps it.
+    named = str(tmp_path / "teacher")
+    assert same(made(named, tmp_path / "named"), made(named, tmp_path / "named"))

@@ -1,0 +1,200 @@
+"""Measures the moments of a teacher in passes that fit into memory, and decomposes its matrices on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig
+from llmdistill.factorize.counting import Shape
+from llmdistill.factorize.install import matrix
+from llmdistill.factorize.moments import Moments, measure_moments, shared_inputs
+from llmdistill.factorize.weighted import WeightedSVD, weighted_svd
+from llmdistill.models.sharded import gathered
+from llmdistill.runtime.distributed import World, all_reduce_sum, on_every, sum_at, to_main
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The linears that are measured in one pass over the data."""
+
+    groups: Sequence[Sequence[str]]
+    """Names of linears; those of a group read the same tensor."""
+    bytes: int
+    """Memory of their moments in fp32."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all linears."""
+        return [name for group in self.groups for name in group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What the factors of a teacher's matrices are measured on, and how."""
+
+    model: PreTrainedModel
+    """The dense teacher, whole or sharded by ZeRO-3."""
+    batches: Sequence[Batch]
+    """This rank's calibration data, at least one batch."""
+    settings: CalibrationConfig
+    """Seed and memory."""
+    gradients: bool
+    """Whether G is measured."""
+    world: World
+    device: torch.device | None = None
+    """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
+
+    def factors(
+        self,
+        shapes: Mapping[str, Shape],
+        ranks: Mapping[str, int],
+        keep: Callable[[str, WeightedSVD], object],
+        say: Callable[[str], object],
+    ) -> None:
+        """Measure and decompose matrices; every rank must call this function.
+
+        The matrices of a pass are dealt to the ranks. The sums over the ranks go to the rank that decomposes the
+        matrix, and the factors go to rank 0, one matrix after the other.
+
+        Args:
+            shapes: (m, n) of the matrices, by their names in the base model.
+            ranks: the number of leading factors that are kept, by the same names.
+            keep: takes the name and the factors of a matrix, on rank 0, as soon as its pass has ended.
+            say: takes the plan as a sentence.
+
+        Raises:
+            UserError: the data have no token or give numbers that are not finite.
+        """
+        model, world = self.model, self.world
+        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+        sizes = {prefix + name: shapes[name] for name in ranks}
+        wanted = {prefix + name: rank for name, rank in ranks.items()}
+        groups = shared_inputs(model, sizes, self.batches[0])
+        passes = plan_passes(groups, sizes, gradients=self.gradients, memory=self.settings.memory)
+        most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
+        say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
+        rounds = _largest(len(self.batches), world, model.device)
+        for each in passes:
+            owners = deal(each.groups, sizes, world.size)
+            found = self._decomposed(owners, wanted, self._moments(owners, rounds))
+            for name, owner in owners.items():
+                factors = _brought(found.pop(name, None), sizes[name], wanted[name], owner, world)
+                if factors is not None:
+                    keep(name.removeprefix(prefix), factors.to(torch.device("cpu")))
+
+    def _moments(self, owners: Mapping[str, int], rounds: int) -> dict[str, Moments]:
+        """The moments of the linears that this rank decomposes, over the data of all ranks."""
+        world = self.world
+
+        def reduce(tensor: Tensor, name: str | None) -> bool:
+            if name is None:
+                all_reduce_sum(tensor)
+                return True
+            sum_at(tensor, owners[name], world)
+            return owners[name] == world.rank
+
+        def measure() -> dict[str, Moments]:
+            return measure_moments(
+                self.model,
+                list(owners),
+                self.batches,
+                gradients=self.gradients,
+                seed=self.settings.seed,
+                reduce=reduce if world.size > 1 else None,
+                rounds=rounds,
+            )
+
+        return on_every(measure, world)
+
+    def _decomposed(
+        self, owners: Mapping[str, int], ranks: Mapping[str, int], moments: dict[str, Moments]
+    ) -> dict[str, WeightedSVD]:
+        """The factors of this rank's matrices; the ranks gather each matrix together if it is sharded."""
+        model, weights = self.model, dict[str, Tensor]()
+        for name in owners:
+            linear = model.get_submodule(name)
+            parameter = cast(Tensor, linear.weight)
+            with gathered(parameter):
+                if name in moments:
+                    weight = matrix(linear).detach()
+                    weights[name] = weight.clone() if hasattr(parameter, "ds_id") else weight
+
+        def decompose() -> dict[str, WeightedSVD]:
+            found = {}
+            for name in list(moments):
+                weight = weights.pop(name)
+                moved = weight if self.device is None else weight.to(self.device)
+                found[name] = weighted_svd(moved, moments.pop(name), ranks[name]).to(torch.device("cpu"))
+            return found
+
+        return on_every(decompose, self.world)
+
+
+def plan_passes(
+    groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], *, gradients: bool, memory: float
+) -> list[Pass]:
+    """Split groups of linears, in their order, into passes whose moments in fp32 fit into `memory` GiB.
+
+    The linears of a group share the moment of their inputs. A group that does not fit has a pass of its own.
+    """
+    passes: list[Pass] = []
+    for group in groups:
+        of_outputs = sum(shapes[name][0] ** 2 for name in group) if gradients else 0
+        size = 4 * (shapes[group[0]][1] ** 2 + of_outputs)
+        if passes and passes[-1].bytes + size <= memory * GIB:
+            passes[-1] = Pass([*passes[-1].groups, group], passes[-1].bytes + size)
+        else:
+            passes.append(Pass([group], size))
+    return passes
+
+
+def deal(groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
+    """Return the rank that decomposes each linear, so that all have about the same work; a group stays together.
+
+    The work is m·n·min(m, n). The largest group comes first, each to the rank that has least to do.
+    """
+    work = {
+        number: sum(m * n * min(m, n) for m, n in (shapes[name] for name in group))
+        for number, group in enumerate(groups)
+    }
+    loads, owners = [0] * ranks, dict[str, int]()
+    for number in sorted(work, key=lambda number: -work[number]):
+        rank = loads.index(min(loads))
+        loads[rank] += work[number]
+        owners |= dict.fromkeys(groups[number], rank)
+    return owners
+
+
+def _largest(number: int, world: World, device: torch.device) -> int:
+    largest = torch.tensor(number, device=device)
+    if world.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def _brought(factors: WeightedSVD | None, shape: Shape, rank: int, owner: int, world: World) -> WeightedSVD | None:
+    """The factors of a matrix on rank 0, None on the others."""
+    m, n = shape
+    shapes = {"left": (m, rank), "values": (rank,), "right": (rank, n)}
+    brought = {
+        key: to_main(None if factors is None else getattr(factors, key), size, torch.float32, owner, world)
+        for key, size in shapes.items()
+    }
+    own = (
+        None if factors is None else torch.tensor([factors.energy, factors.scale, factors.tokens], dtype=torch.float64)
+    )
+    figures = to_main(own, (3,), torch.float64, owner, world)
+    if figures is None:
+        return None
+    energy, scale, tokens = figures.tolist()
+    return WeightedSVD(**cast("dict[str, Tensor]", brought), energy=energy, scale=scale, tokens=int(tokens))

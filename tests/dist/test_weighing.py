@@ -1,0 +1,80 @@
+"""Matrices measured and decomposed on two ranks, of a whole teacher and of one that ZeRO-3 shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.dist
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+import torch
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.counting import build_reference, layer_linears
+from llmdistill.factorize.measure import GIB, Measurement
+from llmdistill.models.configs import load_config
+from llmdistill.runtime.distributed import init_distributed, on_every
+from llmdistill.teacher.live import load_teacher
+
+folder, teacher = Path(sys.argv[-2]), sys.argv[-1]
+world = init_distributed()
+
+
+def batch(rows):
+    ids = torch.randint(5, 200, (12, 9), generator=torch.Generator().manual_seed(1))[rows]
+    names = tuple((row,) for row in range(12))[rows]
+    return Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sample_ids=names)
+
+
+def measure(batches, sharding, memory):
+    model, found, said = load_teacher(teacher, dtype=torch.float32, sharding=sharding, world=world).model, {}, []
+    shapes = layer_linears(build_reference(load_config(teacher)))
+    shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
+    settings = CalibrationConfig(memory=memory)
+    measurement = Measurement(model=model, batches=batches, settings=settings, gradients=True, world=world)
+    measurement.factors(shapes, dict.fromkeys(shapes, 3), found.__setitem__, said.append)
+    return found, said
+
+
+def fails():
+    if world.rank == 1:
+        raise UserError("rank 1 cannot")
+
+
+if world.size == 1:
+    results = [measure([batch(slice(0, 12))], "replicated", 1.0)]
+else:
+    # Rank 1 has one batch less: it repeats its own, but the repetition does not count.
+    own = [batch(slice(0, 4)), batch(slice(8, 12))] if world.is_main else [batch(slice(4, 8))]
+    results = [measure(own, sharding, 50_000 / GIB) for sharding in ("replicated", "zero3")]
+    try:
+        on_every(fails, world)
+    except UserError as error:
+        (folder / f"error-{world.rank}").write_text(str(error))
+torch.save(results, folder / f"{world.size}-{world.rank}.pt")
+"""
+
+
+def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    for ranks in (1, 2):
+        launch(str(tmp_path), str(tiny_teacher), ranks=ranks, program=str(program))
+    [(alone, _)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
+    assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["rank 1 cannot"] * 2
+    assert all(not found for found, _ in torch.load(tmp_path / "2-1.pt", weights_only=False))
+    for found, said in torch.load(tmp_path / "2-0.pt", weights_only=False):
+        assert said == ["6 passes of at most 4.29e-05 GiB of statistics"]
+        assert set(found) == set(alone)
+        for name, factors in alone.items():
+            other = found[name]
+            assert (other.energy, other.scale, other.tokens) == pytest.approx((factors.energy, factors.scale, 108))
+            torch.testing.assert_close(other.values, factors.values, rtol=1e-4, atol=1e-6)
+            products = [each.left * each.values @ each.right for each in (other, factors)]
+            torch.testing.assert_close(*products, rtol=1e-3, atol=1e-4)

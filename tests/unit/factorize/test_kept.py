@@ -1,0 +1,78 @@
+"""The folder of kept factors: what was put comes back, whole or not at all, and only for the same measurement."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.kept import RECORD, KeptFactors
+from llmdistill.factorize.weighted import WeightedSVD
+
+NAME = "layers.0.mlp.up_proj"
+
+
+def factors() -> WeightedSVD:
+    torch.manual_seed(0)
+    # A slice and a transpose, as a decomposition returns them.
+    left, right = torch.randn(8, 9)[:, :3], torch.randn(6, 3).T
+    return WeightedSVD(left=left, values=torch.rand(3), right=right, energy=1 / 3, scale=1e-30 / 7, tokens=10**9 + 1)
+
+
+def test_factors_come_back_exactly(tmp_path):
+    folder, put = tmp_path / "a" / "b", factors()
+    kept = KeptFactors(folder, {"seed": 0})
+    assert NAME not in kept
+    with pytest.raises(KeyError):
+        kept[NAME]
+    kept[NAME] = put
+    again = KeptFactors(folder, {"seed": 0})
+    assert list(again) == [NAME]
+    assert len(again) == 1
+    assert NAME in again
+    for key in ("left", "values", "right"):
+        assert torch.equal(getattr(again[NAME], key), getattr(put, key))
+    assert (again[NAME].energy, again[NAME].scale, again[NAME].tokens) == (put.energy, put.scale, put.tokens)
+    del again[NAME]
+    assert not kept
+
+
+def test_a_folder_of_another_measurement_is_refused(tmp_path):
+    KeptFactors(tmp_path, {"data": {"max_length": 128}, "seed": 0})
+    said = (
+        rf"folder {tmp_path}: it holds statistics of another measurement: data\.max_length was 128 and is now 64 \(and"
+    )
+    with pytest.raises(UserError, match=said):
+        KeptFactors(tmp_path, {"data": {"max_length": 64}, "seed": 1})
+    assert json.loads((tmp_path / RECORD).read_text())["seed"] == 0
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="is not empty and holds no statistics; choose another folder"):
+        KeptFactors(tmp_path, {})
+    with pytest.raises(UserError, match="is not empty and holds no statistics"):
+        KeptFactors(tmp_path / "model.safetensors", {})
+
+
+def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
+    kept = KeptFactors(tmp_path, {})
+
+    def killed(tensors, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llmdistill.factorize.kept.save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        kept[NAME] = factors()
+    assert NAME not in KeptFactors(tmp_path, {})
+    assert not kept
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    kept = KeptFactors(tmp_path, {})
+    (tmp_path / f"{NAME}.safetensors").write_bytes(b"damaged!")
+    with pytest.raises(UserError, match=r"up_proj\.safetensors: not a whole file of factors: remove it"):
+        kept[NAME]

@@ -1,0 +1,41 @@
+"""Passes over the calibration data, and the dealing of matrices to ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmdistill.factorize.measure import GIB, deal, plan_passes
+
+SHAPES = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "up": (12, 8), "down": (8, 12)}
+GROUPS = [["q", "k", "v"], ["o"], ["gate", "up"], ["down"]]
+
+
+def test_inputs_that_are_shared_count_once():
+    whole = plan_passes(GROUPS, SHAPES, gradients=True, memory=1.0)
+    assert [each.names for each in whole] == [list(SHAPES)]
+    of_inputs = 3 * 8**2 + 12**2
+    assert whole[0].bytes == 4 * (of_inputs + sum(m**2 for m, _ in SHAPES.values()))
+    assert plan_passes(GROUPS, SHAPES, gradients=False, memory=1.0)[0].bytes == 4 * of_inputs
+
+
+def test_passes_stay_below_the_memory_and_keep_groups_whole():
+    sizes = [4 * (64 + 64 + 16 + 16), 4 * (64 + 64), 4 * (64 + 144 + 144), 4 * (144 + 64)]
+    passes = plan_passes(GROUPS, SHAPES, gradients=True, memory=(sizes[0] + sizes[1]) / GIB)
+    assert [each.groups for each in passes] == [GROUPS[:2], GROUPS[2:3], GROUPS[3:]]
+    assert [each.bytes for each in passes] == [sizes[0] + sizes[1], sizes[2], sizes[3]]
+    # Less memory than the largest group has: it is measured alone.
+    assert [each.groups for each in plan_passes(GROUPS, SHAPES, gradients=True, memory=1e-9)] == [[g] for g in GROUPS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_every_matrix_has_a_rank_and_the_work_is_even(ranks: int):
+    groups = [[f"{layer}.{name}" for name in group] for layer in range(4) for group in GROUPS]
+    shapes = {name: SHAPES[name.split(".")[1]] for group in groups for name in group}
+    owners = deal(groups, shapes, ranks)
+    assert set(owners) == set(shapes)
+    assert all(len({owners[name] for name in group}) == 1 for group in groups)
+    loads = [0] * ranks
+    for name, (m, n) in shapes.items():
+        loads[owners[name]] += m * n * min(m, n)
+    largest = max(sum(m * n * min(m, n) for m, n in (shapes[name] for name in group)) for group in groups)
+    assert max(loads) - min(loads) <= largest
