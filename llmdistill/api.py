@@ -75,8 +75,7 @@ def compress(
         output: a new folder, in which the student and the model's tokenizer are saved.
         tokenizer: the tokenizer to save in `output`; by default the tokenizer of the folder or name that the model was
             loaded from.
-        device: the device on which the matrices are decomposed, one at a time. By default a model in memory is
-            decomposed on its own device, and a named model on the GPU if there is one.
+        device: the device that decomposes the matrices; by default a model's own, and for a named one the GPU if any.
         calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping of these
             `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number),
@@ -103,7 +102,8 @@ def compress(
         teacher = load_model(source, dtype="auto", head="saved") if source is not None else cast(PreTrainedModel, model)
         on, origin, weighted = device_for(model, device), source if tokenizer is None else None, None
         if chosen.weighting != "none" and data is not None:
-            weighted = measure_weights_on(data, teacher, tokenizer_of(model, tokenizer), chosen, limits, on, origin)
+            words = tokenizer_of(model, tokenizer)
+            weighted = measure_weights_on(data, teacher, words, chosen, method, limits, on, origin)
         student = compress_model(teacher, chosen, method, device=on, in_place=named, weighted=weighted)
         if folder is not None:
             save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))

@@ -65,13 +65,14 @@ class FactorizeConfig:
     the teacher's (62%). svd takes the largest single rank that stays below it; kronecker, only in `llmdistill
     compress`, takes the shapes with the smallest error on the weights, estimated from the weights of three layers."""
     embedding_rank: int | None = None
-    """svd: also factorize the token embedding (and a head that is tied to it) to this rank."""
+    """svd: also factorize the token embedding (and a head that is tied to it) to this rank; a weighting counts its
+    rows by how often their tokens occur and, with gradients, its columns too."""
     sigma: Literal["left", "balanced"] = "left"
     """svd: the position of the singular values: left puts them into A = UΣ (the paper's choice), balanced puts √Σ on
     both sides (kronecker always does this)."""
     weighting: Literal["none", "activations", "gradients"] = "none"
-    """svd: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the calibration
-    data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
+    """Both methods: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the
+    calibration data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
     allocation: Allocation = "uniform"
     """svd: how target_params is spent. uniform: one rank for all matrices; loss: the ranks with the lowest predicted
     loss, which needs weighting gradients."""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from llmdistill.factorize.counting import build_reference, layer_linears
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import install, is_factorized, matrix, tied_heads, token_embedding
-from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of, low_rank_values
+from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, missing_calibration
+from llmdistill.factorize.weighted import Weighted, missing_calibration
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
@@ -48,15 +48,15 @@ def factorize(
     sigma: Sigma = "left",
     device: torch.device | None = None,
     progress: bool = False,
-    weighted: Mapping[str, WeightedSVD] | None = None,
+    weighted: Weighted | None = None,
 ) -> None:
     """Replace linears, and optionally the token embedding, by their best approximations, in place.
 
     svd gives the best approximation of a rank (MaKD eq. 11), with the singular values where `sigma` says; kronecker
     gives the best of a Kronecker shape (KroneckerBERT eq. 2-5). Each matrix is decomposed on `device` (by default where
     the matrix is), one at a time, so a GPU can be used even if it cannot hold the model. dtype and device of the model
-    stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds the factors of linears, by
-    their names in the base model, that are already decomposed with weights. save_pretrained then writes a student that
+    stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds factors that are already
+    decomposed with weights, of sizes that the factorization names. save_pretrained then writes a student that
     from_pretrained loads. Raises UserError if the model is already factorized or quantised, or if a matrix has values
     that are not finite.
     """
@@ -68,9 +68,9 @@ def factorize(
     def factors(best: Callable[..., dict[str, Tensor]], name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
         if not weight.isfinite().all():
             raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
-        if weighted is not None and name in weighted:
-            found = low_rank_values(*weighted[name].truncated(cast(int, size)), sigma)
-            return {key: value.to(weight) for key, value in found.items()}
+        fitted = None if weighted is None else weighted.fitted(base_name(model, name))
+        if fitted is not None:
+            return {key: value.to(weight) for key, value in fitted.parameters(size, sigma).items()}
         moved = weight if device is None else weight.to(device)
         return {key: value.to(weight) for key, value in best(moved, size, sigma).items()}
 
@@ -115,8 +115,7 @@ def compress_model(
     if not in_place:  # the copy shares the weights that will be replaced
         linears = [model.base_model.get_submodule(base_name(model, name)) for name in factorization.sizes]
         student = copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
-    factors = None if weighted is None else weighted.factors
-    factorize(student, factorization, sigma=settings.sigma, device=device, progress=True, weighted=factors)
+    factorize(student, factorization, sigma=settings.sigma, device=device, progress=True, weighted=weighted)
     return student.train(model.training)
 
 
@@ -134,6 +133,8 @@ def _planned(
     check_settings(settings, method)
     if weighted is None:
         raise missing_calibration(settings.weighting)
+    if method != "svd":  # no other method chooses sizes by the data
+        return plan(reference, settings, method)
     ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
     sizes = {name: rank for name, rank in ranks.items() if rank is not None}
     return replace(plan_embedding(reference, settings, method), sizes=sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,12 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
 from llmdistill.factorize.counting import Shape
-from llmdistill.factorize.install import matrix
+from llmdistill.factorize.install import matrix, token_embedding
+from llmdistill.factorize.kinds import Size
 from llmdistill.factorize.moments import Moments, measure_moments, shared_inputs
-from llmdistill.factorize.weighted import WeightedSVD, weighted_svd
+from llmdistill.factorize.table_moments import TableMoments, measure_table
+from llmdistill.factorize.weighted_embedding import WeightedTable, weighted_table
+from llmdistill.factorize.weighted_kinds import WEIGHTED_KINDS
 from llmdistill.models.sharded import gathered
 from llmdistill.runtime.distributed import World, all_reduce_sum, on_every, sum_at, to_main
 
@@ -51,14 +54,16 @@ class Measurement:
     gradients: bool
     """Whether G is measured."""
     world: World
+    method: str = "svd"
+    """The method of the factorization."""
     device: torch.device | None = None
     """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
 
     def factors(
         self,
         shapes: Mapping[str, Shape],
-        ranks: Mapping[str, int],
-        keep: Callable[[str, WeightedSVD], object],
+        wanted: Mapping[str, Size],
+        keep: Callable[[str, Any], object],
         say: Callable[[str], object],
     ) -> None:
         """Measure and decompose matrices; every rank must call this function.
@@ -68,7 +73,7 @@ class Measurement:
 
         Args:
             shapes: (m, n) of the matrices, by their names in the base model.
-            ranks: the number of leading factors that are kept, by the same names.
+            wanted: the number of leading factors that are kept, or the Kronecker shape, by the same names.
             keep: takes the name and the factors of a matrix, on rank 0, as soon as its pass has ended.
             say: takes the plan as a sentence.
 
@@ -77,8 +82,8 @@ class Measurement:
         """
         model, world = self.model, self.world
         prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-        sizes = {prefix + name: shapes[name] for name in ranks}
-        wanted = {prefix + name: rank for name, rank in ranks.items()}
+        sizes = {prefix + name: shapes[name] for name in wanted}
+        wanted = {prefix + name: size for name, size in wanted.items()}
         groups = shared_inputs(model, sizes, self.batches[0])
         passes = plan_passes(groups, sizes, gradients=self.gradients, memory=self.settings.memory)
         most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
@@ -88,7 +93,7 @@ class Measurement:
             owners = deal(each.groups, sizes, world.size)
             found = self._decomposed(owners, wanted, self._moments(owners, rounds))
             for name, owner in owners.items():
-                factors = _brought(found.pop(name, None), sizes[name], wanted[name], owner, world)
+                factors = self._brought(found.pop(name, None), sizes[name], wanted[name], owner)
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors.to(torch.device("cpu")))
 
@@ -117,8 +122,8 @@ class Measurement:
         return on_every(measure, world)
 
     def _decomposed(
-        self, owners: Mapping[str, int], ranks: Mapping[str, int], moments: dict[str, Moments]
-    ) -> dict[str, WeightedSVD]:
+        self, owners: Mapping[str, int], wanted: Mapping[str, Size], moments: dict[str, Moments]
+    ) -> dict[str, Any]:
         """The factors of this rank's matrices; the ranks gather each matrix together if it is sharded."""
         model, weights = self.model, dict[str, Tensor]()
         for name in owners:
@@ -129,15 +134,63 @@ class Measurement:
                     weight = matrix(linear).detach()
                     weights[name] = weight.clone() if hasattr(parameter, "ds_id") else weight
 
-        def decompose() -> dict[str, WeightedSVD]:
-            found = {}
+        def decompose() -> dict[str, Any]:
+            found, kind = {}, WEIGHTED_KINDS[self.method]
             for name in list(moments):
                 weight = weights.pop(name)
                 moved = weight if self.device is None else weight.to(self.device)
-                found[name] = weighted_svd(moved, moments.pop(name), ranks[name]).to(torch.device("cpu"))
+                found[name] = kind.decompose(moved, moments.pop(name), wanted[name]).to(torch.device("cpu"))
             return found
 
         return on_every(decompose, self.world)
+
+    def _brought(self, factors: Any, shape: Shape, size: Size, owner: int) -> Any:
+        """The factors of a matrix on rank 0, None on the others."""
+        kind, world = WEIGHTED_KINDS[self.method], self.world
+        brought = {
+            key: to_main(None if factors is None else getattr(factors, key), each, torch.float32, owner, world)
+            for key, each in kind.tensors(shape, size).items()
+        }
+        keys = (*kind.figures, "tokens")
+        own = None if factors is None else torch.tensor([getattr(factors, key) for key in keys], dtype=torch.float64)
+        figures = to_main(own, (len(keys),), torch.float64, owner, world)
+        if figures is None:
+            return None
+        *values, tokens = figures.tolist()
+        return kind.factors(**brought, **dict(zip(kind.figures, values, strict=True)), tokens=int(tokens))
+
+    def table(self, rank: int) -> WeightedTable | None:
+        """Measure and decompose the token embedding in a pass of its own; on rank 0, None on the others.
+
+        Every rank must call this function.
+
+        Raises:
+            UserError: the data have no token or give numbers that are not finite.
+        """
+        model, world = self.model, self.world
+        rounds = _largest(len(self.batches), world, model.device)
+
+        def measure() -> TableMoments:
+            return measure_table(
+                model,
+                self.batches,
+                gradients=self.gradients,
+                seed=self.settings.seed,
+                reduce=all_reduce_sum if world.size > 1 else None,
+                rounds=rounds,
+            )
+
+        moments = on_every(measure, world)
+        parameter = token_embedding(model)[1].weight
+
+        def decompose() -> WeightedTable | None:
+            if not world.is_main:
+                return None
+            table = parameter.detach()
+            return weighted_table(table if self.device is None else table.to(self.device), moments, rank)
+
+        with gathered(parameter):
+            return on_every(decompose, world)
 
 
 def plan_passes(
@@ -180,21 +233,3 @@ def _largest(number: int, world: World, device: torch.device) -> int:
     if world.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
-
-
-def _brought(factors: WeightedSVD | None, shape: Shape, rank: int, owner: int, world: World) -> WeightedSVD | None:
-    """The factors of a matrix on rank 0, None on the others."""
-    m, n = shape
-    shapes = {"left": (m, rank), "values": (rank,), "right": (rank, n)}
-    brought = {
-        key: to_main(None if factors is None else getattr(factors, key), size, torch.float32, owner, world)
-        for key, size in shapes.items()
-    }
-    own = (
-        None if factors is None else torch.tensor([factors.energy, factors.scale, factors.tokens], dtype=torch.float64)
-    )
-    figures = to_main(own, (3,), torch.float64, owner, world)
-    if figures is None:
-        return None
-    energy, scale, tokens = figures.tolist()
-    return WeightedSVD(**cast("dict[str, Tensor]", brought), energy=energy, scale=scale, tokens=int(tokens))

@@ -8,10 +8,10 @@ change ΔW costs about Σ tr(ΔWᵀ G ΔW C) / (2 tokens) of the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,26 @@ def measure_moments(
     Raises:
         UserError: there is no token, or a moment is not finite.
     """
-    device, batches = model.device, list(batches)
     sums = _Sums(model, names, gradients)
+    run_passes(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds)
+    return sums.moments(reduce)
+
+
+class Counter(Protocol):
+    """What adds up moments in hooks on a model."""
+
+    def counting(self, mask_BT: Tensor) -> AbstractContextManager[None]:
+        """Add up the moments of one forward and backward pass at the positions of the mask."""
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+
+
+def run_passes(
+    model: PreTrainedModel, batches: Iterable[Batch], sums: Counter, *, gradients: bool, seed: int, rounds: int
+) -> None:
+    """Run a model forward, and backward from sampled labels, while `sums` counts; see `measure_moments`."""
+    device, batches = model.device, list(batches)
     tapped = tapped_output(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = model.training
@@ -87,7 +105,6 @@ def measure_moments(
         model.train(training)
         for parameter in trained:
             parameter.requires_grad_(True)
-    return sums.moments(reduce)
 
 
 @torch.no_grad()

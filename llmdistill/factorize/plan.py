@@ -32,7 +32,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         *("rank", "ranks", "target_params", "embedding_rank", "sigma"),
         *("weighting", "allocation", "rank_multiple", "calibration"),
     ),
-    "kronecker": ("shapes", "target_params", "embedding_columns", "sums", "max_flops"),
+    "kronecker": ("shapes", "target_params", "embedding_columns", "sums", "max_flops", "weighting", "calibration"),
 }
 """Method -> the settings that it uses; those before the setting of the embedding exclude each other."""
 DENSE = "dense"

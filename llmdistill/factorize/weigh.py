@@ -16,10 +16,11 @@ from llmdistill.config.student import Allocation
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import Shape, build_reference, layer_linears
 from llmdistill.factorize.cuts import divergences
+from llmdistill.factorize.install import token_embedding
 from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.measure import Measurement
-from llmdistill.factorize.plan import plan, rank_budget
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate, break_even
+from llmdistill.factorize.plan import check_settings, plan, plan_embedding, rank_budget
+from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate, break_even
 from llmdistill.models.families import base_name
 from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.teacher.live import LiveTeacher
@@ -67,25 +68,29 @@ def weigh(
     model: PreTrainedModel,
     settings: FactorizeConfig,
     batches: Sequence[Batch],
+    method: str = "svd",
     *,
     device: torch.device | None = None,
 ) -> Weighted:
-    """Return the weighted factorization of a dense model by svd.
+    """Return the weighted factorization of a dense model.
 
     Args:
         model: the teacher with its own head, on the device of the forward passes.
         settings: weighting and the sizes.
         batches: the calibration data.
+        method: the method of the factorization.
         device: the device on which matrices are decomposed, one at a time; by default the device of the model.
 
     Raises:
         UserError: the settings do not fit the model, or the data have no token or give numbers that are not finite.
     """
     source = Source.loaded(model, batches, device=device)
-    return choose_ranks(source.config, settings, measured(source, settings))
+    _check(source, settings, method)
+    found = _NOTHING if method != "svd" else choose_ranks(source.config, settings, measured(source, settings))
+    return _with_others(source, settings, method, found)
 
 
-def weigh_checked(source: Source, settings: FactorizeConfig) -> Weighted:
+def weigh_checked(source: Source, settings: FactorizeConfig, method: str = "svd") -> Weighted:
     """Return the weighted factorization, where ranks by the predicted loss must prove themselves on held-out data.
 
     Predictions add up the costs of cuts that were each made alone. So the cuts to these ranks and to one rank of the
@@ -96,13 +101,73 @@ def weigh_checked(source: Source, settings: FactorizeConfig) -> Weighted:
         UserError: the settings do not fit the model, the data have no token or give numbers that are not finite, or the
             folder of kept factors holds something else.
     """
+    _check(source, settings, method)
+    found = _NOTHING if method != "svd" else _checked_ranks(source, settings)
+    return _with_others(source, settings, method, found)
+
+
+_NOTHING = Weighted(ranks={}, factors={}, predicted_loss=0.0)
+
+
+def _check(source: Source, settings: FactorizeConfig, method: str) -> None:
+    """Raises UserError, before any work, for settings that do not fit the method or the model."""
+    check_settings(settings, method)
+    reference = build_reference(copy.deepcopy(source.config))
+    plan_embedding(reference, settings, method)
+    if method == "svd":
+        return
+    plan(reference, settings, method)
+    if source.kept is not None:
+        raise UserError(
+            "student.factorize.calibration.folder keeps factors of the method svd, which serve every rank, but the "
+            f"method is {method}, whose factors fit one shape: set the folder to null"
+        )
+
+
+def _with_others(source: Source, settings: FactorizeConfig, method: str, found: Weighted) -> Weighted:
+    """Add the factors that fit one size only: Kronecker products and a low-rank token embedding, on rank 0.
+
+    Every rank must call this function.
+    """
+    rank = settings.embedding_rank
+    if method == "svd" and rank is None:
+        return found
+    reference = build_reference(copy.deepcopy(source.config))
+    measurement, others = _measurement(source, settings, method), dict[str, FittedOnce]()
+    if method != "svd":
+        shapes = {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
+        sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
+        if sizes:
+            measurement.factors(shapes, sizes, others.__setitem__, source.say)
+    if rank is not None:
+        table = measurement.table(rank)
+        if table is not None:
+            others[base_name(reference, token_embedding(reference)[0])] = table
+    loss = found.predicted_loss + sum(each.cost for each in others.values())
+    return replace(found, others=others, predicted_loss=loss)
+
+
+def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd") -> Measurement:
+    return Measurement(
+        model=source.teacher().model,
+        batches=source.batches()[0],
+        settings=settings.calibration,
+        gradients=settings.weighting == "gradients",
+        world=source.world,
+        method=method,
+        device=source.device,
+    )
+
+
+def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
+    """The ranks that `weigh_checked` chooses, with their factors."""
     factors, world = measured(source, settings), source.world
     checks = settings.allocation == "loss" and settings.calibration.held_out > 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
 
     def choose() -> dict[str, Weighted]:
         if not world.is_main:
-            return dict.fromkeys(names, Weighted(ranks={}, factors={}, predicted_loss=0.0))
+            return dict.fromkeys(names, _NOTHING)
         return {name: choose_ranks(source.config, replace(settings, allocation=name), factors) for name in names}
 
     found = on_every(choose, world)
@@ -139,14 +204,7 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
     if source.kept is not None:
         source.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
     if missing:
-        measurement = Measurement(
-            model=source.teacher().model,
-            batches=source.batches()[0],
-            settings=settings.calibration,
-            gradients=settings.weighting == "gradients",
-            world=source.world,
-            device=source.device,
-        )
+        measurement = _measurement(source, settings)
         measurement.factors(shapes, {name: ranks[name] for name in missing}, factors.__setitem__, source.say)
     return factors
 

@@ -8,20 +8,45 @@ both the singular values of all matrices are in the unit of the loss.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmdistill.errors import UserError
+from llmdistill.factorize.kinds import Sigma, low_rank_values
 from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.svd import truncated_svd
 
 INPUT_DAMPING, GRADIENT_DAMPING = 1e-5, 1e-3
 """Added to the diagonals of C and G, as a share of their mean, so that directions without data keep a small weight."""
+
+
+class Fitted(Protocol):
+    """Weighted factors of a linear or of the token embedding."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the calibration data, over all ranks."""
+
+    @property
+    def widest(self) -> int:
+        """Side of the largest moment that the factors follow from."""
+
+    def parameters(self, size: Any, sigma: Sigma, /) -> dict[str, Tensor]:
+        """Return the parameters of the factorized module of a size, by name."""
+
+
+class FittedOnce(Fitted, Protocol):
+    """Weighted factors of one size."""
+
+    @property
+    def cost(self) -> float:
+        """What the approximation costs per token; see `WeightedSVD.costs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +76,11 @@ class WeightedSVD:
         """Outputs m and inputs n of the matrix."""
         return self.left.shape[0], self.right.shape[1]
 
+    @property
+    def widest(self) -> int:
+        """The larger side of the matrix."""
+        return max(self.shape)
+
     def truncated(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the SVD U (n, rank), Σ (rank), Vᵀ (rank, m) of the transposed approximation of a rank.
 
@@ -60,6 +90,10 @@ class WeightedSVD:
         outputs, outer = torch.linalg.qr((self.left[:, :rank] * self.values[:rank]).double())
         u, s, vh = torch.linalg.svd(inner @ outer.T)
         return (inputs @ u).float(), s.float(), (vh @ outputs.T).float()
+
+    def parameters(self, rank: int, sigma: Sigma, /) -> dict[str, Tensor]:
+        """Return the parameters of a LowRankLinear with this product."""
+        return low_rank_values(*self.truncated(rank), sigma)
 
     def costs(self) -> list[float]:
         """Return, for each rank from 0 to k, what it costs per token to cut this matrix alone to the rank.
@@ -128,17 +162,26 @@ class Weighted:
     factors: Mapping[str, WeightedSVD]
     predicted_loss: float
     """The sum of the costs of all cuts, per token; see `WeightedSVD.costs`."""
+    others: Mapping[str, FittedOnce] = field(default_factory=dict)
+    """The factors of all else by its name in the base model: Kronecker products, and a low-rank token embedding."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
+
+    def fitted(self, name: str) -> Fitted | None:
+        """Return the factors of a module by its name in the base model; None if there are none."""
+        return self.others[name] if name in self.others else self.factors.get(name)
 
     @property
     def tokens(self) -> int:
         """The number of tokens of the calibration data, over all ranks."""
-        return max((each.tokens for each in self.factors.values()), default=0)
+        return max((each.tokens for each in self._all()), default=0)
+
+    def _all(self) -> Iterator[Fitted]:
+        return chain(self.factors.values(), self.others.values())
 
     def warning(self) -> str | None:
         """Return a warning if the data cannot fill the widest matrix; None if they can."""
-        widest = max((max(each.shape) for each in self.factors.values()), default=0)
+        widest = max((each.widest for each in self._all()), default=0)
         if self.tokens >= widest:
             return None
         return (
@@ -162,6 +205,7 @@ class Weighted:
     def with_ranks(self, ranks: Mapping[str, int]) -> Weighted:
         """Return the same factors with other ranks."""
         loss = sum(each.costs()[ranks[name]] for name, each in self.factors.items() if name in ranks)
+        loss += sum(each.cost for each in self.others.values())
         return replace(self, ranks=ranks, predicted_loss=loss)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from llmdistill.errors import UserError
 from llmdistill.factorize.kinds import Sigma
 from llmdistill.factorize.svd import place_sigma, truncated_svd
+from llmdistill.factorize.table_moments import TableMoments
 
 ROW_DAMPING = 0.1
 """Added to the row weights, as a share of their mean, so that tokens that the data do not show keep a weight."""
@@ -29,22 +30,6 @@ ROUNDS, LEAST_GAIN = 30, 1e-4
 """Rounds of alternating least squares at most, and the share of the cost that a round must save for another one."""
 _RIDGE = 1e-12
 """Keeps factors of a table whose own rank is lower solvable, as a share of the mean diagonal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableMoments:
-    """What calibration data say about a token embedding (V, d), summed over tokens."""
-
-    counts: Tensor
-    """(V,), how often each token was looked up."""
-    gradients: Tensor | None
-    """(d, d), Σ g gᵀ at the table's output; None if no gradients were measured."""
-    head_inputs: Tensor | None
-    """(d, d), Σ h hᵀ over the inputs of a head that is tied to the table; None without one."""
-    head_outputs: Tensor | None
-    """(V,), Σ p (1 − p) over the probabilities of the tied head; None without one, or without gradients."""
-    tokens: int
-    """The number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +54,15 @@ class WeightedTable:
     """B (k, d)."""
     cost: float
     """What the cut costs per token; see `factorize.weighted.WeightedSVD.costs`."""
+    tokens: int
+    """The number of tokens of the calibration data."""
 
-    def parameters(self, rank: int, sigma: Sigma) -> dict[str, Tensor]:
+    @property
+    def widest(self) -> int:
+        """The width d, as the rows of the table count one by one."""
+        return self.right.shape[1]
+
+    def parameters(self, rank: int, sigma: Sigma, /) -> dict[str, Tensor]:
         """Return the parameters of a LowRankEmbedding with this product, where its own SVD scales both sides."""
         assert rank == len(self.right), (rank, self.right.shape)
         rows, outer = torch.linalg.qr(self.left.double())
@@ -96,7 +88,7 @@ def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedT
         a, b = _alternate(exact, forms, b)
     power = 1 if moments.gradients is None else 2
     cost = sum(form.of(exact - a @ b) for form in forms) / (2 * moments.tokens**power)
-    return WeightedTable(left=a.float(), right=b.float(), cost=cost)
+    return WeightedTable(left=a.float(), right=b.float(), cost=cost, tokens=moments.tokens)
 
 
 def _forms(table: Tensor, moments: TableMoments) -> list[_Form]:

@@ -41,12 +41,16 @@ class WeightedKronecker:
     tokens: int
     """The number of tokens of the calibration data."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs m and inputs n of the matrix."""
-        return self.a.shape[1] * self.b.shape[1], self.a.shape[2] * self.b.shape[2]
+    def to(self, device: torch.device) -> WeightedKronecker:
+        """Return the same factors on another device."""
+        return replace(self, a=self.a.to(device), b=self.b.to(device))
 
-    def parameters(self, shape: KroneckerShape, _sigma: Sigma) -> dict[str, Tensor]:
+    @property
+    def widest(self) -> int:
+        """The larger side of the matrix."""
+        return max(self.a.shape[1] * self.b.shape[1], self.a.shape[2] * self.b.shape[2])
+
+    def parameters(self, shape: KroneckerShape, _sigma: Sigma, /) -> dict[str, Tensor]:
         """Return the parameters of a KroneckerLinear; the two factors of a product have the same norm."""
         assert tuple(shape) == (*self.a.shape[1:], len(self.a)), (shape, self.a.shape)
         of_a, of_b = (each.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None] for each in (self.a, self.b))

@@ -19,6 +19,7 @@ from llmdistill.artifacts import plain
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
+from llmdistill.config.student import FactorizeMethod
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
 from llmdistill.errors import UserError
@@ -70,7 +71,7 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     )
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
     print_main(f"Student     its factors are weighted by {what}", world)
-    found = weigh_checked(source, settings)
+    found = weigh_checked(source, settings, plan.config.student.method)
     if world.is_main:
         _report(plan.folder, settings, found, time.perf_counter() - began)
     if found.warning() is not None:
@@ -116,6 +117,7 @@ def measure_weights_on(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     settings: FactorizeConfig,
+    method: FactorizeMethod,
     limits: Mapping[str, Any],
     device: torch.device | None,
     origin: Path | str | None,
@@ -127,6 +129,7 @@ def measure_weights_on(
         model: a dense model, which is moved to `device` for the forward passes and back.
         tokenizer: its tokenizer.
         settings: weighting, sizes and calibration.
+        method: the method of the factorization.
         limits: max_prompt_length, max_length and long_prompts, where they differ from their defaults.
         device: the device of all arithmetic; by default that of the model.
         origin: the folder or name of model and tokenizer, which identifies kept statistics; None for a model in memory,
@@ -140,7 +143,7 @@ def measure_weights_on(
         tokenizer.save_pretrained(folder)
         file = data_file(data, Path(folder), name="calibration")
         kept = changed(DataConfig(), {"train": file, "kind": kind_of(data), "tests": {}, **limits}, key="")
-        config = RunConfig(ds_config="", student=StudentConfig(factorize=settings), data=kept)
+        config = RunConfig(ds_config="", student=StudentConfig(method=method, factorize=settings), data=kept)
         models = Models(
             teacher=model.config,
             student=model.config,
@@ -165,7 +168,7 @@ def measure_weights_on(
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
         try:
-            return weigh_checked(source, settings)
+            return weigh_checked(source, settings, method)
         finally:
             moved.to(own)
 

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.dist
 
 PROGRAM = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, layer_linears
+from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.measure import GIB, Measurement
 from llmdistill.models.configs import load_config
 from llmdistill.runtime.distributed import init_distributed, on_every
@@ -39,7 +41,10 @@ def measure(batches, sharding, memory):
     settings = CalibrationConfig(memory=memory)
     measurement = Measurement(model=model, batches=batches, settings=settings, gradients=True, world=world)
     measurement.factors(shapes, dict.fromkeys(shapes, 3), found.__setitem__, said.append)
-    return found, said
+    table, products = measurement.table(3), {}
+    wanted = {"layers.1.mlp.down_proj": KroneckerShape(4, 8, 2)}
+    replace(measurement, method="kronecker").factors(shapes, wanted, products.__setitem__, lambda _: None)
+    return found, said, table, products.get("layers.1.mlp.down_proj")
 
 
 def fails():
@@ -66,10 +71,10 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
     program.write_text(PROGRAM, encoding="utf-8")
     for ranks in (1, 2):
         launch(str(tmp_path), str(tiny_teacher), ranks=ranks, program=str(program))
-    [(alone, _)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
+    [(alone, _, table, product)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
     assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["rank 1 cannot"] * 2
-    assert all(not found for found, _ in torch.load(tmp_path / "2-1.pt", weights_only=False))
-    for found, said in torch.load(tmp_path / "2-0.pt", weights_only=False):
+    assert all(result[0] == {} and result[2:] == (None, None) for result in torch.load(tmp_path / "2-1.pt", weights_only=False))
+    for found, said, other_table, other_product in torch.load(tmp_path / "2-0.pt", weights_only=False):
         assert said == ["6 passes of at most 4.29e-05 GiB of statistics"]
         assert set(found) == set(alone)
         for name, factors in alone.items():
@@ -78,3 +83,9 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
             torch.testing.assert_close(other.values, factors.values, rtol=1e-4, atol=1e-6)
             products = [each.left * each.values @ each.right for each in (other, factors)]
             torch.testing.assert_close(*products, rtol=1e-3, atol=1e-4)
+        assert (other_table.cost, other_table.tokens) == pytest.approx((table.cost, 108), rel=1e-4)
+        torch.testing.assert_close(
+            other_table.left @ other_table.right, table.left @ table.right, rtol=1e-3, atol=1e-3 * float(table.left.norm())
+        )
+        assert (other_product.cost, other_product.tokens) == pytest.approx((product.cost, 108), rel=1e-2)
+        assert other_product.a.shape == (2, 4, 8)

@@ -194,5 +194,5 @@ def test_a_target_below_the_smallest_allocation_names_it(llama):
 def test_a_weighting_without_data_is_refused(llama):
     with pytest.raises(UserError, match="weighting gradients needs calibration data"):
         compress_model(llama, settings(rank=8, weighting="gradients"))
-    with pytest.raises(UserError, match="weighting is a setting of the method svd"):
+    with pytest.raises(UserError, match="weighting gradients needs calibration data"):
         compress_model(llama, settings(shapes={"*": "4x4"}, weighting="gradients"), "kronecker")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, TableMoments, weighted_table
+from llmdistill.factorize.table_moments import TableMoments
+from llmdistill.factorize.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, weighted_table
 
 V, D, TOKENS = 30, 8, 500
 
