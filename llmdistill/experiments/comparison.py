@@ -70,13 +70,16 @@ class Study:
             **(equal_size(self.recipe) if start.name else {}),
             "scoring.models": ["teacher", "untrained"] if first else ["untrained"],
         }
-        return self._base(start, f"{'teacher and ' if first else ''}untrained student", changes)
+        title = f"{'teacher and ' if first else ''}untrained student"
+        trial = self._base(start, title, changes)
+        return self._base(start, title, {**changes, **self._kept(start, trial)})
 
     def size_base(self, start: Start, size: str) -> Trial:
         """Return the run that scores the untrained student of a start and of another size."""
         changes = {
             **start.settings,
             **(equal_size(self.recipe, size) if start.name else _other_size(size)),
+            **self._kept(start, self.base(start)),
             "data.valid": None,
             "scoring.models": ["untrained"],
         }
@@ -85,6 +88,16 @@ class Study:
     def _base(self, start: Start, title: str, changes: Mapping[str, Any]) -> Trial:
         changes = {"method": "none", "seed": self.seeds[0], **changes}
         return make_trial(self.root, self.recipe, start.key("base"), changes, title=start.title(title))
+
+    def _kept(self, start: Start, base: Trial) -> dict[str, Any]:
+        """Return the setting with which all sizes of a start share a calibration, by dotted key."""
+        given = self.recipe.student.factorize.calibration.folder
+        needed = bool(self.sizes) if given is None else bool(start.name)  # a given folder holds one calibration
+        if not needed or base.config.student.factorize.weighting == "none":
+            return {}
+        # The name of the run says what was measured, on which data.
+        folder = Path(self.root / "calibration" if given is None else given) / base.folder.name
+        return {"student.factorize.calibration.folder": str(folder)}
 
     @property
     def responses(self) -> Path:

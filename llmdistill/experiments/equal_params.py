@@ -34,20 +34,25 @@ def check_starts(recipe: RunConfig) -> None:
 
 
 def equal_size(recipe: RunConfig, size: str | None = None) -> dict[str, Any]:
-    """Return the settings of a student's size as a number of parameters, by dotted key.
+    """Return the settings that give the students of all starts the number of parameters of the plain SVD.
 
-    Ranks that differ from matrix to matrix cannot keep to a rank for all. So a rank stands for the number of parameters
-    that it gives, of which the largest single rank is this rank again.
+    Ranks that differ from matrix to matrix can meet any number of parameters, one rank for all cannot. So the plain
+    student of a size is counted, and its number of parameters is the target of all starts.
 
     Args:
         recipe: the recipe, whose own size is taken by default.
         size: a rank, or a number of parameters as in target_params.
+
+    Returns:
+        settings by dotted key.
+
+    Raises:
+        UserError: the plain SVD cannot have this size.
     """
-    factorize = recipe.student.factorize
-    rank = factorize.rank if size is None else int(size) if size.isdigit() else None
-    target = size or factorize.target_params
-    if rank is not None:
-        uniform = replace(factorize, rank=rank, ranks=None, target_params=None, weighting="none", allocation="uniform")
-        target = summarise(locate(str(recipe.teacher.model)), uniform)["student_params"]
-    sizes = {"rank": None, "ranks": None, "target_params": target}
+    factorize = replace(recipe.student.factorize, weighting="none", allocation="uniform")
+    if size is not None:
+        rank, target = (int(size), None) if size.isdigit() else (None, size)
+        factorize = replace(factorize, rank=rank, ranks=None, target_params=target)
+    target_params = summarise(locate(str(recipe.teacher.model)), factorize)["student_params"]
+    sizes = {"rank": None, "ranks": None, "target_params": target_params}
     return {f"student.factorize.{key}": value for key, value in sizes.items()}

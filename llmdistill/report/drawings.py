@@ -62,7 +62,7 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
         caption = f"Mean over seeds, with its standard deviation; the small strokes are the seeds.{_left_out(rows)}"
         drawings.append(Drawing("scores", "Scores", caption, plots.plot_scores(dots, level)))
     for start in dict.fromkeys(row.start for row in rows if row.trained):
-        drawings += _curves([row for row in rows if row.start == start], styles, start)
+        drawings += _curves([row for row in rows if row.start == start], start)
     drawings += [terms for row in rows if (terms := _terms(row, styles[row.key])) is not None]
     drawings += _size(comparison, styles, level)
     for each in comparison.beginnings:
@@ -72,7 +72,7 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
 
 
 def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
-    """Return a style by the key of each row; its colour says the method, marker and dashes say the start."""
+    """Return a style by the key of each row; its colour says the method, and its marker the start."""
     methods = plots.method_styles(list(dict.fromkeys(row.name for row in rows)), plain=(TEACHER, UNTRAINED))
     starts = list(dict.fromkeys(row.start for row in rows if row.start))
     styles = {}
@@ -80,8 +80,7 @@ def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
         styles[row.key] = methods[row.name]
         if row.start:
             number = starts.index(row.start)
-            marker, dashes = plots.MARKERS[number % len(plots.MARKERS)], plots.DASHES[number % len(plots.DASHES)]
-            styles[row.key] = methods[row.name]._replace(marker=marker, dashes=dashes)
+            styles[row.key] = methods[row.name]._replace(marker=plots.MARKERS[number % len(plots.MARKERS)])
     return styles
 
 
@@ -103,11 +102,12 @@ def _of_start(drawing: Drawing, start: str) -> Drawing:
     return drawing._replace(name=f"{drawing.name}_{start}", title=f"{drawing.title}: from {start}")
 
 
-def _curves(rows: Sequence[Row], styles: Mapping[str, plots.Style], start: str) -> list[Drawing]:
+def _curves(rows: Sequence[Row], start: str) -> list[Drawing]:
     """Return the plot of the learning curves of a start, if there are any."""
+    styles = plots.method_styles([row.name for row in rows], plain=(TEACHER, UNTRAINED))
     for key, (label, caption) in _CURVES.items():
         found = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
-        curves = [(row.label, styles[row.key], curve) for row, curve in found if curve is not None]
+        curves = [(row.label, styles[row.name], curve) for row, curve in found if curve is not None]
         if curves:
             made = plots.plot_curves(curves, label)
             return [_of_start(Drawing("learning_curves", "Learning curves", caption, made), start)]

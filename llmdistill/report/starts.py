@@ -76,7 +76,7 @@ def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
     """Return the ranks of a weighted student if they differ, and the spectra if they are in the unit of the loss."""
     found = matrices(weighting)
     drawings = []
-    if len({matrix.rank for matrix in found}) > 1:
+    if len({matrix.rank for matrix in found if matrix.rank is not None}) > 1:
         caption = (
             "The rank of each matrix; the darker, the larger the share of its parameters that is kept. A cross marks a "
             "matrix that stays dense."

@@ -23,21 +23,23 @@ TARGET = ("--student.factorize.rank", "null", "--student.factorize.target_params
 
 
 @pytest.mark.parametrize(
-    ("own", "size", "rank"), [(RANK, None, 30), (RANK, "20", 20), (TARGET, "20", 20), (TARGET, "25%", None)]
+    ("own", "size", "plain"),
+    [
+        (RANK, None, {"rank": 30}),
+        (TARGET, None, {"target_params": "40%"}),
+        (RANK, "20", {"rank": 20}),
+        (TARGET, "20", {"rank": 20}),
+        (RANK, "25%", {"target_params": "25%"}),
+        (TARGET, "25%", {"target_params": "25%"}),
+    ],
 )
-def test_a_rank_is_the_number_of_parameters_whose_largest_rank_it_is(own, size, rank):
+def test_all_starts_have_the_parameters_of_the_plain_student(own, size, plain):
     settings = {key.rsplit(".", 1)[-1]: value for key, value in equal_size(recipe(*own), size).items()}
-    if rank is None:
-        assert settings == {"rank": None, "ranks": None, "target_params": size}
-        return
     teacher = locate("embedded:teacher")
-    found = summarise(teacher, FactorizeConfig(**settings))
-    assert (found["rank"], found["student_params"]) == (rank, settings["target_params"])
-    assert found["student_params"] == summarise(teacher, FactorizeConfig(rank=rank))["student_params"]
-
-
-def test_the_target_of_the_recipe_is_kept():
-    assert equal_size(recipe(*TARGET))["student.factorize.target_params"] == "40%"
+    expected = summarise(teacher, FactorizeConfig(**plain))
+    assert settings == {"rank": None, "ranks": None, "target_params": expected["student_params"]}
+    # The largest single rank below this number is the plain student's rank again.
+    assert summarise(teacher, FactorizeConfig(**settings))["rank"] == expected["rank"]
 
 
 @pytest.mark.parametrize(

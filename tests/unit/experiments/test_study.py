@@ -278,11 +278,39 @@ def test_starts_have_equally_many_parameters_at_every_size(make_study):
     found = [sizes_of(config) for config in launcher.ran if config.method == "none"]
     targets = [target for _, _, _, target in found]
     assert [rank for _, _, rank, _ in found] == [None] * 9
-    assert [targets[n : n + 3] for n in (0, 3, 6)] == [[targets[0]] * 3, [targets[3]] * 3, ["25%"] * 3]
+    assert [targets[n : n + 3] for n in (0, 3, 6)] == [[targets[0]] * 3, [targets[3]] * 3, [targets[6]] * 3]
+    assert targets[0] > targets[3] > targets[6] > 1
     for results in findings.sizes.values():
         for start in starts:
             model = results[f"kd-{start}"].trial.config.student.model
             assert model == str(results[f"none-{start}"].trial.folder / "untrained")
+
+
+def test_the_sizes_of_a_start_share_a_calibration(make_study):
+    folders = {}
+    for sizes in ((), ("20", "25%")):
+        launcher = StandIn()
+        study = make_study(launcher, methods=["none"], starts=["plain", "gradients", "loss"], sizes=sizes)
+        conduct(study)
+        calibrations = [config.student.factorize.calibration.folder for config in launcher.ran]
+        folders[sizes] = [study.base(start).folder for start in study.starts]
+        if not sizes:
+            assert calibrations == [None] * 3
+    # The folder is no part of a run's identity: the base runs of the first study were kept.
+    assert folders[()] == folders[sizes]
+    plain, of_gradients, of_loss = ({calibrations[n], calibrations[n + 3]} for n in range(3))
+    assert plain == {None}
+    assert len(of_gradients) == len(of_loss) == 1
+    assert of_gradients != of_loss
+    assert all(Path(*each).is_relative_to(study.root / "calibration") for each in (of_gradients, of_loss))
+
+
+def test_a_given_folder_of_calibration_has_a_part_for_each_start(make_study, tmp_path):
+    given = ["--student.factorize.calibration.folder", str(tmp_path / "given")]
+    study = make_study(StandIn(), "study", *given, methods=["none"], starts=["gradients", "loss"])
+    parts = [Path(study.base(start).config.student.factorize.calibration.folder) for start in study.starts]
+    assert {part.parent for part in parts} == {tmp_path / "given"}
+    assert len(set(parts)) == 2
 
 
 def test_the_report_of_starts_counts_their_calibration(make_study):
