@@ -154,8 +154,8 @@ class StudentConfig:
     Kronecker products."""
     shape: str | None = None
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12; a fourth number sets
-    the feed-forward width, which by default keeps the teacher's proportion. Of student.factorize only calibration and
-    embedding_rank (svd) or embedding_columns (kronecker) are then used."""
+    the feed-forward width and a fifth the head width, which by default keep the teacher's proportions. Of
+    student.factorize only calibration and embedding_rank (svd) or embedding_columns (kronecker) are then used."""
     init: ShapeInit = "random"
     """Initial weights of a student with a shape: random; layers: the weights of teacher layers, at the teacher's
     width; slice: as layers, but of each matrix only the first rows and columns, and of each head the first features;

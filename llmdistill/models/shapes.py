@@ -24,19 +24,21 @@ class StudentShape(NamedTuple):
     heads: int
     intermediate: int | None = None
     """Feed-forward width; None keeps the teacher's ratio of feed-forward width to width."""
+    head_dim: int | None = None
+    """Features of a head; None keeps the teacher's ratio of the features of all heads to the width."""
 
 
 def parse_shape(text: str, *, key: str = "student.shape") -> StudentShape:
-    """Parse a shape such as "6x384x12" or "6x384x12x1536": depth, width, heads, feed-forward width.
+    """Parse a shape such as "6x384x12" or "6x384x12x1536x64": depth, width, heads, feed-forward width, head width.
 
     Raises UserError if the text has another form, if a number is 0, or if the heads do not divide the width.
     """
-    match = re.fullmatch(r"\s*(\d{1,6})[x×](\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6}))?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,6})[x×](\d{1,6})[x×](\d{1,6})(?:[x×](\d{1,6})(?:[x×](\d{1,6}))?)?\s*", text)
     numbers = [int(number) for number in match.groups() if number is not None] if match is not None else [0]
     if 0 in numbers:
         raise UserError(
-            f"{key} {text!r} is no shape: write DEPTHxWIDTHxHEADS such as 6x384x12, or with the feed-forward width as "
-            "a fourth number, 6x384x12x1536"
+            f"{key} {text!r} is no shape: write DEPTHxWIDTHxHEADS such as 6x384x12, or with the feed-forward width and "
+            "the head width as further numbers, 6x384x12x1536 or 6x384x12x1536x64"
         )
     shape = StudentShape(*numbers)
     if shape.width % shape.heads:
@@ -51,8 +53,9 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     """The config of a dense student of the given shape; all other values are the teacher's.
 
     The student keeps the teacher's ratios of feed-forward width to width (rounded), of key-value heads to heads, and of
-    the features of all heads to the width, and the pattern of layer types. Depth and width are free. Raises UserError
-    if a ratio does not give a whole number, or if a model with rotary positions gets an odd head width.
+    the features of all heads to the width, and the pattern of layer types, unless the shape says otherwise. Depth and
+    width are free. Raises UserError if a ratio does not give a whole number, if a model with rotary positions gets an
+    odd head width, or if an architecture has no head width of its own.
     """
     sizes = shape_of(teacher)
     values = teacher.to_dict()
@@ -73,6 +76,11 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
         head_dim = _head_dim(shape, sizes)
         if hasattr(teacher, "head_dim"):
             values["head_dim"] = head_dim
+    if not hasattr(teacher, "head_dim") and shape.head_dim not in (None, shape.width // shape.heads):
+        raise UserError(
+            f"student.shape: the heads of a {teacher.model_type} have width / heads = {shape.width // shape.heads} "
+            f"features each, not {shape.head_dim}: leave out the fifth number"
+        )
     kinds = getattr(teacher, "layer_types", None)
     if kinds is not None:
         values["layer_types"] = [kinds[i * sizes.num_layers // shape.depth] for i in range(shape.depth)]
@@ -240,10 +248,12 @@ def _kv_heads(shape: StudentShape, teacher: Shape) -> int:
 def _head_dim(shape: StudentShape, teacher: Shape) -> int:
     # In some models the head width is larger than width / heads.
     features, rest = divmod(shape.width * teacher.head_dim * teacher.num_heads, teacher.hidden_size * shape.heads)
+    if shape.head_dim is not None:
+        features, rest = shape.head_dim, 0
     if rest or features % 2:
         raise UserError(
             f"student.shape: {shape.heads} heads of the width {shape.width} have no even number of features each, as "
-            "rotary positions need; take other heads or another width"
+            "rotary positions need; take other heads or another width, or give the features as a fifth number"
         )
     return features
 

@@ -306,6 +306,9 @@ def test_narrower_heads_of_rotary_models_keep_the_frequencies() -> None:
     assert parts.matched_LGD[0, 0].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
     whole = teacher.model.rotary_emb.inv_freq
     torch.testing.assert_close(student.model.rotary_emb.inv_freq, whole[parts.matched_LGD[0, 0, :4]])
+    student, parts, _ = pruned(teacher, "4x48x6x96x16")  # all of them
+    assert parts.matched_LGD[1, 2].tolist() == list(range(16))
+    assert torch.equal(student.model.rotary_emb.inv_freq, whole)
     student, parts, _ = pruned(teacher, "4x72x6")  # 12 of 16 features: no pair has just these frequencies
     own = student.model.rotary_emb.inv_freq
     nearest = [int((whole.log() - frequency.log()).abs().argmin()) for frequency in own]

@@ -108,10 +108,11 @@ def outputs(model: PreTrainedModel) -> torch.Tensor:
 def test_notation() -> None:
     assert parse_shape("6x384x12") == StudentShape(depth=6, width=384, heads=12, intermediate=None)
     assert parse_shape(" 4×312×12×1200 ") == StudentShape(depth=4, width=312, heads=12, intermediate=1200)
+    assert parse_shape("32x3072x32x9216x128") == StudentShape(32, 3072, 32, intermediate=9216, head_dim=128)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "6", "6x384", "6x384x12x1536x2", "6x384xtwelve", "0x384x12", "6x384x12x0", "-6x4x2"]
+    "text", ["", "6", "6x384", "6x384x12x1536x2x2", "6x384xtwelve", "0x384x12", "6x384x12x0", "-6x4x2"]
 )
 def test_other_notations_are_refused_with_the_form(text: str) -> None:
     with pytest.raises(UserError, match=r"assistants\[0\] .* is no shape: write DEPTHxWIDTHxHEADS"):
@@ -146,6 +147,20 @@ def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind: str) -> No
 def test_gpt2_without_feed_forward_width() -> None:
     shaped: Any = shaped_config(GPT2Config(), parse_shape("6x384x12"))
     assert (shaped.n_layer, shaped.n_embd, shaped.n_head, shaped.n_inner) == (6, 384, 12, 1536)
+
+
+def test_the_shape_of_minitron_keeps_the_width_of_the_heads() -> None:
+    llama = LlamaConfig(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
+    )
+    sizes = shape_of(shaped_config(llama, parse_shape("32x3072x32x9216x128")))  # Llama-3.1-Minitron-4B-Width
+    assert (sizes.hidden_size, sizes.num_kv_heads, sizes.intermediate_size, sizes.head_dim) == (3072, 8, 9216, 128)
+    assert shape_of(shaped_config(llama, parse_shape("32x3072x32"))).head_dim == 96
+    with pytest.raises(UserError, match="no even number of features each"):
+        shaped_config(llama, parse_shape("32x3072x32x9216x127"))
+    assert shape_of(shaped_config(GPT2, parse_shape("2x24x4x50x6"))).head_dim == 6
+    with pytest.raises(UserError, match=r"the heads of a gpt2 have width / heads = 6 features each, not 8"):
+        shaped_config(GPT2, parse_shape("2x24x4x50x8"))
 
 
 def test_every_family_is_tested() -> None:
