@@ -6,7 +6,7 @@ layers by how much they change what they read (the block influence of ShortGPT, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,7 +51,11 @@ class Importance:
 
 
 def measure_importance(
-    model: PreTrainedModel, batches: Iterable[Batch], *, reduce: Callable[[Tensor], object] | None = None
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    reduce: Callable[[Tensor], object] | None = None,
+    rounds: int = 0,
 ) -> Importance:
     """Return the importance of a model's parts over the real tokens of batches.
 
@@ -59,6 +63,8 @@ def measure_importance(
         model: the model, whose mode and weights stay as they are.
         batches: the batches of this rank, on any device; each rank needs at least one.
         reduce: sums a tensor over the ranks in place.
+        rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
+            the ranks of a sharded model need each other in every pass.
 
     Raises:
         UserError: there is no token, or an activation is not finite.
@@ -68,9 +74,9 @@ def measure_importance(
     tapped = TappedModel(model.eval(), Recorder(model, {"query": frozenset(every), "key": frozenset(every)}))
     handles = _hooks(model, sums)
     try:
-        for batch in batches:
-            moved = batch.to(device)
-            sums.start(moved.attention_mask != 0)
+        for number in range(max(len(batches), rounds) if batches else 0):
+            moved = batches[number % len(batches)].to(device)
+            sums.start((moved.attention_mask != 0) & (number < len(batches)))
             taps = tapped(moved).taps
             for layer in every:
                 for aspect, tensor in (("query", taps.query[layer]), ("key", taps.key[layer])):
@@ -181,8 +187,7 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
 
     for name, module in model.named_modules():
         layer, inner = split_name(base_name(model, name), family)
-        weight = getattr(module, "weight", None)
-        if getattr(weight, "ndim", 0) == 1 and (layer is None or inner not in family.layer_axes):
+        if _is_norm(module) and (layer is None or inner not in family.layer_axes):
             handles.append(module.register_forward_hook(partial(of_norm, base_name(model, name))))
     for layer, block in enumerate(layers_of(model)):
         outwards = next(name for name, axes in family.layer_axes.items() if axes[-1] == "context")
@@ -190,6 +195,11 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
         handles.append(block.get_submodule(family.ffn_down).register_forward_pre_hook(partial(of_down, layer)))
         handles.append(block.register_forward_hook(partial(of_layer, layer)))
     return handles
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and len(getattr(weight, "ds_shape", weight.shape)) == 1  # ds_shape: ZeRO-3 shards it
 
 
 def _importance(model: PreTrainedModel, measured: tuple[dict[str, Tensor], int]) -> Importance:

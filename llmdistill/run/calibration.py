@@ -35,7 +35,7 @@ from llmdistill.report.starts import WEIGHTING_FILE
 from llmdistill.run.artifacts import input_fingerprints
 from llmdistill.run.inputs import data_file
 from llmdistill.run.plan import Plan
-from llmdistill.runtime.distributed import World
+from llmdistill.runtime.distributed import World, largest_number
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
@@ -89,7 +89,8 @@ def measure_parts(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], 
         return None
     began = time.perf_counter()
     batches, _ = _batches_of_run(plan, world, data)
-    found = measure_importance(teacher().model, batches, reduce=dist.all_reduce if world.size > 1 else None)
+    rounds, reduce = largest_number(len(batches), world), dist.all_reduce if world.size > 1 else None
+    found = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
     sizes = [shape_of(each).num_layers for each in (plan.student_config, plan.teacher_config)]
     layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=found.influence_L)
     if world.is_main:

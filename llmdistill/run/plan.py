@@ -287,14 +287,8 @@ def _student(
 
 
 def _check_weighting(config: RunConfig) -> None:
-    """Raises UserError for a weighting of a student that is not factorized here, or a sharded teacher to prune."""
+    """Raises UserError for a weighting of a student that is not factorized here."""
     settings, weighting = config.student, config.student.factorize.weighting
-    if settings.measures_importance and config.teacher.sharding == "zero3":
-        key = "init" if settings.init == "important" else "layers"
-        raise UserError(
-            f"student.{key} important is measured on a whole teacher, but teacher.sharding is zero3: make the student "
-            "in a run of method none with teacher.sharding replicated, and give it as student.model"
-        )
     if weighting == "none":
         return
     for key in ("model", "shape"):

@@ -167,6 +167,14 @@ def on_every(job: Callable[[], Value], world: World) -> Value:
     return cast(Value, value)
 
 
+def largest_number(number: int, world: World) -> int:
+    """Return the largest number of all ranks; every rank must call it."""
+    largest = torch.tensor(number, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
 def sum_at(tensor: Tensor, rank: int, world: World) -> None:
     """Sum a tensor over the ranks in place, at one rank; what the other ranks hold afterwards means nothing."""
     if world.size > 1:

@@ -85,14 +85,6 @@ def test_weighting_of_a_student_that_is_given(fails):
 IMPORTANT = ("--recipe", "quickstart", "--method", "kd", "--student.init", "important")
 
 
-def test_important_parts_of_a_sharded_teacher(fails):
-    said = fails(*IMPORTANT, "--student.shape", "2x64x4", "--teacher.sharding", "zero3")
-    assert "student.init important is measured on a whole teacher, but teacher.sharding is zero3" in said
-    layers = ("--student.init", "layers", "--student.layers", "important")
-    said = fails(*IMPORTANT[:4], "--student.shape", "2x128x4", "--teacher.sharding", "zero3", *layers)
-    assert "student.layers important is measured on a whole teacher" in said
-
-
 def test_important_parts_of_a_teacher_that_has_fewer(fails):
     said = fails(*IMPORTANT, "--student.shape", "2x256x4")
     assert "student.init important takes a part, but the student's width of 256 is more than the teacher's 128" in said
