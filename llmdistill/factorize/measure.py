@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,7 +20,7 @@ from llmdistill.factorize.table_moments import TableMoments, measure_table
 from llmdistill.factorize.weighted_embedding import WeightedTable, weighted_table
 from llmdistill.factorize.weighted_kinds import WEIGHTED_KINDS
 from llmdistill.models.sharded import gathered
-from llmdistill.runtime.distributed import World, all_reduce_sum, on_every, sum_at, to_main
+from llmdistill.runtime.distributed import World, all_reduce_sum, largest_number, on_every, sum_at, to_main
 
 GIB = 2**30
 
@@ -88,7 +87,7 @@ class Measurement:
         passes = plan_passes(groups, sizes, gradients=self.gradients, memory=self.settings.memory)
         most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
-        rounds = _largest(len(self.batches), world, model.device)
+        rounds = largest_number(len(self.batches), world)
         for each in passes:
             owners = deal(each.groups, sizes, world.size)
             found = self._decomposed(owners, wanted, self._moments(owners, rounds))
@@ -168,7 +167,7 @@ class Measurement:
             UserError: the data have no token or give numbers that are not finite.
         """
         model, world = self.model, self.world
-        rounds = _largest(len(self.batches), world, model.device)
+        rounds = largest_number(len(self.batches), world)
 
         def measure() -> TableMoments:
             return measure_table(
@@ -226,10 +225,3 @@ def deal(groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], ranks: in
         loads[rank] += work[number]
         owners |= dict.fromkeys(groups[number], rank)
     return owners
-
-
-def _largest(number: int, world: World, device: torch.device) -> int:
-    largest = torch.tensor(number, device=device)
-    if world.size > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
