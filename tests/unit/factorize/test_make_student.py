@@ -17,12 +17,14 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize, make_student
 from llmdistill.factorize.modules import KroneckerEmbedding, LowRankEmbedding
 from llmdistill.factorize.plan import plan
+from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.load import Head
 
 SIZES: dict[str, Any] = {
@@ -44,9 +46,15 @@ def bert(tmp_path: Path) -> Path:
 
 
 def make(
-    teacher: Path, output: Path, shape: str = "2x16x2", seed: int = 0, head: Head = "lm_head", **settings: Any
+    teacher: Path,
+    output: Path,
+    shape: str = "2x16x2",
+    seed: int = 0,
+    head: Head = "lm_head",
+    importance: Importance | None = None,
+    **settings: Any,
 ) -> Any:
-    make_student(teacher, output, StudentConfig(shape=shape, **settings), seed=seed, head=head)
+    make_student(teacher, output, StudentConfig(shape=shape, **settings), seed=seed, head=head, importance=importance)
     return AutoModelForPreTraining.from_pretrained(output) if head == "pretraining" else output
 
 
@@ -82,6 +90,27 @@ def test_weights_of_the_teacher_and_its_heads(bert: Path, tmp_path: Path) -> Non
     assert torch.equal(first.cls.seq_relationship.weight, teacher.cls.seq_relationship.weight)
     assert first.cls.predictions.decoder.weight is first.bert.embeddings.word_embeddings.weight
     assert first.dtype == torch.float32
+
+
+def test_calibration_data_choose_layers_and_parts(bert: Path, tmp_path: Path) -> None:
+    teacher: Any = AutoModelForPreTraining.from_pretrained(bert, dtype=torch.float32)
+    with torch.no_grad():
+        for name in ("attention.output.dense", "output.dense"):
+            teacher.bert.encoder.layer[1].get_submodule(name).weight.zero_()  # a layer that changes little
+    teacher.save_pretrained(bert)
+    ids = torch.arange(1, 25).view(2, 12)
+    importance = measure_importance(teacher, [Batch(input_ids=ids, attention_mask=ids.clamp(max=1), labels=ids)])
+    source = teacher.bert.encoder.layer
+    deep = make(bert, tmp_path / "deep", "3x32x4", init="layers", layers="important", head="pretraining",
+                importance=importance)  # fmt: skip
+    for own, theirs in zip(deep.bert.encoder.layer, (source[0], source[2], source[3]), strict=True):
+        assert torch.equal(own.output.dense.weight, theirs.output.dense.weight)
+    make(bert, tmp_path / "thin", "2x32x4x40", init="important", layers="2,4", importance=importance)
+    thin = weights(tmp_path / "thin")
+    for own, layer in enumerate((1, 3)):
+        best = importance.neurons_LF[layer].topk(40).indices.sort().values
+        kept = thin[f"bert.encoder.layer.{own}.output.dense.weight"]
+        assert torch.equal(kept, source[layer].output.dense.weight[:, best])
 
 
 def test_low_rank_embedding(bert: Path, tmp_path: Path) -> None:
