@@ -45,7 +45,7 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
 
     def __setitem__(self, name: str, factors: WeightedSVD) -> None:
         """Write the factors of a matrix; a file of this name is replaced when the new one is complete."""
-        figures = torch.tensor([factors.energy, factors.scale, factors.tokens], dtype=torch.float64)
+        figures = torch.tensor([factors.energy, factors.scale, factors.tokens, factors.seconds], dtype=torch.float64)
         tensors = {key: getattr(factors, key).contiguous() for key in ("left", "values", "right")}
         part = self.folder / f"{name}.{os.getpid()}.part"
         save_file({**tensors, "figures": figures}, part)
@@ -64,10 +64,10 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         try:
             with safe_open(file, framework="pt") as kept:
                 tensors = {key: kept.get_tensor(key) for key in ("left", "values", "right")}
-                energy, scale, tokens = kept.get_tensor("figures").tolist()
+                energy, scale, tokens, seconds = kept.get_tensor("figures").tolist()
         except (SafetensorError, ValueError) as error:
             raise UserError(f"{file}: not a whole file of factors: remove it, and it is measured again") from error
-        return WeightedSVD(**tensors, energy=energy, scale=scale, tokens=int(tokens))
+        return WeightedSVD(**tensors, energy=energy, scale=scale, tokens=int(tokens), seconds=seconds)
 
     def __delitem__(self, name: str) -> None:
         """Remove the factors of a matrix."""

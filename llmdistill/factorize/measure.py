@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -62,7 +63,7 @@ class Measurement:
         self,
         shapes: Mapping[str, Shape],
         wanted: Mapping[str, Size],
-        keep: Callable[[str, Any], object],
+        keep: Callable[[str, Any, float], object],
         say: Callable[[str], object],
     ) -> None:
         """Measure and decompose matrices; every rank must call this function.
@@ -73,7 +74,8 @@ class Measurement:
         Args:
             shapes: (m, n) of the matrices, by their names in the base model.
             wanted: the number of leading factors that are kept, or the Kronecker shape, by the same names.
-            keep: takes the name and the factors of a matrix, on rank 0, as soon as its pass has ended.
+            keep: takes the name of a matrix, its factors and its share of the seconds of a pass, on rank 0, as soon as
+                the pass has ended.
             say: takes the plan as a sentence.
 
         Raises:
@@ -89,12 +91,14 @@ class Measurement:
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
         rounds = largest_number(len(self.batches), world)
         for each in passes:
+            began = time.perf_counter()
             owners = deal(each.groups, sizes, world.size)
             found = self._decomposed(owners, wanted, self._moments(owners, rounds))
+            share = (time.perf_counter() - began) / len(owners)
             for name, owner in owners.items():
                 factors = self._brought(found.pop(name, None), sizes[name], wanted[name], owner)
                 if factors is not None:
-                    keep(name.removeprefix(prefix), factors.to(torch.device("cpu")))
+                    keep(name.removeprefix(prefix), factors.to(torch.device("cpu")), share)
 
     def _moments(self, owners: Mapping[str, int], rounds: int) -> dict[str, Moments]:
         """The moments of the linears that this rank decomposes, over the data of all ranks."""

@@ -156,9 +156,6 @@ class _Sums:
         self._source: dict[str, str] = {}
         """The linear that first read the tensor that a linear reads."""
         self._handles = [model.get_submodule(name).register_forward_hook(self._hook(name, gradients)) for name in names]
-        if gradients:  # without it the graph would begin at no tensor, as no weight requires a gradient
-            embedding = model.get_input_embeddings()
-            self._handles.append(embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(True)))
 
     @contextmanager
     def counting(self, mask_BT: Tensor) -> Iterator[None]:
@@ -200,7 +197,11 @@ class _Sums:
             if first == name:
                 _add(self._inputs, name, inputs[0].detach()[self._mask])
             if gradients:
-                output.register_hook(lambda gradient: _add(self._gradients, name, gradient.detach()[self._mask]))
+                # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below
+                # takes no part in the backward pass.
+                output.requires_grad_(True).register_hook(
+                    lambda gradient: _add(self._gradients, name, gradient.detach()[self._mask])
+                )
 
         return hook
 

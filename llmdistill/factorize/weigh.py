@@ -138,7 +138,7 @@ def _with_others(source: Source, settings: FactorizeConfig, method: str, found: 
         shapes = {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
         sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
         if sizes:
-            measurement.factors(shapes, sizes, others.__setitem__, source.say)
+            measurement.factors(shapes, sizes, lambda name, each, _: others.update({name: each}), source.say)
     if rank is not None:
         table = measurement.table(rank)
         if table is not None:
@@ -204,8 +204,12 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
     if source.kept is not None:
         source.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
     if missing:
+
+        def keep(name: str, found: WeightedSVD, seconds: float) -> None:
+            factors[name] = replace(found, seconds=seconds)
+
         measurement = _measurement(source, settings)
-        measurement.factors(shapes, {name: ranks[name] for name in missing}, factors.__setitem__, source.say)
+        measurement.factors(shapes, {name: ranks[name] for name in missing}, keep, source.say)
     return factors
 
 

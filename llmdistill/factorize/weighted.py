@@ -65,6 +65,8 @@ class WeightedSVD:
     """What turns the energy that a cut loses into its cost per token."""
     tokens: int = 0
     """The number of tokens of the calibration data, over all ranks."""
+    seconds: float = 0.0
+    """What it took: this matrix' share of a pass over the data, and its decomposition."""
 
     def to(self, device: torch.device) -> WeightedSVD:
         """Return the same factors on another device."""
@@ -178,6 +180,11 @@ class Weighted:
 
     def _all(self) -> Iterator[Fitted]:
         return chain(self.factors.values(), self.others.values())
+
+    @property
+    def seconds(self) -> float:
+        """What it took to measure all matrices and to decompose them, now or when they were kept."""
+        return sum(each.seconds for each in self.factors.values())
 
     def warning(self) -> str | None:
         """Return a warning if the data cannot fill the widest matrix; None if they can."""

@@ -34,16 +34,20 @@ def batch(rows):
     return Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sample_ids=names)
 
 
+def keep_in(found):
+    return lambda name, each, _seconds: found.update({name: each})
+
+
 def measure(batches, sharding, memory):
     model, found, said = load_teacher(teacher, dtype=torch.float32, sharding=sharding, world=world).model, {}, []
     shapes = layer_linears(build_reference(load_config(teacher)))
     shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
     settings = CalibrationConfig(memory=memory)
     measurement = Measurement(model=model, batches=batches, settings=settings, gradients=True, world=world)
-    measurement.factors(shapes, dict.fromkeys(shapes, 3), found.__setitem__, said.append)
+    measurement.factors(shapes, dict.fromkeys(shapes, 3), keep_in(found), said.append)
     table, products = measurement.table(3), {}
     wanted = {"layers.1.mlp.down_proj": KroneckerShape(4, 8, 2)}
-    replace(measurement, method="kronecker").factors(shapes, wanted, products.__setitem__, lambda _: None)
+    replace(measurement, method="kronecker").factors(shapes, wanted, keep_in(products), lambda _: None)
     return found, said, table, products.get("layers.1.mlp.down_proj")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_students")
+BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_students", "bench_calibration")
 
 TINY = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 4, "student_layers": 4, "batch": 2, "tokens": 12}
 
@@ -215,3 +215,26 @@ def test_kronecker_student_has_fewer_multiply_adds():
     attention = 16 * 16 - (2 * 2 * 8 + 8 * 2 * 2)
     up, down = 64 * 16 - (8 * 16 * 2 + 2 * 16 * 4), 16 * 64 - (4 * 16 * 2 + 16 * 8 * 2)
     assert dense - student == 3 * (4 * attention + up + down) * 2 * 5
+
+
+def test_calibration_counts_what_a_pass_measures():
+    from bench_calibration import build, entries, llama_layer, weights
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from llmdistill.factorize.counting import layer_linears
+    from llmdistill.factorize.measure import plan_passes
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = {**sizes, "num_hidden_layers": 1, "vocab_size": 40}
+    shapes = layer_linears(LlamaForCausalLM(LlamaConfig(**config)))
+    kinds = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    groups = [[name for name in shapes if name.endswith(kind)] for kind in kinds]
+    (whole,) = plan_passes(groups, shapes, gradients=True, memory=1.0)
+    assert whole.bytes == 4 * entries(llama_layer(16, 8, 24))
+    assert weights(llama_layer(16, 8, 24)) == sum(m * n for m, n in shapes.values())
+    row = {"kind": "llama", "config": config, "batch": 1, "tokens": 5}
+    for way in ("pass", "plain"):
+        work = build({**row, "work": way}, torch.device("cpu"))
+        assert work.call is not None
+        work.call()
+    assert build({"work": "decompose", "m": 70, "n": 80}, torch.device("cpu")).facts["seconds"] > 0

@@ -18,7 +18,9 @@ def factors() -> WeightedSVD:
     torch.manual_seed(0)
     # A slice and a transpose, as a decomposition returns them.
     left, right = torch.randn(8, 9)[:, :3], torch.randn(6, 3).T
-    return WeightedSVD(left=left, values=torch.rand(3), right=right, energy=1 / 3, scale=1e-30 / 7, tokens=10**9 + 1)
+    return WeightedSVD(
+        left=left, values=torch.rand(3), right=right, energy=1 / 3, scale=1e-30 / 7, tokens=10**9 + 1, seconds=0.1
+    )
 
 
 def test_factors_come_back_exactly(tmp_path):
@@ -34,7 +36,8 @@ def test_factors_come_back_exactly(tmp_path):
     assert NAME in again
     for key in ("left", "values", "right"):
         assert torch.equal(getattr(again[NAME], key), getattr(put, key))
-    assert (again[NAME].energy, again[NAME].scale, again[NAME].tokens) == (put.energy, put.scale, put.tokens)
+    for key in ("energy", "scale", "tokens", "seconds"):
+        assert getattr(again[NAME], key) == getattr(put, key)
     del again[NAME]
     assert not kept
 

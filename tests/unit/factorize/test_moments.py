@@ -142,6 +142,18 @@ def test_moments_of_a_bf16_model_are_near_those_of_fp32():
             assert float((one - other).norm() / one.norm()) < most, (name, key)
 
 
+def test_the_backward_pass_ends_at_the_first_linear_that_is_measured():
+    model, seen = llama(), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, __, output: seen.append(output.requires_grad))
+    whole = measure_moments(model, list(layer_linears(model)), [make_batch()])
+    assert seen == [True, True]
+    upper = [name for name in layer_linears(model) if ".1." in name]
+    found = measure_moments(model, upper, [make_batch()])
+    assert seen[2:] == [False, True]
+    assert all(torch.equal(found[name].gradients, whole[name].gradients) for name in upper)
+
+
 def test_passes_of_a_rank_with_fewer_batches_do_not_count():
     names, own = list(layer_linears(llama())), [make_batch(), make_batch((4, 2), first_id=9)]
     once, padded = measure_moments(llama(), names, own), measure_moments(llama(), names, own, rounds=5)

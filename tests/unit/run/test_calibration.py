@@ -79,9 +79,9 @@ def same(one, other) -> bool:
 
 
 def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_path, monkeypatch):
-    kept = tmp_path / "kept"
-    assert same(made(teacher, kept), made(teacher))
-    others = ({"target_params": "78%"}, {"allocation": "uniform", "target_params": None, "rank": 4})
+    kept, one_rank = tmp_path / "kept", {"allocation": "uniform", "target_params": None, "rank": 4}
+    assert same(made(teacher, kept, **one_rank), made(teacher, **one_rank))
+    others = ({"target_params": "78%"}, {**one_rank, "rank": 7})
     own = [made(teacher, **other) for other in others]
 
     def fails(*_args, **_more):

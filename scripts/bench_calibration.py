@@ -1,0 +1,199 @@
+"""Calibration of a weighted SVD: a pass against plain arithmetic, decompositions, and larger teachers on paper.
+
+    python scripts/bench_calibration.py           # GPT-2's and Llama-3.2-1B's widths, minutes
+    python scripts/bench_calibration.py --quick   # narrow ones, under a minute
+
+A pass is `measure_moments` of all linears of two layers with random fp32 weights and a vocabulary of 16,384. It is
+compared with a forward and a backward pass of the same model on the same tokens, gradients of the weights included.
+Its memory above the model holds the statistics and the activations; the table by the shapes has the statistics alone.
+A matrix is decomposed once, in fp64, with moments of full rank, up to its break-even rank; the figure is CPU seconds
+over all threads, which other processes of the machine do not lengthen.
+
+On paper: the statistics, the passes with 16 GiB, and multiply-adds of the layers, of which a pass takes two for each
+weight (no gradients of the weights, and no backward pass below the layers that are measured) and one for each entry of
+the statistics. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from benching import Settings, Work, measure, parse, time_ratio, wait
+from benching_table import Line, Table, in_seconds
+
+Groups = list[list[tuple[int, int]]]
+"""(m, n) of the linears of a layer; those of a group read the same tensor."""
+
+LLAMAS = {"1B": (16, 2048, 512, 8192), "8B": (32, 4096, 1024, 14336), "70B": (80, 8192, 1024, 28672)}
+"""Layers, width, width of keys and values, feed-forward width of Llama-3.2-1B, Llama-3-8B and Llama-3-70B."""
+GIB_OF_A_PASS = 16
+"""The default of calibration.memory."""
+
+
+def llama_layer(width: int, keys: int, inner: int) -> Groups:
+    """The linears of a Llama layer."""
+    return [[(width, width), (keys, width), (keys, width)], [(width, width)], [(inner, width)] * 2, [(width, inner)]]
+
+
+def gpt2_layer(width: int) -> Groups:
+    """The linears of a GPT-2 layer."""
+    return [[(3 * width, width)], [(width, width)], [(4 * width, width)], [(width, 4 * width)]]
+
+
+def weights(groups: Groups) -> int:
+    """Number of weights of a layer."""
+    return sum(m * n for group in groups for m, n in group)
+
+
+def entries(groups: Groups) -> int:
+    """Number of entries of C and G of a layer."""
+    return sum(group[0][1] ** 2 + sum(m * m for m, _ in group) for group in groups)
+
+
+def decomposition(m: int, n: int) -> float:
+    """Multiply-adds to decompose a matrix: Cholesky factors, whitening, eigenvectors of its Gram matrix, solutions."""
+    short, long, rank = min(m, n), max(m, n), (m * n - 1) // (m + n)
+    small = (m**3 + n**3) / 6 + rank * (m * m + n * n) / 2
+    return small + m * n * (m + n) + short * short * long + 9 * short**3 + rank * short * long
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: {"work": pass, plain or decompose, ...}."""
+    return decompose_row(row, device) if row["work"] == "decompose" else pass_row(row, device)
+
+
+def pass_row(row: dict[str, Any], device: torch.device) -> Work:
+    """A pass over a batch, or a forward and a backward pass."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+    from llmdistill.batch import Batch
+    from llmdistill.factorize.counting import layer_linears
+    from llmdistill.factorize.moments import measure_moments
+
+    kinds = {"gpt2": GPT2Config, "llama": LlamaConfig}
+    model = AutoModelForCausalLM.from_config(kinds[row["kind"]](**row["config"]), dtype=torch.float32).to(device)
+    ids = torch.randint(row["config"]["vocab_size"], (row["batch"], row["tokens"]))
+    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).to(device)
+    names = list(layer_linears(model))
+
+    def measured() -> None:
+        measure_moments(model, names, [batch])
+
+    def plain() -> None:
+        model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return Work(measured if row["work"] == "pass" else plain)
+
+
+def decompose_row(row: dict[str, Any], device: torch.device) -> Work:
+    """CPU seconds of one weighted SVD; on a GPU seconds."""
+    from llmdistill.factorize.moments import Moments
+    from llmdistill.factorize.weighted import break_even, weighted_svd
+
+    m, n = row["m"], row["n"]
+    weight = torch.randn(m, n, device=device)
+    sums = []
+    for size in (n, m):
+        rows = torch.randn(size + 64, size, device=device)
+        sums.append(rows.T @ rows)
+    moments = Moments(inputs=sums[0], gradients=sums[1], tokens=10_000)
+    weighted_svd(weight[:64, :64], Moments(inputs=sums[0][:64, :64], gradients=sums[1][:64, :64], tokens=1), 8)
+    wait(device)
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    begun = clock()
+    weighted_svd(weight, moments, break_even(m, n))
+    wait(device)
+    return Work(None, {"seconds": clock() - begun})
+
+
+def bench_pass(settings: Settings, table: Table) -> dict[str, Any]:
+    """Time of a pass against a forward and backward pass, and memory against the shapes."""
+    width, heads, keys, inner = (256, 4, 1, 1024) if settings.quick else (2048, 32, 8, 8192)
+    small = 192 if settings.quick else 768
+    vocabulary = 16_384
+    of_llama = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads}
+    of_llama |= {"num_key_value_heads": keys, "num_hidden_layers": 2, "vocab_size": vocabulary}
+    of_gpt2 = {"n_embd": small, "n_head": 12, "n_layer": 2, "vocab_size": vocabulary}
+    models = {
+        "gpt2": (of_gpt2, gpt2_layer(small)),
+        "llama": (of_llama, llama_layer(width, width * keys // heads, inner)),
+    }
+    figures = {}
+    for kind, (config, groups) in models.items():
+        row = {"kind": kind, "config": config, "batch": 2, "tokens": 64}
+        both = {way: {**row, "work": way} for way in ("pass", "plain")}
+        found = measure(__file__, both, settings, weighed=("pass",))
+        one, other = found["pass"], found["plain"]
+        ratio, tokens, on_paper = time_ratio(one, other), row["batch"] * row["tokens"], 2 * 4 * entries(groups)
+        name = f"two layers of {kind}, {groups[0][0][1]} wide"
+        of_head = 3 * vocabulary * groups[0][0][1]
+        expected = (2 * (2 * weights(groups) + entries(groups)) + of_head) / (2 * 3 * weights(groups) + of_head)
+        detail = f"{in_seconds(one, other)} for {tokens} tokens, {expected:.2f} by multiply-adds"
+        table.add(
+            Line(f"{name}: pass / forward and backward", ratio, None, detail),
+            Line(f"{name}: memory / statistics", one.bytes / on_paper, None, f"{one.bytes / 1e6:.0f} MB"),
+        )
+        figures[kind] = {
+            "seconds_per_token": one.median / tokens,
+            "ratio": ratio,
+            "ratio_by_multiply_adds": expected,
+            "bytes": one.bytes,
+            "statistics_bytes": on_paper,
+        }
+    return figures
+
+
+def bench_decomposition(settings: Settings, table: Table) -> dict[str, float]:
+    """CPU seconds of each shape, by its name."""
+    groups = [llama_layer(256, 64, 1024)] if settings.quick else [gpt2_layer(768), llama_layer(2048, 512, 8192)]
+    shapes = dict.fromkeys(shape for layer in groups for group in layer for shape in group)
+    seconds = {}
+    for m, n in shapes:
+        row = {"work": "decompose", "m": m, "n": n}
+        seconds[f"{m}x{n}"] = measure(__file__, {"one": row}, settings, timed=(), weighed=())["one"].facts["seconds"]
+        rate = decomposition(m, n) / seconds[f"{m}x{n}"] / 1e9
+        detail = f"{rate:.1f} billion multiply-adds a second"
+        table.add(Line(f"{m}x{n} decomposed", seconds[f"{m}x{n}"], None, detail, unit=" s"))
+    return seconds
+
+
+def on_paper(table: Table, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Memory and arithmetic of Llama's sizes; decompositions at the median rate that was measured."""
+    rates = [decomposition(*map(int, shape.split("x"))) / each for shape, each in seconds.items()]
+    figures: dict[str, Any] = {}
+    for size, (layers, *widths) in LLAMAS.items():
+        groups = llama_layer(*widths)
+        of_statistics = 4 * layers * entries(groups)
+        passes = -(-of_statistics // (GIB_OF_A_PASS * 2**30))
+        backward = (passes + 1) / 2  # a pass goes back to the first layer that it measures
+        ratio = ((passes + backward) * weights(groups) + entries(groups)) / (3 * weights(groups))
+        work = layers * sum(decomposition(m, n) for group in groups for m, n in group)
+        figures[size] = {
+            "bytes_of_a_layer": 4 * entries(groups),
+            "bytes": of_statistics,
+            "passes": passes,
+            "multiply_adds_over_plain": ratio,
+            "decomposition_multiply_adds": work,
+            "decomposition_hours_here": work / statistics.median(rates) / 3600,
+        }
+        detail = f"{of_statistics / 1e9:.1f} GB in {passes} passes, decomposed in {work:.2g} multiply-adds, "
+        detail += f"{figures[size]['decomposition_hours_here']:.2g} hours here"
+        table.add(Line(f"{size} on paper: passes / forward and backward", ratio, None, detail))
+    return figures
+
+
+def main() -> None:
+    settings, arguments = parse(__doc__, build)
+    table = Table(settings, silent=arguments.json)
+    passes, seconds = bench_pass(settings, table), bench_decomposition(settings, table)
+    found = {"threads": settings.threads, "passes": passes, "decompositions": seconds}
+    table.finish({**found, "paper": on_paper(table, seconds)})
+
+
+if __name__ == "__main__":
+    main()
