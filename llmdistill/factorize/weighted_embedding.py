@@ -22,7 +22,7 @@ from llmdistill.factorize.kinds import Sigma
 from llmdistill.factorize.svd import place_sigma, truncated_svd
 from llmdistill.factorize.table_moments import TableMoments
 
-ROW_DAMPING = 0.1
+ROW_DAMPING = 0.3
 """Added to the row weights, as a share of their mean, so that tokens that the data do not show keep a weight."""
 COLUMN_DAMPING = 1e-3
 """Added to the diagonals of G and C, as a share of their mean."""

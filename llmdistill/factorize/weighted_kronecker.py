@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from llmdistill.factorize.kinds import Sigma
-from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
+from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker, second_factor
 from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.weighted import damped_moments
 
@@ -68,11 +69,17 @@ def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) 
     """
     exact = weight.double()
     inputs, outputs = damped_moments(moments, weight.device)
-    if outputs is None:
-        outputs = torch.eye(len(weight), dtype=exact.dtype, device=exact.device)
-    sides = _Sides(_nearest(outputs, shape.m1), _nearest(inputs, shape.n1))
+
+    def metric(change: Tensor) -> Tensor:
+        product = change @ inputs
+        return product if outputs is None else outputs @ product
+
+    m2, _ = second_factor(weight.shape[0], weight.shape[1], shape)
+    identity = partial(torch.eye, dtype=exact.dtype, device=exact.device)
+    of_outputs = (identity(shape.m1), identity(m2)) if outputs is None else _nearest(outputs, shape.m1)
+    sides = _Sides(of_outputs, _nearest(inputs, shape.n1))
     starts = (nearest_kronecker(exact, shape), _nearest_in(sides, exact, shape))
-    found = min((_State.of(exact, a, b, outputs, inputs) for a, b in starts), key=lambda state: state.cost)
+    found = min((_State.of(exact, a, b, metric) for a, b in starts), key=lambda state: state.cost)
     cost = found.cost
     for _ in range(ROUNDS):
         found = _improved(_improved(found, sides).swapped(), sides.swapped()).swapped()
@@ -111,12 +118,8 @@ class _State:
     """Whether the products are A ⊗ B; else they are B ⊗ A."""
 
     @classmethod
-    def of(cls, weight: Tensor, a: Tensor, b: Tensor, outputs: Tensor, inputs: Tensor) -> _State:
+    def of(cls, weight: Tensor, a: Tensor, b: Tensor, metric: Callable[[Tensor], Tensor]) -> _State:
         """The state of given factors."""
-
-        def metric(change: Tensor) -> Tensor:
-            return outputs @ change @ inputs
-
         error = weight - _sum_of_products(a, b)
         return cls(a=a, b=b, error=error, image=metric(error), metric=metric)
 
