@@ -67,7 +67,7 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 
 
 def pass_row(row: dict[str, Any], device: torch.device) -> Work:
-    """A pass over a batch, or a forward and a backward pass."""
+    """A pass over some batches, or a forward and a backward pass of each."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     from llmdistill.batch import Batch
@@ -77,15 +77,16 @@ def pass_row(row: dict[str, Any], device: torch.device) -> Work:
     kinds = {"gpt2": GPT2Config, "llama": LlamaConfig}
     model = AutoModelForCausalLM.from_config(kinds[row["kind"]](**row["config"]), dtype=torch.float32).to(device)
     ids = torch.randint(row["config"]["vocab_size"], (row["batch"], row["tokens"]))
-    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).to(device)
+    batches = [Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).to(device)] * row["batches"]
     names = list(layer_linears(model))
 
     def measured() -> None:
-        measure_moments(model, names, [batch])
+        measure_moments(model, names, batches)
 
     def plain() -> None:
-        model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss.backward()
-        model.zero_grad(set_to_none=True)
+        for batch in batches:
+            model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss.backward()
+            model.zero_grad(set_to_none=True)
 
     return Work(measured if row["work"] == "pass" else plain)
 
@@ -125,25 +126,26 @@ def bench_pass(settings: Settings, table: Table) -> dict[str, Any]:
     }
     figures = {}
     for kind, (config, groups) in models.items():
-        row = {"kind": kind, "config": config, "batch": 2, "tokens": 64}
+        row = {"kind": kind, "config": config, "batch": 2, "tokens": 64, "batches": 4}
         both = {way: {**row, "work": way} for way in ("pass", "plain")}
         found = measure(__file__, both, settings, weighed=("pass",))
         one, other = found["pass"], found["plain"]
-        ratio, tokens, on_paper = time_ratio(one, other), row["batch"] * row["tokens"], 2 * 4 * entries(groups)
+        ratio, of_statistics = time_ratio(one, other), 2 * 4 * entries(groups)
+        tokens = row["batches"] * row["batch"] * row["tokens"]
         name = f"two layers of {kind}, {groups[0][0][1]} wide"
-        of_head = 3 * vocabulary * groups[0][0][1]
-        expected = (2 * (2 * weights(groups) + entries(groups)) + of_head) / (2 * 3 * weights(groups) + of_head)
+        matrices = 2 * weights(groups) + vocabulary * groups[0][0][1]
+        expected = (2 * matrices + 2 * entries(groups)) / (3 * matrices)
         detail = f"{in_seconds(one, other)} for {tokens} tokens, {expected:.2f} by multiply-adds"
         table.add(
             Line(f"{name}: pass / forward and backward", ratio, None, detail),
-            Line(f"{name}: memory / statistics", one.bytes / on_paper, None, f"{one.bytes / 1e6:.0f} MB"),
+            Line(f"{name}: memory / statistics", one.bytes / of_statistics, None, f"{one.bytes / 1e6:.0f} MB"),
         )
         figures[kind] = {
             "seconds_per_token": one.median / tokens,
             "ratio": ratio,
             "ratio_by_multiply_adds": expected,
             "bytes": one.bytes,
-            "statistics_bytes": on_paper,
+            "statistics_bytes": of_statistics,
         }
     return figures
 
@@ -164,12 +166,21 @@ def bench_decomposition(settings: Settings, table: Table) -> dict[str, float]:
 
 def on_paper(table: Table, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Memory and arithmetic of Llama's sizes; decompositions at the median rate that was measured."""
+    from llmdistill.factorize.measure import plan_passes
+
     rates = [decomposition(*map(int, shape.split("x"))) / each for shape, each in seconds.items()]
     figures: dict[str, Any] = {}
     for size, (layers, *widths) in LLAMAS.items():
         groups = llama_layer(*widths)
+        shapes = {
+            f"{i}.{j}.{k}": shape
+            for i in range(layers)
+            for j, group in enumerate(groups)
+            for k, shape in enumerate(group)
+        }
+        named = [[f"{i}.{j}.{k}" for k in range(len(group))] for i in range(layers) for j, group in enumerate(groups)]
+        passes = len(plan_passes(named, shapes, gradients=True, memory=GIB_OF_A_PASS))
         of_statistics = 4 * layers * entries(groups)
-        passes = -(-of_statistics // (GIB_OF_A_PASS * 2**30))
         backward = (passes + 1) / 2  # a pass goes back to the first layer that it measures
         ratio = ((passes + backward) * weights(groups) + entries(groups)) / (3 * weights(groups))
         work = layers * sum(decomposition(m, n) for group in groups for m, n in group)

@@ -201,16 +201,24 @@ def plan_passes(
 ) -> list[Pass]:
     """Split groups of linears, in their order, into passes whose moments in fp32 fit into `memory` GiB.
 
-    The linears of a group share the moment of their inputs. A group that does not fit has a pass of its own.
+    The linears of a group share the moment of their inputs; if a pass has no room for all of them, the next one
+    measures it again. A linear that alone does not fit has a pass of its own.
     """
     passes: list[Pass] = []
     for group in groups:
-        of_outputs = sum(shapes[name][0] ** 2 for name in group) if gradients else 0
-        size = 4 * (shapes[group[0]][1] ** 2 + of_outputs)
-        if passes and passes[-1].bytes + size <= memory * GIB:
-            passes[-1] = Pass([*passes[-1].groups, group], passes[-1].bytes + size)
-        else:
-            passes.append(Pass([group], size))
+        begun = False  # whether the last pass has a part of this group
+        for name in group:
+            m, n = shapes[name]
+            of_inputs, of_outputs = 4 * n * n, 4 * m * m if gradients else 0
+            size = of_outputs + (0 if begun else of_inputs)
+            if not passes or passes[-1].bytes + size > memory * GIB:
+                passes.append(Pass([[name]], of_inputs + of_outputs))
+            elif begun:
+                *others, part = passes[-1].groups
+                passes[-1] = Pass([*others, [*part, name]], passes[-1].bytes + size)
+            else:
+                passes[-1] = Pass([*passes[-1].groups, [name]], passes[-1].bytes + size)
+            begun = True
     return passes
 
 

@@ -79,7 +79,7 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
     assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["rank 1 cannot"] * 2
     assert all(result[0] == {} and result[2:] == (None, None) for result in torch.load(tmp_path / "2-1.pt", weights_only=False))
     for found, said, other_table, other_product in torch.load(tmp_path / "2-0.pt", weights_only=False):
-        assert said == ["6 passes of at most 4.29e-05 GiB of statistics"]
+        assert said == ["5 passes of at most 4.29e-05 GiB of statistics"]
         assert set(found) == set(alone)
         for name, factors in alone.items():
             other = found[name]

@@ -232,7 +232,7 @@ def test_calibration_counts_what_a_pass_measures():
     (whole,) = plan_passes(groups, shapes, gradients=True, memory=1.0)
     assert whole.bytes == 4 * entries(llama_layer(16, 8, 24))
     assert weights(llama_layer(16, 8, 24)) == sum(m * n for m, n in shapes.values())
-    row = {"kind": "llama", "config": config, "batch": 1, "tokens": 5}
+    row = {"kind": "llama", "config": config, "batch": 1, "tokens": 5, "batches": 2}
     for way in ("pass", "plain"):
         work = build({**row, "work": way}, torch.device("cpu"))
         assert work.call is not None

@@ -18,13 +18,22 @@ def test_inputs_that_are_shared_count_once():
     assert plan_passes(GROUPS, SHAPES, gradients=False, memory=1.0)[0].bytes == 4 * of_inputs
 
 
-def test_passes_stay_below_the_memory_and_keep_groups_whole():
-    sizes = [4 * (64 + 64 + 16 + 16), 4 * (64 + 64), 4 * (64 + 144 + 144), 4 * (144 + 64)]
-    passes = plan_passes(GROUPS, SHAPES, gradients=True, memory=(sizes[0] + sizes[1]) / GIB)
-    assert [each.groups for each in passes] == [GROUPS[:2], GROUPS[2:3], GROUPS[3:]]
-    assert [each.bytes for each in passes] == [sizes[0] + sizes[1], sizes[2], sizes[3]]
-    # Less memory than the largest group has: it is measured alone.
-    assert [each.groups for each in plan_passes(GROUPS, SHAPES, gradients=True, memory=1e-9)] == [[g] for g in GROUPS]
+def test_passes_stay_below_the_memory_and_measure_shared_inputs_again_where_they_are_split():
+    def size(group, *, of_inputs=True):
+        return 4 * (of_inputs * SHAPES[group[0]][1] ** 2 + sum(SHAPES[name][0] ** 2 for name in group))
+
+    # Room for queries and keys, but not for the values.
+    most = size(["q", "k"])
+    passes = plan_passes(GROUPS, SHAPES, gradients=True, memory=most / GIB)
+    assert [each.groups for each in passes] == [[["q", "k"]], [["v"]], [["o"]], [["gate"]], [["up"]], [["down"]]]
+    assert [each.bytes for each in passes] == [most, *(size([name]) for name in ("v", "o", "gate", "up", "down"))]
+    # A whole layer but one matrix, and then what is left.
+    most = sum(map(size, GROUPS)) - 1
+    first, last = plan_passes(GROUPS, SHAPES, gradients=True, memory=most / GIB)
+    assert (first.groups, last.groups) == (GROUPS[:3], GROUPS[3:])
+    # Less memory than any matrix has: each is measured alone.
+    alone = [each.groups for each in plan_passes(GROUPS, SHAPES, gradients=True, memory=1e-9)]
+    assert alone == [[[name]] for name in SHAPES]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
