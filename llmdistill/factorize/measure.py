@@ -14,16 +14,29 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
 from llmdistill.factorize.counting import Shape
+from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.install import matrix, token_embedding
 from llmdistill.factorize.kinds import Size
 from llmdistill.factorize.moments import Moments, measure_moments, shared_inputs
 from llmdistill.factorize.table_moments import TableMoments, measure_table
+from llmdistill.factorize.weighted import Weighted, WeightedSVD
 from llmdistill.factorize.weighted_embedding import WeightedTable, weighted_table
 from llmdistill.factorize.weighted_kinds import WEIGHTED_KINDS
 from llmdistill.models.sharded import gathered
-from llmdistill.runtime.distributed import World, all_reduce_sum, largest_number, on_every, sum_at, to_main
+from llmdistill.runtime.distributed import (
+    World,
+    all_reduce_sum,
+    from_main,
+    largest_number,
+    on_every,
+    on_main,
+    sum_at,
+    to_main,
+)
 
 GIB = 2**30
+_OTHER_LABELS = 2**31
+"""Added to the seed of the labels, so that a cut is not judged by those that it was fitted to."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,29 @@ class Measurement:
                 factors = self._brought(found.pop(name, None), sizes[name], wanted[name], owner)
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors.to(torch.device("cpu")), share)
+
+    def costs_of(self, found: Weighted) -> dict[str, float]:
+        """Return the result of `cut_costs` for cuts whose factors are on rank 0; every rank must call this function."""
+        model, world = self.model, self.world
+        ranks, shapes = on_main(lambda: _cut_sizes(found), world)
+        cuts = {name: self._everywhere(found.factors.get(name), shapes[name], rank) for name, rank in ranks.items()}
+        return cut_costs(
+            model,
+            Weighted(ranks=ranks, factors=cuts, predicted_loss=0.0),
+            self.batches,
+            seed=self.settings.seed + _OTHER_LABELS,
+            reduce=all_reduce_sum,
+            rounds=largest_number(len(self.batches), world),
+        )
+
+    def _everywhere(self, factors: WeightedSVD | None, shape: Shape, rank: int) -> WeightedSVD:
+        """The leading factors of a matrix on every rank, from rank 0."""
+        cut = None if factors is None else factors.leading(rank)
+        tensors = {
+            key: from_main(None if cut is None else getattr(cut, key), each, torch.float32, self.world).cpu()
+            for key, each in WEIGHTED_KINDS["svd"].tensors(shape, rank).items()
+        }
+        return WeightedSVD(**tensors, energy=0.0, scale=0.0, tokens=0)
 
     def _moments(self, owners: Mapping[str, int], rounds: int) -> dict[str, Moments]:
         """The moments of the linears that this rank decomposes, over the data of all ranks."""
@@ -237,3 +273,7 @@ def deal(groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], ranks: in
         loads[rank] += work[number]
         owners |= dict.fromkeys(groups[number], rank)
     return owners
+
+
+def _cut_sizes(found: Weighted) -> tuple[dict[str, int], dict[str, Shape]]:
+    return dict(found.ranks), {name: found.factors[name].shape for name in found.ranks}

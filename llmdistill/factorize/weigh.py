@@ -86,7 +86,7 @@ def weigh(
     """
     source = Source.loaded(model, batches, device=device)
     _check(source, settings, method)
-    found = _NOTHING if method != "svd" else choose_ranks(source.config, settings, measured(source, settings))
+    found = _NOTHING if method != "svd" else choose_ranks(source.config, settings, _factors(source, settings))
     return _with_others(source, settings, method, found)
 
 
@@ -161,7 +161,7 @@ def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd")
 
 def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
     """The ranks that `weigh_checked` chooses, with their factors."""
-    factors, world = measured(source, settings), source.world
+    factors, world = _factors(source, settings), source.world
     checks = settings.allocation == "loss" and settings.calibration.held_out > 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
 
@@ -179,6 +179,19 @@ def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
     # The other ranks of a sharded teacher take part in its forward passes, with nothing cut.
     held = divergences(teacher.model, found, held_out)
     return replace(found["loss" if held["loss"] <= held["uniform"] else "uniform"], held_out=held)
+
+
+def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+    """The factors of the matrices on rank 0; their costs are corrected by those of cuts near to the budget.
+
+    Every rank must call this function.
+    """
+    factors, world = measured(source, settings), source.world
+    if settings.allocation != "loss":
+        return factors
+    found = on_every(lambda: choose_ranks(source.config, settings, factors) if world.is_main else _NOTHING, world)
+    costs = _measurement(source, settings).costs_of(found)
+    return found.corrected(costs).factors if world.is_main else factors
 
 
 def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:

@@ -78,6 +78,10 @@ class WeightedSVD:
         """Outputs m and inputs n of the matrix."""
         return self.left.shape[0], self.right.shape[1]
 
+    def leading(self, rank: int) -> WeightedSVD:
+        """Return the factors of a lower rank alone."""
+        return replace(self, left=self.left[:, :rank], values=self.values[:rank], right=self.right[:rank])
+
     @property
     def widest(self) -> int:
         """The larger side of the matrix."""
@@ -214,6 +218,33 @@ class Weighted:
         loss = sum(each.costs()[ranks[name]] for name, each in self.factors.items() if name in ranks)
         loss += sum(each.cost for each in self.others.values())
         return replace(self, ranks=ranks, predicted_loss=loss)
+
+    def corrected(self, costs: Mapping[str, float]) -> Weighted:
+        """Return the same cuts where each costs what `cut_costs` measured; other ranks cost in proportion."""
+        predicted = {name: self.factors[name].costs()[self.ranks[name]] for name in costs}
+        by = {name: costs[name] / cost for name, cost in predicted.items() if cost > 0 and costs[name] > 0}
+        return replace(self, factors=Rescaled(self.factors, by)).with_ranks(self.ranks)
+
+
+class Rescaled(Mapping[str, WeightedSVD]):
+    """Factors whose costs are multiplied; each matrix is read from `factors` when it is asked for."""
+
+    def __init__(self, factors: Mapping[str, WeightedSVD], by: Mapping[str, float]) -> None:
+        """Multiply the costs of the named matrices by these numbers."""
+        self._factors, self._by = factors, by
+
+    def __getitem__(self, name: str) -> WeightedSVD:
+        """Return the factors of a matrix."""
+        found = self._factors[name]
+        return replace(found, scale=found.scale * self._by.get(name, 1.0))
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of the matrices."""
+        return iter(self._factors)
+
+    def __len__(self) -> int:
+        """Return the number of matrices."""
+        return len(self._factors)
 
 
 def missing_calibration(weighting: str) -> UserError:

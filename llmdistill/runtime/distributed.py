@@ -205,6 +205,25 @@ def to_main(
     return received
 
 
+def from_main(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, world: World) -> Tensor:
+    """Return a tensor of rank 0 on every rank, on its own device; every rank must call this function.
+
+    Args:
+        tensor: the tensor on rank 0, on any device; None elsewhere.
+        shape: its shape.
+        dtype: the dtype of the result.
+        world: the ranks.
+    """
+    if world.size == 1:
+        assert tensor is not None
+        return tensor.to(world.device, dtype)
+    sent = torch.empty(tuple(shape), dtype=dtype, device=world.device)
+    if tensor is not None:
+        sent.copy_(tensor)
+    dist.broadcast(sent, src=0)
+    return sent
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:

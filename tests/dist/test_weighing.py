@@ -20,6 +20,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, layer_linears
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.measure import GIB, Measurement
+from llmdistill.factorize.weighted import Weighted
 from llmdistill.models.configs import load_config
 from llmdistill.runtime.distributed import init_distributed, on_every
 from llmdistill.teacher.live import load_teacher
@@ -48,7 +49,9 @@ def measure(batches, sharding, memory):
     table, products = measurement.table(3), {}
     wanted = {"layers.1.mlp.down_proj": KroneckerShape(4, 8, 2)}
     replace(measurement, method="kronecker").factors(shapes, wanted, keep_in(products), lambda _: None)
-    return found, said, table, products.get("layers.1.mlp.down_proj")
+    cuts = Weighted(ranks=dict.fromkeys(found, 3), factors=found, predicted_loss=0.0)
+    costs = measurement.costs_of(cuts)
+    return found, said, table, products.get("layers.1.mlp.down_proj"), costs
 
 
 def fails():
@@ -75,12 +78,14 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
     program.write_text(PROGRAM, encoding="utf-8")
     for ranks in (1, 2):
         launch(str(tmp_path), str(tiny_teacher), ranks=ranks, program=str(program))
-    [(alone, _, table, product)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
+    [(alone, _, table, product, costs)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
     assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["rank 1 cannot"] * 2
-    assert all(result[0] == {} and result[2:] == (None, None) for result in torch.load(tmp_path / "2-1.pt", weights_only=False))
-    for found, said, other_table, other_product in torch.load(tmp_path / "2-0.pt", weights_only=False):
+    for result in torch.load(tmp_path / "2-1.pt", weights_only=False):
+        assert (result[0], result[2], result[3]) == ({}, None, None)
+    for found, said, other_table, other_product, other_costs in torch.load(tmp_path / "2-0.pt", weights_only=False):
         assert said == ["5 passes of at most 4.29e-05 GiB of statistics"]
         assert set(found) == set(alone)
+        assert other_costs == {name: pytest.approx(cost, rel=1e-3) for name, cost in costs.items()}
         for name, factors in alone.items():
             other = found[name]
             assert (other.energy, other.scale, other.tokens) == pytest.approx((factors.energy, factors.scale, 108))

@@ -20,9 +20,11 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import layer_linears
-from llmdistill.factorize.cuts import cut, divergences
+from llmdistill.factorize.cuts import cut, cut_costs, divergences
+from llmdistill.factorize.export import merge
 from llmdistill.factorize.moments import measure_moments
 from llmdistill.factorize.weigh import weigh
+from llmdistill.models.families import base_name
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -125,3 +127,61 @@ def test_measured_again_inside_a_cut_are_the_moments_of_the_student():
         scale = float(expected.abs().max())
         torch.testing.assert_close(found[name].gradients, expected, rtol=1e-3, atol=1e-3 * scale)
         assert not torch.allclose(dense[name].gradients, expected, rtol=0.05, atol=0.05 * scale)
+
+
+def naive_costs(student, model, batches) -> dict[str, float]:
+    """Each cut alone in fp64: half the squared change of a score, or the Fisher norm of the change of logits."""
+    exact, dense = (copy.deepcopy(each).double() for each in (student, model))
+    merge(exact)
+    dense.set_attn_implementation("eager")  # sdpa has no forward-mode derivative
+    weights, changed = dict(dense.named_parameters()), dict(exact.named_parameters())
+    costs = {}
+    for name in layer_linears(dense):
+        key = f"{name}.weight"
+        zero = {each: torch.zeros_like(value) for each, value in weights.items()}
+        total, tokens = 0.0, 0
+        for batch in batches:
+            tokens += int(batch.attention_mask.sum())
+            for row in range(len(batch.input_ids)):
+                ids = batch.input_ids[row : row + 1, : int(batch.attention_mask[row].sum())]
+
+                def logits(values, ids=ids):
+                    return torch.func.functional_call(dense, values, (ids,)).logits
+
+                direction = {**zero, key: changed[key] - weights[key]}
+                found, change = torch.func.jvp(logits, (weights,), (direction,))
+                if found.shape[-1] == 1:
+                    total += float(change.square().sum() / 2)
+                else:
+                    p = found.softmax(-1)
+                    total += float(((p * change.square()).sum(-1) - (p * change).sum(-1).square()).sum() / 2)
+        costs[base_name(dense, name)] = total / tokens
+    return costs
+
+
+def test_the_costs_of_cuts_are_those_of_each_cut_alone():
+    model, weighted, student = prepared(score)
+    batches = [make_batch(), make_batch(3, (5, 2))]
+    found = cut_costs(model, weighted, batches)
+    expected = naive_costs(student, model, batches)
+    assert found == {name: pytest.approx(cost, rel=1e-3, abs=1e-9) for name, cost in expected.items()}
+    # Two ranks sum their shares; here the other rank has the same data twice as often.
+    assert cut_costs(model, weighted, batches, reduce=lambda sums: sums.mul_(3)) == pytest.approx(found)
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def test_the_costs_of_cuts_average_over_sampled_labels():
+    model, weighted, student = prepared(llama)
+    found = [cut_costs(model, weighted, [make_batch()], seed=seed) for seed in range(200)]
+    for name, expected in naive_costs(student, model, [make_batch()]).items():
+        assert sum(each[name] for each in found) / len(found) == pytest.approx(expected, rel=0.3), name
+
+
+def test_corrected_factors_cost_what_was_measured():
+    _, weighted, _ = prepared(llama)
+    name = next(iter(weighted.ranks))
+    corrected = weighted.corrected({each: 0.5 for each in weighted.ranks})
+    assert corrected.factors[name].costs()[3] == pytest.approx(0.5)
+    assert corrected.predicted_loss == pytest.approx(0.5 * len(weighted.ranks))
+    before, after = (each.factors[name].costs() for each in (weighted, corrected))
+    assert after[1] / after[3] == pytest.approx(before[1] / before[3])
