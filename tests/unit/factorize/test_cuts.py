@@ -151,9 +151,9 @@ def naive_costs(student, model, batches) -> dict[str, float]:
                 direction = {**zero, key: changed[key] - weights[key]}
                 found, change = torch.func.jvp(logits, (weights,), (direction,))
                 if found.shape[-1] == 1:
-                    total += float(change.square().sum() / 2)
+                    total += float(change.detach().square().sum() / 2)
                 else:
-                    p = found.softmax(-1)
+                    p, change = found.detach().softmax(-1), change.detach()
                     total += float(((p * change.square()).sum(-1) - (p * change).sum(-1).square()).sum() / 2)
         costs[base_name(dense, name)] = total / tokens
     return costs
