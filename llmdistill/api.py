@@ -27,7 +27,7 @@ from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.export import export_dense
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.weighted import missing_calibration
+from llmdistill.factorize.weighted import check_calibration_data
 from llmdistill.files import new_folder
 from llmdistill.models.load import Head, load_model
 from llmdistill.run.calibration import measure_weights_on, split_calibration
@@ -94,8 +94,7 @@ def compress(
     limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
     data, of_data = split_calibration(calibration)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
-    if chosen.weighting != "none" and data is None:
-        raise missing_calibration(chosen.weighting)
+    check_calibration_data(chosen.weighting, data)
     with nullcontext() if output is None else new_folder(output) as folder:
         named = not isinstance(model, PreTrainedModel)
         source = locate(str(model)) if named else None

@@ -35,7 +35,9 @@ class Start:
 
 
 def _start(name: str, label: str, weighting: str, allocation: str) -> Start:
-    factorize = {"weighting": weighting, "allocation": allocation}
+    factorize: dict[str, Any] = {"weighting": weighting, "allocation": allocation}
+    if weighting == "none":
+        factorize["calibration.data"] = None  # nothing is measured on them
     return Start(name, label, {f"student.factorize.{key}": value for key, value in factorize.items()})
 
 

@@ -23,7 +23,7 @@ from llmdistill.factorize.install import install, is_factorized, matrix, tied_he
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
-from llmdistill.factorize.weighted import Weighted, missing_calibration
+from llmdistill.factorize.weighted import Weighted, check_calibration_data
 from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
@@ -131,8 +131,8 @@ def _planned(
     if settings.weighting == "none":
         return plan(reference, settings, method)
     check_settings(settings, method)
-    if weighted is None:
-        raise missing_calibration(settings.weighting)
+    check_calibration_data(settings.weighting, weighted)
+    assert weighted is not None
     if method != "svd":  # no other method chooses sizes by the data
         return plan(reference, settings, method)
     ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}

@@ -140,7 +140,7 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
 
 
 def damped_moments(moments: Moments, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return C and G, each plus a share of its mean diagonal, in fp64; G is None if it was not measured.
+    """Return C and G, each plus a share of its mean diagonal, in fp64 and positive definite; G is None if not measured.
 
     Raises:
         UserError: a moment has no entry over 0.
@@ -156,7 +156,13 @@ def _damped(moment: Tensor, damping: float) -> Tensor:
         raise UserError(
             "the calibration data give a matrix no input or no gradient at all: name other data, or leave weighting out"
         )
-    return exact + damping * mean * torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
+    identity = torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
+    while True:
+        damped = exact + damping * mean * identity
+        if not torch.linalg.cholesky_ex(damped).info:
+            return damped
+        # The rounding of fp32 sums follows the strongest direction, which may be far above the mean.
+        damping *= 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,9 +253,12 @@ class Rescaled(Mapping[str, WeightedSVD]):
         return len(self._factors)
 
 
-def missing_calibration(weighting: str) -> UserError:
-    """Return the error for a weighting without data."""
-    return UserError(f"weighting {weighting} needs calibration data: name them (calibration.data), or set it to none")
+def check_calibration_data(weighting: str, data: object) -> None:
+    """Raise a UserError for a weighting without calibration data, and for data without a weighting."""
+    if weighting != "none" and data is None:
+        raise UserError(f"weighting {weighting} needs calibration data: name them (calibration.data), or set it to none")
+    if weighting == "none" and data is not None:
+        raise UserError("nothing is measured on the calibration data: give weighting, or leave calibration out")
 
 
 def break_even(m: int, n: int) -> int:

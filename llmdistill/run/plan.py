@@ -287,9 +287,15 @@ def _student(
 
 
 def _check_weighting(config: RunConfig) -> None:
-    """Raises UserError for a weighting of a student that is not factorized here."""
+    """Raises UserError for a weighting of a student that is not factorized here, and for data that nothing measures."""
     settings, weighting = config.student, config.student.factorize.weighting
+    data = settings.factorize.calibration.data
     if weighting == "none":
+        if data is not None and settings.model is None and not settings.measures_importance:
+            raise UserError(
+                f"student.factorize.calibration.data is {data}, but nothing is measured on it: give "
+                "student.factorize.weighting, or set it to null"
+            )
         return
     for key in ("model", "shape"):
         value = getattr(settings, key)

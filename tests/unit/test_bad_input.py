@@ -114,6 +114,14 @@ def test_calibration_data_that_are_not_there(fails):
     assert "nowhere.jsonl: no such file" in said
 
 
+def test_calibration_data_on_which_nothing_is_measured(fails):
+    data = ("--student.factorize.calibration.data", "embedded:valid")
+    said = fails("--recipe", "quickstart", "--student.factorize.weighting", "none", *data)
+    assert "student.factorize.calibration.data is embedded:valid, but nothing is measured on it" in said
+    said = fails("--recipe", "quickstart", "--method", "kd", "--student.shape", "4x128x4", *data)
+    assert "nothing is measured on it" in said
+
+
 def test_batch_that_does_not_divide(fails):
     assert "the nearest that does is 30" in fails("--train.global_batch_size", "32", "--train.micro_batch_size", "5")
 

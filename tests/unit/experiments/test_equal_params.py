@@ -47,7 +47,7 @@ def test_all_starts_have_the_parameters_of_the_plain_student(own, size, plain):
     [
         (["--student.shape", "3x64x2"], r"student\.shape is 3x64x2: leave one"),
         (["--student.model", "somewhere"], r"student\.model is somewhere: leave one"),
-        ([*TARGET[:2], "--student.factorize.target_params", "null"], r"instead of ranks"),
+        (["--student.factorize.ranks", '{"*": 20}'], r"instead of ranks"),
         (["--student.method", "kronecker"], r"student\.method is kronecker"),
     ],
 )

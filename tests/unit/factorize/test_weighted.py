@@ -158,3 +158,18 @@ def test_a_matrix_that_matters_gets_the_budget_and_stays_dense():
     assert allocate(factors, 64 + 16) == {"rich": None, "poor": 1}
     with pytest.raises(UserError, match="the smallest allocation, rank 1 for every matrix, has 32 parameters"):
         allocate(factors, 31)
+
+
+def test_rounding_of_a_strong_direction_does_not_stop_the_decomposition():
+    # Sums in fp32 round with the strongest of their directions; here that is far more than the damping adds.
+    strong = torch.ones(64)
+    rows = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * 1e-3
+    moment = 1e6 * torch.outer(strong, strong) + rows.T @ rows
+    moment.diagonal().sub_(20.0)
+    assert torch.linalg.eigvalsh(moment.double())[0] < -1e-5 * float(moment.diagonal().mean())
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    found = weighted_svd(weight, Moments(inputs=moment, gradients=torch.eye(32), tokens=200), 21)
+    assert all(torch.isfinite(each).all() for each in (found.left, found.values, found.right))
+    # The strong direction is kept: what the product returns for it is what the weight returns.
+    product = (found.left * found.values) @ found.right
+    torch.testing.assert_close(product @ strong, weight @ strong, rtol=1e-3, atol=1e-2)
