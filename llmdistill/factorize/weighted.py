@@ -256,7 +256,9 @@ class Rescaled(Mapping[str, WeightedSVD]):
 def check_calibration_data(weighting: str, data: object) -> None:
     """Raise a UserError for a weighting without calibration data, and for data without a weighting."""
     if weighting != "none" and data is None:
-        raise UserError(f"weighting {weighting} needs calibration data: name them (calibration.data), or set it to none")
+        raise UserError(
+            f"weighting {weighting} needs calibration data: name them (calibration.data), or set it to none"
+        )
     if weighting == "none" and data is not None:
         raise UserError("nothing is measured on the calibration data: give weighting, or leave calibration out")
 

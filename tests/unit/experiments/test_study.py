@@ -93,7 +93,12 @@ class StandIn:
         metrics["run"] = {"training": training, "hardware": "none", "versions": {}, "decoding": "greedy"}
         (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
         if config.student.factorize.weighting != "none":
-            weighting = {"weighting": config.student.factorize.weighting, "tokens": 70, "seconds": 4.5}
+            weighting = {
+                "weighting": config.student.factorize.weighting,
+                "tokens": 70,
+                "seconds": 4.5,
+                "predicted_loss": 0.5,
+            }
             (folder / "weighting.json").write_text(json.dumps(weighting), encoding="utf-8")
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "label": 2.0}) + "\n")
 
@@ -227,15 +232,15 @@ def test_a_base_that_fails_stops_it(make_study):
 
 def test_sizes_train_the_chosen_settings_once_more(make_study):
     launcher = StandIn()
-    findings = conduct(make_study(launcher, sizes=["20", "60%"]))
-    assert list(findings.sizes) == ["20", "60%"]
+    findings = conduct(make_study(launcher, sizes=["18", "60%"]))
+    assert list(findings.sizes) == ["18", "60%"]
     ranks = [config.student.factorize.rank for config in launcher.ran if config.method == "none"]
     targets = [config.student.factorize.target_params for config in launcher.ran if config.method == "none"]
-    assert ranks == [30, 20, None]
-    assert targets == [None, None, "60%"]
-    comparison = collect(make_study(launcher, sizes=["20", "60%"]), findings, title="t", paper={}, command="c")
+    assert ranks == [None, 18, None]
+    assert targets == ["34%", None, "60%"]
+    comparison = collect(make_study(launcher, sizes=["18", "60%"]), findings, title="t", paper={}, command="c")
     assert {(point.label, point.name) for point in comparison.sizes} == {
-        (setting, method) for setting in ("as in the table", "rank 20", "60%") for method in COMPARED
+        (setting, method) for setting in ("as in the table", "rank 18", "60%") for method in COMPARED
     }
     makd = [run.metrics["student"]["rougeL"] for run in findings.runs["makd"]]
     (own,) = [point for point in comparison.sizes if (point.label, point.name) == ("as in the table", "makd")]
@@ -272,7 +277,7 @@ def test_every_method_is_trained_from_every_start_with_settings_of_its_own(make_
 
 def test_starts_have_equally_many_parameters_at_every_size(make_study):
     launcher, starts = StandIn(), ["plain", "activations", "loss"]
-    study = make_study(launcher, methods=["none", "kd"], starts=starts, sizes=["20", "25%"])
+    study = make_study(launcher, methods=["none", "kd"], starts=starts, sizes=["18", "25%"])
     study.check()
     findings = conduct(study)
     found = [sizes_of(config) for config in launcher.ran if config.method == "none"]
