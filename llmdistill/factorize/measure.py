@@ -130,7 +130,7 @@ class Measurement:
     def _everywhere(self, factors: WeightedSVD | None, shape: Shape, rank: int) -> WeightedSVD:
         """The leading factors of a matrix on every rank, from rank 0."""
         cut = None if factors is None else factors.leading(rank)
-        tensors = {
+        tensors: dict[str, Any] = {
             key: from_main(None if cut is None else getattr(cut, key), each, torch.float32, self.world).cpu()
             for key, each in WEIGHTED_KINDS["svd"].tensors(shape, rank).items()
         }
