@@ -12,7 +12,7 @@ from markupsafe import Markup
 from llmdistill.report import plots
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
-from llmdistill.report.starts import draw_weighting, plot_sizes
+from llmdistill.report.starts import draw_predictions, draw_weighting, plot_sizes
 
 _CURVES = {
     "valid_loss": (
@@ -28,7 +28,7 @@ _CURVES = {
 """The learning curves by column of the log, each with its label and caption; the first one with values is drawn."""
 
 
-_OWN_FILES = re.compile(r"scores|size|terms_.+|(learning_curves|ranks|spectra)(_.+)?")
+_OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|(learning_curves|ranks|spectra)(_.+)?")
 """The names of the plots of a report."""
 
 
@@ -65,6 +65,8 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
         drawings += _curves([row for row in rows if row.start == start], start)
     drawings += [terms for row in rows if (terms := _terms(row, styles[row.key])) is not None]
     drawings += _size(comparison, styles, level)
+    predicted = draw_predictions([each.weighting for each in comparison.beginnings])
+    drawings += [] if predicted is None else [predicted]
     for each in comparison.beginnings:
         if each.size == TABLE_SIZE:
             drawings += [_of_start(drawing, each.start) for drawing in draw_weighting(each.weighting)]

@@ -127,6 +127,41 @@ def plot_sizes(
     return figure
 
 
+def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
+    """Return the plot of predicted against measured losses of several students; None for fewer than three of them."""
+    points = [
+        (each["predicted_loss"], min(each["held_out"].values()))
+        for each in weightings
+        if each.get("weighting") == "gradients" and each.get("held_out")
+    ]
+    points = [point for point in points if min(point) > 0]
+    if len(points) < 3:
+        return None
+    correlation = float(np.corrcoef(np.log(points).T)[0, 1])
+    caption = (
+        "Each untrained student's predicted loss and its divergence from the teacher on held-out data, in nats per "
+        f"token. Their logarithms correlate by {correlation:.4f}. The dashed line is where both are equal."
+    )
+    return Drawing("predicted", "Predicted and measured loss", caption, plot_predictions(points))
+
+
+@rc_context(STYLE)
+def plot_predictions(points: Sequence[tuple[float, float]]) -> Figure:
+    """Plot pairs of a predicted and a measured loss on logarithmic axes, with the line where they are equal."""
+    figure = new_figure(4.2, 3.6)
+    axes = figure.subplots()
+    ends = [min(map(min, points)), max(map(max, points))]
+    axes.plot(ends, ends, color=INK, linewidth=1, dashes=(4, 3))
+    axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4)
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log")
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("predicted loss, nats per token")
+    axes.set_ylabel("measured divergence, nats per token")
+    return figure
+
+
 @rc_context(STYLE)
 def plot_ranks(found: Sequence[Matrix]) -> Figure:
     """Plot the ranks by layer and kind of matrix, darker for a larger share of the matrix' parameters."""

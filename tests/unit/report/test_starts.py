@@ -9,6 +9,7 @@ import pytest
 from llmdistill.report import plots
 from llmdistill.report.starts import (
     WEIGHTING_FILE,
+    draw_predictions,
     draw_weighting,
     matrices,
     plot_ranks,
@@ -101,3 +102,17 @@ def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
     assert [list(line.get_ydata()) for line in first.lines] == [[3.0, 4.0], [5.0, 6.0], [9.0, 9.0]]
     assert list(second.lines[0].get_xdata()) == [300, 500]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["plain", "loss", "teacher"]
+
+
+def test_predictions_are_drawn_against_what_was_measured():
+    # Measured is 2 · predicted^1.5, so the logarithms lie on a line; the student is the better one of the two.
+    pairs = [(predicted, 2 * predicted**1.5) for predicted in (0.01, 0.1, 1.0)]
+    of_students = [weighting(predicted_loss=x, held_out={"loss": y, "uniform": 9.0}) for x, y in pairs]
+    drawing = draw_predictions([*of_students, weighting(weighting="activations"), {}])
+    assert drawing is not None
+    assert "correlate by 1.0000" in drawing.caption
+    (axes,) = drawing.figure.axes
+    equal, points = axes.lines
+    assert [tuple(pair) for pair in points.get_xydata()] == [pytest.approx(pair) for pair in pairs]
+    assert list(equal.get_xdata()) == list(equal.get_ydata()) == pytest.approx([0.002, 2.0])
+    assert draw_predictions(of_students[:2]) is None
