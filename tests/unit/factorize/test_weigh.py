@@ -14,8 +14,9 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import weigh as module
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
+from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.plan import summarise
-from llmdistill.factorize.weigh import Source, weigh, weigh_checked
+from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh, weigh_checked
 
 VOCABULARY = 40
 
@@ -96,6 +97,17 @@ def test_the_predicted_loss_is_near_the_measured_one_for_small_cuts(llama):
         chosen = settings(target_params=share, weighting="gradients", allocation="loss")
         student, weighted = student_of(llama, chosen)
         assert naive_divergence(student, llama) == pytest.approx(weighted.predicted_loss, rel=0.6)
+
+
+def test_ranks_follow_what_cuts_were_measured_to_cost(llama):
+    chosen = settings(target_params="60%", weighting="gradients", allocation="loss")
+    data = batches(16, 1)
+    first = choose_ranks(llama.config, chosen, measured(Source.loaded(llama, data), chosen))
+    costs = cut_costs(llama, first, data, seed=2**31)
+    found = weigh(llama, chosen, data)
+    assert found.ranks != first.ranks
+    for name, cost in costs.items():
+        assert found.factors[name].costs()[first.ranks[name]] == pytest.approx(cost)
 
 
 def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
