@@ -87,12 +87,14 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
     path = recipe_path(flags.recipe)
     parser = run_parser(methods)
-    recipes = [
-        word
-        for file, values in extended(parser, path).items()
-        for word in (*overrides.flags(overrides.taken_back(flattened(values))), "--recipe", str(file))
-    ]
-    parsed = parse(parser, [*recipes, *overrides.flags(overrides.taken_back(overrides.given_flags(rest))), *rest])
+    layers = [(flattened(values), ["--recipe", str(file)]) for file, values in extended(parser, path).items()]
+    below: dict[str, Any] = {}
+    words: list[str] = []
+    for given, own in (*layers, (overrides.given_flags(rest), rest)):
+        back = overrides.taken_back(given, below)
+        words += [*overrides.flags(back), *own]
+        below |= {**back, **given}
+    parsed = parse(parser, words)
     if parsed.output_dir is None:
         name = flags.recipe if flags.recipe in recipe_names() else path.stem
         parsed.output_dir = f"runs/{name}-{Path(parsed.ds_config).stem}"

@@ -28,17 +28,18 @@ _TAKES_NOTHING_BACK = (None, "gradients")
 """Values that contradict no other setting."""
 
 
-def taken_back(given: Mapping[str, Any]) -> dict[str, Any]:
+def taken_back(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a layer takes back of the layers below it, by dotted key.
 
     Args:
         given: the settings of the layer, by dotted key; none of them is taken back.
+        below: the settings of the layers below it; a setting that only repeats its value takes nothing back.
     """
     back: dict[str, Any] = {}
     for key, value in given.items():
         # A mapping with free keys, such as ranks by pattern, is given by these keys.
         setting = next((each for each in _TAKES_BACK if f"{key}.".startswith(f"{each}.")), None)
-        if setting is not None and value not in _TAKES_NOTHING_BACK:
+        if setting is not None and value not in (*_TAKES_NOTHING_BACK, below.get(key)):
             back |= _TAKES_BACK[setting]
     return {key: value for key, value in back.items() if not any(f"{each}.".startswith(f"{key}.") for each in given)}
 

@@ -67,7 +67,7 @@ def cut_costs(
 
     With the gradients g of sampled labels and the inputs x of a sequence's tokens this is half of (Σ gᵀ ΔW x)², summed
     over the sequences: the Fisher matrix of the weight itself. `WeightedSVD.costs` takes x and g for independent in
-    place of it, which is wrong by a factor of 2 or 3 for gated feed-forward layers, and for queries and keys. One pass
+    place of it, which is wrong by a factor of 2 to 7 for gated feed-forward layers, and for queries and keys. One pass
     over the data gives the costs of all cuts.
 
     Args:

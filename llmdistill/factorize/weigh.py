@@ -72,7 +72,7 @@ def weigh(
     *,
     device: torch.device | None = None,
 ) -> Weighted:
-    """Return the weighted factorization of a dense model.
+    """Return the weighted factorization of a dense model in memory, without a check on held-out data.
 
     Args:
         model: the teacher with its own head, on the device of the forward passes.
@@ -84,10 +84,7 @@ def weigh(
     Raises:
         UserError: the settings do not fit the model, or the data have no token or give numbers that are not finite.
     """
-    source = Source.loaded(model, batches, device=device)
-    _check(source, settings, method)
-    found = _NOTHING if method != "svd" else choose_ranks(source.config, settings, _factors(source, settings))
-    return _with_others(source, settings, method, found)
+    return weigh_checked(Source.loaded(model, batches, device=device), settings, method)
 
 
 def weigh_checked(source: Source, settings: FactorizeConfig, method: str = "svd") -> Weighted:

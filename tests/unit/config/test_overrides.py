@@ -8,6 +8,7 @@ from llmdistill.methods import METHODS
 DS = ["--ds_config", "zero2"]
 BASE = """
 student:
+  method: svd
   factorize: {target_params: 34%, weighting: gradients, allocation: loss}
 """
 
@@ -38,6 +39,8 @@ def factorize_of(tmp_path, text, *words):
             ["--student.factorize.weighting", "gradients"],
             {"target_params": "34%", "weighting": "gradients", "allocation": "loss"},
         ),
+        # What the recipe says already changes nothing.
+        (["--student.method", "svd"], {"target_params": "34%", "weighting": "gradients", "allocation": "loss"}),
         (["--student.shape", "3x128x4"], {"target_params": "34%"}),
         (["--student.model", "some/where"], {"target_params": "34%"}),
         (["--student.method=kronecker", "--student.factorize.shapes", "{'*': 8x2}"], {"shapes": {"*": "8x2"}}),
