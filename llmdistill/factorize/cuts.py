@@ -12,8 +12,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.factorize.moments import judged_rows, run_passes, tapped_output
+from llmdistill.factorize.moments import judged_rows, run_sampled, tapped_output
 from llmdistill.factorize.weighted import Weighted, WeightedSVD
+from llmdistill.models.passes import HookSums
 
 
 @contextmanager
@@ -79,38 +80,26 @@ def cut_costs(
         rounds: the smallest number of passes, see `measure_moments`.
     """
     sums = _CutCosts(model, weighted)
-    run_passes(model, batches, sums, gradients=True, seed=seed, rounds=rounds)
+    run_sampled(model, batches, sums, gradients=True, seed=seed, rounds=rounds)
     if reduce is not None:
-        reduce(sums.totals)
-    costs: list[float] = (sums.totals[:-1] / sums.totals[-1]).tolist()
+        for each in (sums.tokens, sums.costs):
+            reduce(each)
+    costs: list[float] = (sums.costs / sums.tokens).tolist()
     return dict(zip(weighted.ranks, costs, strict=True))
 
 
-class _CutCosts:
+class _CutCosts(HookSums):
     """Adds up what cuts cost in forward and backward hooks."""
 
     def __init__(self, model: PreTrainedModel, weighted: Weighted) -> None:
+        super().__init__(model.device)
         self._weighted = weighted
-        self._mask = torch.empty(0)
-        self.totals = torch.zeros(len(weighted.ranks) + 1, dtype=torch.float64, device=model.device)
-        """The cost of each cut, and at the end the number of tokens."""
+        self.costs = torch.zeros(len(weighted.ranks), dtype=torch.float64, device=model.device)
         # As in `cut`, before the hooks of ZeRO-3 release the bias.
-        self._handles = [
+        self.handles = [
             model.base_model.get_submodule(name).register_forward_hook(self._hook(number, name), prepend=True)
             for number, name in enumerate(weighted.ranks)
         ]
-
-    @contextmanager
-    def counting(self, mask_BT: Tensor) -> Iterator[None]:
-        """Add up the costs of one forward and backward pass; padding is left out."""
-        self._mask = mask_BT
-        self.totals[-1] += mask_BT.sum()
-        yield
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
     def _hook(self, number: int, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -119,8 +108,8 @@ class _CutCosts:
                 change = _answer(module, inputs[0], factors, rank) - output.float()
 
             def add(gradient: Tensor) -> None:
-                moved_B = ((gradient.float() * change).sum(-1) * self._mask).sum(-1)
-                self.totals[number] += moved_B.double().square().sum() / 2
+                moved_B = ((gradient.float() * change).sum(-1) * self.mask).sum(-1)
+                self.costs[number] += moved_B.double().square().sum() / 2
 
             output.requires_grad_(True).register_hook(add)  # no weight requires a gradient, so the graph begins here
 

@@ -8,19 +8,19 @@ change ΔW costs about Σ tr(ΔWᵀ G ΔW C) / (2 tokens) of the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Outputs
-from llmdistill.errors import UserError
 from llmdistill.models.families import shape_of
 from llmdistill.models.forward import TappedModel
+from llmdistill.models.passes import HookSums, run_passes
 from llmdistill.models.taps import Recorder
 
 
@@ -68,41 +68,28 @@ def measure_moments(
         UserError: there is no token, or a moment is not finite.
     """
     sums = _Sums(model, names, gradients)
-    run_passes(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds)
+    run_sampled(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds)
     return sums.moments(reduce)
 
 
-class Counter(Protocol):
-    """What adds up moments in hooks on a model."""
-
-    def counting(self, mask_BT: Tensor) -> AbstractContextManager[None]:
-        """Add up the moments of one forward and backward pass at the positions of the mask."""
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-
-
-def run_passes(
-    model: PreTrainedModel, batches: Iterable[Batch], sums: Counter, *, gradients: bool, seed: int, rounds: int
+def run_sampled(
+    model: PreTrainedModel, batches: Iterable[Batch], sums: HookSums, *, gradients: bool, seed: int, rounds: int
 ) -> None:
     """Run a model forward, and backward from sampled labels, while `sums` counts; see `measure_moments`."""
-    device, batches = model.device, list(batches)
     tapped = tapped_output(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = model.training
-    model.eval().requires_grad_(False)  # the gradients of the weights are not needed
+    model.requires_grad_(False)  # the gradients of the weights are not needed
+
+    def step(batch: Batch) -> None:
+        with torch.set_grad_enabled(gradients):
+            outputs = tapped(batch)
+            if gradients:
+                _sampled_loss(outputs, batch, seed).backward()
+
     try:
-        for number in range(max(len(batches), rounds) if batches else 0):
-            moved = batches[number % len(batches)].to(device)
-            counted = (moved.attention_mask != 0) & (number < len(batches))
-            with torch.set_grad_enabled(gradients), sums.counting(counted):
-                outputs = tapped(moved)
-                if gradients:
-                    _sampled_loss(outputs, moved, seed).backward()
+        run_passes(model, batches, sums, step, rounds=rounds)
     finally:
         tapped.remove()
-        sums.remove()
-        model.train(training)
         for parameter in trained:
             parameter.requires_grad_(True)
 
@@ -144,48 +131,37 @@ def _first_row(batch: Batch) -> Batch:
     return replace(batch, **first)
 
 
-class _Sums:
+class _Sums(HookSums):
     """Adds up the moments of linears in forward and backward hooks."""
 
     def __init__(self, model: PreTrainedModel, names: Collection[str], gradients: bool) -> None:
-        self._mask = torch.empty(0)
-        self._tokens = 0
+        super().__init__(model.device)
         self._read: dict[tuple[object, ...], tuple[str, Tensor]] = {}
         self._inputs: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._source: dict[str, str] = {}
         """The linear that first read the tensor that a linear reads."""
-        self._handles = [model.get_submodule(name).register_forward_hook(self._hook(name, gradients)) for name in names]
+        self.handles = [model.get_submodule(name).register_forward_hook(self._hook(name, gradients)) for name in names]
 
     @contextmanager
     def counting(self, mask_BT: Tensor) -> Iterator[None]:
-        """Add up the moments of one forward and backward pass; padding is left out."""
-        self._mask, self._tokens = mask_BT, self._tokens + int(mask_BT.sum())
-        yield
+        """Add up the moments of one pass; the tensors that linears read are told apart for as long as it lasts."""
+        with super().counting(mask_BT):
+            yield
         self._read = {}
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
     def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
         """Return the sums over all ranks that this rank needs."""
-        device = next((each.device for each in self._inputs.values()), torch.device("cpu"))
-        tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=device)
         if reduce is not None:
-            reduce(tokens, None)
+            reduce(self.tokens, None)
             for sums in (self._inputs, self._gradients):
                 needed = {name: reduce(each, name) for name, each in sums.items()}
                 for name in (name for name, mine in needed.items() if not mine):
                     del sums[name]
-        if tokens == 0:
-            raise UserError("the calibration data hold no token: name data with at least one example")
-        for name, each in (*self._inputs.items(), *self._gradients.items()):
-            if not each.isfinite().all():
-                raise UserError(f"the inputs or gradients of {name} are not finite on the calibration data")
+        measured = chain(self._inputs.items(), self._gradients.items())
+        tokens = self.counted((f"the inputs or gradients of {name}", each) for name, each in measured)
         return {
-            name: Moments(inputs=self._inputs[source], gradients=self._gradients.get(name), tokens=int(tokens))
+            name: Moments(inputs=self._inputs[source], gradients=self._gradients.get(name), tokens=tokens)
             for name, source in self._source.items()
             if source in self._inputs
         }
@@ -195,12 +171,12 @@ class _Sums:
             first, _kept = self._read.setdefault(_identity(inputs[0]), (name, inputs[0]))
             self._source.setdefault(name, first)
             if first == name:
-                _add(self._inputs, name, inputs[0].detach()[self._mask])
+                _add(self._inputs, name, inputs[0].detach()[self.mask])
             if gradients:
                 # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below
                 # takes no part in the backward pass.
                 output.requires_grad_(True).register_hook(
-                    lambda gradient: _add(self._gradients, name, gradient.detach()[self._mask])
+                    lambda gradient: _add(self._gradients, name, gradient.detach()[self.mask])
                 )
 
         return hook

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.errors import UserError
 from llmdistill.factorize.install import tied_heads, token_embedding
-from llmdistill.factorize.moments import run_passes
+from llmdistill.factorize.moments import run_sampled
+from llmdistill.models.passes import HookSums
 
 ROWS = 1024
 """Rows of logits whose probabilities are computed at a time."""
@@ -54,64 +53,48 @@ def measure_table(
         UserError: there is no token, or a moment is not finite.
     """
     sums = _TableSums(model, gradients)
-    run_passes(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds)
+    run_sampled(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds)
     return sums.moments(reduce)
 
 
-class _TableSums:
+class _TableSums(HookSums):
     """Adds up the moments of a token embedding and of its tied head in forward and backward hooks."""
 
     def __init__(self, model: PreTrainedModel, gradients: bool) -> None:
+        super().__init__(model.device)
         name, table = token_embedding(model)
         device, vocabulary, width = model.device, table.num_embeddings, table.embedding_dim
-        self._mask = torch.empty(0)
-        self._tokens = torch.zeros(1, dtype=torch.float64, device=device)
         self._gradients = gradients
         self._sums = {"counts": torch.zeros(vocabulary, device=device)}
         if gradients:
             self._sums["gradients"] = torch.zeros(width, width, device=device)
-        self._handles = [table.register_forward_hook(self._look_up)]
+        self.handles = [table.register_forward_hook(self._look_up)]
         for head in tied_heads(model, name)[:1]:
             self._sums["head_inputs"] = torch.zeros(width, width, device=device)
             if gradients:
                 self._sums["head_outputs"] = torch.zeros(vocabulary, device=device)
-            self._handles.append(model.get_submodule(head).register_forward_hook(self._head))
-
-    @contextmanager
-    def counting(self, mask_BT: Tensor) -> Iterator[None]:
-        """Add up the moments of one forward and backward pass; padding is left out."""
-        self._mask = mask_BT
-        self._tokens += mask_BT.sum()
-        yield
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+            self.handles.append(model.get_submodule(head).register_forward_hook(self._head))
 
     def moments(self, reduce: Callable[[Tensor], object] | None) -> TableMoments:
         """Return the sums over all ranks."""
         if reduce is not None:
-            for each in (self._tokens, *self._sums.values()):
+            for each in (self.tokens, *self._sums.values()):
                 reduce(each)
-        if not self._tokens > 0:
-            raise UserError("the calibration data hold no token: name data with at least one example")
-        if not all(each.isfinite().all() for each in self._sums.values()):
-            raise UserError("the inputs or gradients of the token embedding are not finite on the calibration data")
+        tokens = self.counted(("the inputs or gradients of the token embedding", each) for each in self._sums.values())
         missing = dict.fromkeys(("gradients", "head_inputs", "head_outputs"))
-        return TableMoments(**{**missing, **self._sums}, tokens=int(self._tokens))  # type: ignore[arg-type]
+        return TableMoments(**{**missing, **self._sums}, tokens=tokens)  # type: ignore[arg-type]
 
     def _look_up(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        mask_BT, counts = self._mask, self._sums["counts"]
+        mask_BT, counts = self.mask, self._sums["counts"]
         counts += torch.bincount(inputs[0][mask_BT], minlength=len(counts))
         if self._gradients:  # no weight requires a gradient, so the graph begins here
             output.requires_grad_(True)
             output.register_hook(lambda gradient: self._add("gradients", gradient.detach()[mask_BT]))
 
     def _head(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        self._add("head_inputs", inputs[0].detach()[self._mask])
+        self._add("head_inputs", inputs[0].detach()[self.mask])
         if self._gradients:
-            for logits in output.detach()[self._mask].split(ROWS):
+            for logits in output.detach()[self.mask].split(ROWS):
                 p = logits.float().softmax(dim=-1)
                 self._sums["head_outputs"] += (p - p.square()).sum(dim=0)
 

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.errors import UserError
 from llmdistill.models.families import base_name, family_of, has_rotary, layers_of, shape_of
 from llmdistill.models.forward import TappedModel
+from llmdistill.models.passes import HookSums, run_passes
 from llmdistill.models.shapes import Parts, largest, split_name
 from llmdistill.models.taps import Recorder
 
@@ -50,6 +50,7 @@ class Importance:
     """The number of tokens."""
 
 
+@torch.no_grad()
 def measure_importance(
     model: PreTrainedModel,
     batches: Sequence[Batch],
@@ -69,24 +70,21 @@ def measure_importance(
     Raises:
         UserError: there is no token, or an activation is not finite.
     """
-    device, training, sums = model.device, model.training, _Sums()
+    sums = _Sums(model)
     every = range(0 if has_rotary(model.config) else len(layers_of(model)))
-    tapped = TappedModel(model.eval(), Recorder(model, {"query": frozenset(every), "key": frozenset(every)}))
-    handles = _hooks(model, sums)
+    tapped = TappedModel(model, Recorder(model, {"query": frozenset(every), "key": frozenset(every)}))
+
+    def step(batch: Batch) -> None:
+        taps = tapped(batch).taps
+        for layer in every:
+            for aspect, tensor in (("query", taps.query[layer]), ("key", taps.key[layer])):
+                sums.add(f"{aspect} {layer}", tensor.transpose(1, 2), torch.square)
+
     try:
-        for number in range(max(len(batches), rounds) if batches else 0):
-            moved = batches[number % len(batches)].to(device)
-            sums.start((moved.attention_mask != 0) & (number < len(batches)))
-            taps = tapped(moved).taps
-            for layer in every:
-                for aspect, tensor in (("query", taps.query[layer]), ("key", taps.key[layer])):
-                    sums.add(f"{aspect} {layer}", tensor.transpose(1, 2), torch.square)
+        run_passes(model, batches, sums, step, rounds=rounds)
     finally:
-        for handle in handles:
-            handle.remove()
         tapped.remove()
-        model.train(training)
-    return _importance(model, sums.means(device, reduce))
+    return _importance(model, sums.means(reduce))
 
 
 def important_parts(
@@ -133,35 +131,26 @@ def important_parts(
     )
 
 
-class _Sums:
+class _Sums(HookSums):
     """Adds up functions of activations over real tokens."""
 
-    def __init__(self) -> None:
-        self._mask = torch.empty(0)
-        self._tokens = 0
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model.device)
         self._sums: dict[str, Tensor] = {}
-
-    def start(self, mask_BT: Tensor) -> None:
-        """Begin a batch, whose padding is left out."""
-        self._mask, self._tokens = mask_BT, self._tokens + int(mask_BT.sum())
+        self.handles = _hooks(model, self)
 
     def add(self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] = torch.abs) -> None:
         """Add a function of the values (B, T, ...), which it gets as (N, ...) in fp32."""
-        total = of(values.detach()[self._mask].float()).sum(0, dtype=torch.float64)
+        total = of(values.detach()[self.mask].float()).sum(0, dtype=torch.float64)
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
-    def means(self, device: torch.device, reduce: Callable[[Tensor], object] | None) -> tuple[dict[str, Tensor], int]:
+    def means(self, reduce: Callable[[Tensor], object] | None) -> tuple[dict[str, Tensor], int]:
         """Return the means over the tokens of all ranks, on the CPU, and the number of tokens."""
-        tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=device)
         if reduce is not None:
-            for each in (tokens, *self._sums.values()):
+            for each in (self.tokens, *self._sums.values()):
                 reduce(each)
-        if tokens == 0:
-            raise UserError("the calibration data hold no token: name data with at least one example")
-        for name, each in self._sums.items():
-            if not each.isfinite().all():
-                raise UserError(f"the activations of {name} are not finite on the calibration data")
-        return {name: (each / tokens).cpu() for name, each in self._sums.items()}, int(tokens)
+        tokens = self.counted((f"the activations of {name}", each) for name, each in self._sums.items())
+        return {name: (each / self.tokens).cpu() for name, each in self._sums.items()}, tokens
 
 
 def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
