@@ -11,6 +11,8 @@ FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
 Allocation = Literal["uniform", "loss"]
 """Ways to spend a number of parameters on the ranks."""
+Form = Literal["plain", "pivoted"]
+"""Ways to store a product of a low rank."""
 
 ShapeInit = Literal["random", "layers", "slice", "important"]
 """Initial weights of a student with a shape."""
@@ -70,6 +72,10 @@ class FactorizeConfig:
     sigma: Literal["left", "balanced"] = "left"
     """svd: the position of the singular values: left puts them into A = UΣ (the paper's choice), balanced puts √Σ on
     both sides (kronecker always does this)."""
+    form: Form = "plain"
+    """svd: how a product of rank r is stored. plain: as two factors of r (m + n) numbers for an (m, n) matrix; pivoted:
+    r of the outputs are computed directly and the others from them, which takes r (m + n - r) numbers, so that
+    target_params buys higher ranks."""
     weighting: Literal["none", "activations", "gradients"] = "none"
     """Both methods: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the
     calibration data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
@@ -100,6 +106,11 @@ class FactorizeConfig:
             raise ValueError(
                 "student.factorize.allocation loss spends target_params by the predicted loss: give target_params and "
                 "weighting gradients"
+            )
+        if self.form == "pivoted" and self.sigma != "left":
+            raise ValueError(
+                f"student.factorize.sigma is {self.sigma}, but pivoted factors have no singular values: set it back to "
+                "left, or form to plain"
             )
         check_least(self, 1, "rank_multiple", prefix="student.factorize.")
 

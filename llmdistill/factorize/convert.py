@@ -70,19 +70,18 @@ def factorize(
             raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
         fitted = None if weighted is None else weighted.fitted(base_name(model, name))
         if fitted is not None:
-            return {key: value.to(weight) for key, value in fitted.parameters(size, sigma).items()}
-        moved = weight if device is None else weight.to(device)
-        return {key: value.to(weight) for key, value in best(moved, size, sigma).items()}
+            return fitted.parameters(size, sigma)
+        return best(weight if device is None else weight.to(device), size, sigma)
 
     silent = None if progress else True  # None: tqdm is silent if there is no terminal
-    of_linears = {
-        name: factors(kind.factors, name, matrix(base.get_submodule(name)), size)
-        for name, size in tqdm(named.sizes.items(), desc=named.method, disable=silent)
-    }
+    of_linears = {}
+    for name, size in tqdm(named.sizes.items(), desc=named.method, disable=silent):
+        weight = matrix(base.get_submodule(name))
+        of_linears[name] = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
     of_embedding = {}
     if named.embedding is not None:
         name, table = _tied_table(model)
-        of_embedding = factors(kind.embedding_factors, name, table, named.embedding)
+        of_embedding = _like(table, factors(kind.embedding_factors, name, table, named.embedding))
 
     install(model, named)
     for name, values in of_linears.items():
@@ -230,9 +229,18 @@ def _unshare_config(model: PreTrainedModel) -> None:
             module.config = own
 
 
+def _like(weight: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values with the dtype of a weight, unless they are integers, on its device."""
+    return {
+        name: value.to(weight) if value.is_floating_point() else value.to(weight.device)
+        for name, value in values.items()
+    }
+
+
 def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, value in values.items():
-        module.get_parameter(name).copy_(value)
+        own[name].copy_(value)
 
 
 def _tied_table(model: PreTrainedModel) -> tuple[str, Tensor]:

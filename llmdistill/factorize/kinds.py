@@ -11,7 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from llmdistill.config.student import Form
 from llmdistill.errors import UserError
+from llmdistill.factorize.forms import pivoted
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.factorize.modules import (
     FactorizedEmbedding,
@@ -21,6 +23,7 @@ from llmdistill.factorize.modules import (
     KroneckerLinear,
     LowRankEmbedding,
     LowRankLinear,
+    PivotedLinear,
 )
 from llmdistill.factorize.svd import place_sigma, truncated_svd
 
@@ -34,6 +37,7 @@ class Factorization:
     """Which matrices of a model are replaced by products, and of which sizes."""
 
     method: str = "svd"
+    """The name of its kind."""
     sizes: Mapping[str, Size] = field(default_factory=dict)
     """Rank or shape by the name of the linear, in the model or in its base model; all other linears stay dense."""
     embedding: int | None = None
@@ -58,7 +62,9 @@ class FactorizationKind:
     """(width, vocabulary, size, *, bias) -> a head that can be tied to the embedding: the head's A.weight is the
     embedding's B.weight, the head's B.weight the embedding's A.weight."""
     factors: Callable[[Tensor, Any, Sigma], dict[str, Tensor]]
-    """(weight (outputs, inputs), size, position of σ) -> the best values of the linear's parameters, by name."""
+    """(weight (outputs, inputs), size, position of σ) -> the best factors of a linear, by name."""
+    parameters: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    """The factors of a linear, by `factors` or weighted -> the values of its parameters and buffers, by name."""
     embedding_factors: Callable[[Tensor, int, Sigma], dict[str, Tensor]]
     """(table (vocabulary, width), size, position of σ) -> the best values of the embedding's parameters, by name."""
 
@@ -111,6 +117,18 @@ KINDS: dict[str, FactorizationKind] = {
         embedding=LowRankEmbedding,
         head=LowRankLinear,
         factors=_svd_factors,
+        parameters=dict,
+        embedding_factors=_svd_embedding_factors,
+    ),
+    "pivoted": FactorizationKind(
+        embedding_key="embedding_rank",
+        dense_embedding=None,
+        read_size=_rank,
+        linear=PivotedLinear,
+        embedding=LowRankEmbedding,
+        head=LowRankLinear,
+        factors=_svd_factors,
+        parameters=pivoted,
         embedding_factors=_svd_embedding_factors,
     ),
     "kronecker": FactorizationKind(
@@ -121,14 +139,20 @@ KINDS: dict[str, FactorizationKind] = {
         embedding=KroneckerEmbedding,
         head=KroneckerHead,
         factors=_kronecker_factors,
+        parameters=dict,
         embedding_factors=_kronecker_embedding_factors,
     ),
 }
-"""The kinds by the `method` of settings and of a student's config.json."""
+"""The kinds by the `method` of a student's config.json: that of its settings, or pivoted for svd in this form."""
+
+
+def kind_name(method: str, form: Form) -> str:
+    """The name of the kind that settings ask for."""
+    return method if form == "plain" else form
 
 
 def kind_of(method: str) -> FactorizationKind:
-    """The kind of a method. Raises UserError for an unknown method."""
+    """The kind of a name. Raises UserError for an unknown one."""
     if method not in KINDS:
         raise UserError(f"there is no method {method!r} of factorization; there are {', '.join(KINDS)}")
     return KINDS[method]

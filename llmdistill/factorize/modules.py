@@ -63,6 +63,34 @@ class LowRankLinear(FactorizedLinear):
         return self.B.weight @ self.A.weight
 
 
+class PivotedLinear(FactorizedLinear):
+    """y = [z, z B] in another order + b, with z = x A: k outputs, and combinations of them (PIFA, arXiv 2501.19090).
+
+    A (n, k) and B (k, m - k) are two plain linears, for the reasons of LowRankLinear. The bias (m,) is a parameter of
+    this module, and `order` (m,) the place of each output in [z, z B].
+    """
+
+    bias_name = "bias"
+    order: Tensor
+
+    def __init__(self, in_features: int, out_features: int, rank: int, *, bias: bool) -> None:
+        super().__init__(in_features, out_features)
+        self.A = nn.Linear(in_features, rank, bias=False)
+        self.B = nn.Linear(rank, out_features - rank, bias=False)
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.register_buffer("order", torch.arange(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n) -> (..., m)."""
+        z = self.A(x)
+        y = torch.cat([z, self.B(z)], dim=-1).index_select(-1, self.order)
+        return y if self.bias is None else y + self.bias
+
+    def dense(self) -> Tensor:
+        pivots = self.A.weight
+        return torch.cat([pivots, self.B.weight @ pivots])[self.order]
+
+
 class KroneckerLinear(FactorizedLinear):
     """y = Σ (A_i ⊗ B_i) x + b, which replaces y = W x + b (KroneckerBERT eq. 6), in the cheaper order of eq. 7.
 

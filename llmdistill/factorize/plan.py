@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
+from llmdistill.config.student import Form
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import Shape, build_reference, count_parameters, forward_flops, layer_linears
+from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.install import install, is_factorized, tied_heads, token_embedding
-from llmdistill.factorize.kinds import Factorization, kind_of
+from llmdistill.factorize.kinds import Factorization, kind_name, kind_of
 from llmdistill.factorize.kronecker import KroneckerShape, check_shape, dense_flops, kronecker_flops, parse_kronecker
 from llmdistill.factorize.modules import check_columns
 from llmdistill.models.configs import load_config
@@ -29,7 +31,7 @@ from llmdistill.models.load import build_meta
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "svd": (
-        *("rank", "ranks", "target_params", "embedding_rank", "sigma"),
+        *("rank", "ranks", "target_params", "embedding_rank", "sigma", "form"),
         *("weighting", "allocation", "rank_multiple", "calibration"),
     ),
     "kronecker": ("shapes", "target_params", "embedding_columns", "sums", "max_flops", "weighting", "calibration"),
@@ -67,7 +69,8 @@ def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: st
             _check_rank("embedding_rank", "the token embedding", size, (vocabulary, width))
         else:
             check_columns(size, width, where="embedding_columns")
-    return Factorization(method=method, embedding=None if size == kind.dense_embedding else size)
+    name = kind_name(method, settings.form)
+    return Factorization(method=name, embedding=None if size == kind.dense_embedding else size)
 
 
 def check_settings(settings: FactorizeConfig, method: str) -> None:
@@ -160,7 +163,7 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig) -> int:
     assert settings.target_params is not None
     budget = parse_target(settings.target_params, count_parameters(model)) - fixed_params(model, settings)
     shapes = layer_linears(model).values()
-    smallest = sum(min(settings.rank_multiple * (m + n), m * n) for m, n in shapes)
+    smallest = sum(factor_params(m, n, settings.rank_multiple, settings.form) for m, n in shapes)
     if smallest > budget:
         raise UserError(
             f"target_params {settings.target_params} is out of reach: rank {settings.rank_multiple} for every linear, "
@@ -232,7 +235,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     if settings.ranks is not None:
         ranks = {}
         for name, pattern, rank in _by_pattern(settings.ranks, linears, key="ranks"):
-            _check_rank(f"ranks[{pattern!r}]", name, rank, linears[name])
+            _check_rank(f"ranks[{pattern!r}]", name, rank, linears[name], settings.form)
             ranks[name] = rank
         return ranks
     if settings.target_params is not None:
@@ -240,22 +243,22 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     elif settings.rank is not None:
         rank = settings.rank
         for name, shape in linears.items():
-            _check_rank("rank", name, rank, shape)
+            _check_rank("rank", name, rank, shape, settings.form)
     else:
         return {}
-    ranks = {name: rank for name, (m, n) in linears.items() if rank * (n + m) < n * m}
+    ranks = {name: rank for name, (m, n) in linears.items() if rank <= largest_rank(m, n, settings.form)}
     if not ranks:
-        raise UserError(
-            f"rank {rank} makes no matrix smaller; the largest that does in this model is {_largest_useful(linears)}"
-        )
+        largest = _largest_useful(linears, settings.form)
+        raise UserError(f"rank {rank} makes no matrix smaller; the largest that does in this model is {largest}")
     return ranks
 
 
-def _check_rank(key: str, module: str, rank: int, shape: Shape) -> None:
+def _check_rank(key: str, module: str, rank: int, shape: Shape, form: Form = "plain") -> None:
     m, n = shape
-    if not 1 <= rank <= min(n, m):
+    largest = min(n, m) if form == "plain" else largest_rank(m, n, form)
+    if not 1 <= rank <= largest:
         raise UserError(
-            f"{key} {rank} does not fit {module}, a {m}×{n} matrix: its rank can be from 1 to {min(n, m)}; "
+            f"{key} {rank} does not fit {module}, a {m}×{n} matrix: its rank can be from 1 to {largest}; "
             "take a smaller one, or give ranks by module pattern"
         )
 
@@ -267,9 +270,9 @@ def _largest_rank(model: PreTrainedModel, linears: Mapping[str, Shape], settings
     fixed = fixed_params(model, settings)
 
     def total(rank: int) -> int:
-        return fixed + sum(min(n * m, rank * (n + m)) for m, n in linears.values())
+        return fixed + sum(factor_params(m, n, rank, settings.form) for m, n in linears.values())
 
-    largest = _largest_useful(linears)
+    largest = _largest_useful(linears, settings.form)
     rank = bisect_right(range(1, largest + 1), target, key=total)
     if rank == 0:
         remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"
@@ -280,8 +283,8 @@ def _largest_rank(model: PreTrainedModel, linears: Mapping[str, Shape], settings
     return rank
 
 
-def _largest_useful(linears: Mapping[str, Shape]) -> int:
-    return max((n * m - 1) // (n + m) for m, n in linears.values())
+def _largest_useful(linears: Mapping[str, Shape], form: Form) -> int:
+    return max(largest_rank(m, n, form) for m, n in linears.values())
 
 
 def _shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, KroneckerShape]:

@@ -16,11 +16,12 @@ from llmdistill.config.student import Allocation
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import Shape, build_reference, layer_linears
 from llmdistill.factorize.cuts import divergences
+from llmdistill.factorize.forms import largest_rank
 from llmdistill.factorize.install import token_embedding
 from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.measure import Measurement
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, rank_budget
-from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate, break_even
+from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate
 from llmdistill.models.families import base_name
 from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.teacher.live import LiveTeacher
@@ -235,7 +236,9 @@ def choose_ranks(config: PreTrainedConfig, settings: FactorizeConfig, factors: M
         return found.with_ranks(_planned(reference, settings))
     of_factors = sum(each.shape[0] * each.shape[1] for each in factors.values())
     dense = sum(m * n for m, n in layer_linears(reference).values()) - of_factors
-    chosen = allocate(factors, rank_budget(reference, settings) - dense, multiple=settings.rank_multiple)
+    chosen = allocate(
+        factors, rank_budget(reference, settings) - dense, multiple=settings.rank_multiple, form=settings.form
+    )
     return found.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
 
 
@@ -243,7 +246,8 @@ def _decomposed_ranks(
     reference: PreTrainedModel, shapes: Mapping[str, Shape], settings: FactorizeConfig, *, whole: bool
 ) -> dict[str, int]:
     """The number of leading factors of each matrix that must be known; the settings are checked before any work."""
-    largest = {name: break_even(m, n) for name, (m, n) in shapes.items() if break_even(m, n) > 0}
+    largest = {name: largest_rank(m, n, settings.form) for name, (m, n) in shapes.items()}
+    largest = {name: rank for name, rank in largest.items() if rank > 0}
     if settings.allocation == "loss":
         rank_budget(reference, settings)
         return largest

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmdistill.config.student import Form
 from llmdistill.errors import UserError
+from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.kinds import Sigma, low_rank_values
 from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.svd import truncated_svd
@@ -263,12 +265,9 @@ def check_calibration_data(weighting: str, data: object) -> None:
         raise UserError("nothing is measured on the calibration data: give weighting, or leave calibration out")
 
 
-def break_even(m: int, n: int) -> int:
-    """Return the largest rank whose factors have fewer numbers than the (m, n) matrix; 0 if there is none."""
-    return (m * n - 1) // (m + n)
-
-
-def allocate(factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int = 1) -> dict[str, int | None]:
+def allocate(
+    factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int = 1, form: Form = "plain"
+) -> dict[str, int | None]:
     """Return the rank of each matrix with which the predicted loss is lowest, and None for a matrix that stays dense.
 
     Each matrix starts with the rank `multiple` (or the largest useful one below it). The budget is then spent on the
@@ -276,14 +275,15 @@ def allocate(factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int =
     What is left at the end goes to the best steps that still fit.
 
     Args:
-        factors: the factors of each matrix, up to its break-even rank.
+        factors: the factors of each matrix, up to its largest useful rank.
         budget: the number of parameters of all matrices together.
         multiple: ranks are multiples of this number.
+        form: the form of the factors.
 
     Raises:
         UserError: the budget is below the smallest allocation.
     """
-    options = {name: _options(each, multiple) for name, each in factors.items()}
+    options = {name: _options(each, multiple, form) for name, each in factors.items()}
     chosen = dict.fromkeys(options, 0)
     spent = sum(steps[0][0] for steps in options.values())
     if spent > budget:
@@ -308,18 +308,19 @@ _Options = list[tuple[int, float, int | None]]
 """(parameters, predicted loss, rank or None for dense) of a matrix, by rising parameters."""
 
 
-def _options(factors: WeightedSVD, multiple: int) -> _Options:
+def _options(factors: WeightedSVD, multiple: int, form: Form) -> _Options:
     m, n = factors.shape
     costs = factors.costs()
-    largest = min(break_even(m, n), len(factors.values))
+    largest = min(largest_rank(m, n, form), len(factors.values))
     ranks = list(range(multiple, largest + 1, multiple)) or ([largest] if largest > 0 else [])
-    return [*((rank * (m + n), costs[rank], rank) for rank in ranks), (m * n, 0.0, None)]
+    return [*((factor_params(m, n, rank, form), costs[rank], rank) for rank in ranks), (m * n, 0.0, None)]
 
 
 def _steps(options: _Options, chosen: int, name: str) -> list[tuple[float, str, int, int]]:
     """The steps from a choice as (negative saving per parameter, name, choice, next choice).
 
-    The savings of ranks fall from step to step, so only the next rank and the dense matrix can be the best step.
+    The savings of plain ranks fall from step to step, so only the next rank and the dense matrix can be the best step.
+    Those of pivoted ranks fall a little less near the full rank, where a rank costs fewer parameters.
     """
     params, loss, _ = options[chosen]
     numbers = {number for number in (chosen + 1, len(options) - 1) if chosen < number < len(options)}

@@ -39,6 +39,8 @@ class Matrix(NamedTuple):
     """Outputs and inputs; None if it was not decomposed."""
     rank: int | None
     """None for a matrix that stays dense."""
+    form: str
+    """plain or pivoted."""
     costs: list[tuple[int, float]]
     """Ranks and what it costs to cut the matrix alone to them."""
 
@@ -48,7 +50,7 @@ class Matrix(NamedTuple):
         if self.rank is None or self.shape is None:
             return 1.0
         m, n = self.shape
-        return self.rank * (m + n) / (m * n)
+        return self.rank * (m + n - (self.rank if self.form == "pivoted" else 0)) / (m * n)
 
 
 def read_weighting(folder: Path) -> dict[str, Any]:
@@ -68,7 +70,11 @@ def matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
             measured = spectra.get(name, {})
             shape = tuple(measured["shape"]) if measured else None
             costs = [(int(rank), float(cost)) for rank, cost in measured.get("costs", [])]
-            found.append(Matrix(int(place[1]) + 1, kinds[place[2]], shape, ranks.get(name), costs))
+            found.append(
+                Matrix(
+                    int(place[1]) + 1, kinds[place[2]], shape, ranks.get(name), weighting.get("form", "plain"), costs
+                )
+            )
     return found
 
 

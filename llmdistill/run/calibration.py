@@ -199,6 +199,7 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -
             "dtype of teacher": str(dtype).removeprefix("torch."),
             **contents,
             "weighting": config.student.factorize.weighting,
+            "form": config.student.factorize.form,  # which decides the largest rank that is kept
             "examples": calibration.examples,
             "seed": calibration.seed,
             "micro_batch_size": _batch_size(calibration, world),
@@ -263,6 +264,7 @@ def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: f
     """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
     values = {
         "weighting": settings.weighting,
+        "form": settings.form,
         "tokens": found.tokens,
         "seconds": round(seconds, 2),
         "predicted_loss": found.predicted_loss,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from llmdistill.errors import UserError
+from llmdistill.factorize.forms import largest_rank
 from llmdistill.factorize.moments import Moments
-from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate, break_even, weighted_svd
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, allocate, weighted_svd
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def every_allocation(factors: dict[str, WeightedSVD], budget: int, multiple: int
     lists = []
     for each in factors.values():
         m, n = each.shape
-        ranks = [r for r in range(multiple, len(each.values) + 1, multiple) if r <= break_even(m, n)]
+        ranks = [r for r in range(multiple, len(each.values) + 1, multiple) if r <= largest_rank(m, n)]
         lists.append([(r * (m + n), each.costs()[r]) for r in ranks] + [(m * n, 0.0)])
     return min(
         sum(loss for _, loss in pick) for pick in itertools.product(*lists) if sum(cost for cost, _ in pick) <= budget
@@ -135,7 +136,7 @@ def every_allocation(factors: dict[str, WeightedSVD], budget: int, multiple: int
 def test_allocation_is_as_good_as_trying_all(budget, multiple):
     draw = torch.Generator().manual_seed(budget)
     factors = {
-        name: made(m, n, sorted((10 * torch.rand(break_even(m, n), generator=draw)).tolist(), reverse=True))
+        name: made(m, n, sorted((10 * torch.rand(largest_rank(m, n), generator=draw)).tolist(), reverse=True))
         for name, (m, n) in {"a": (8, 8), "b": (8, 6), "c": (6, 10)}.items()
     }
     chosen = allocate(factors, budget, multiple=multiple)
@@ -144,7 +145,7 @@ def test_allocation_is_as_good_as_trying_all(budget, multiple):
         m, n = factors[name].shape
         spent += m * n if rank is None else rank * (m + n)
         loss += 0.0 if rank is None else factors[name].costs()[rank]
-        assert rank is None or (rank % multiple == 0 and 1 <= rank <= break_even(m, n))
+        assert rank is None or (rank % multiple == 0 and 1 <= rank <= largest_rank(m, n))
     assert spent <= budget
     best = every_allocation(factors, budget, multiple)
     assert best <= loss + 1e-9
