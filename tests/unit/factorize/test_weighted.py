@@ -119,35 +119,40 @@ def made(m: int, n: int, values: list[float]) -> WeightedSVD:
     return WeightedSVD(left=torch.zeros(m, k), values=spectrum, right=torch.zeros(k, n), energy=energy, scale=0.5)
 
 
-def every_allocation(factors: dict[str, WeightedSVD], budget: int, multiple: int) -> float:
+def params_of(m: int, n: int, rank: int, form: str) -> int:
+    return rank * (m + n) if form == "plain" else m * rank + rank * n - rank * rank
+
+
+def every_allocation(factors: dict[str, WeightedSVD], budget: int, multiple: int, form: str) -> float:
     """The lowest loss of all combinations, by trying each."""
     lists = []
     for each in factors.values():
         m, n = each.shape
-        ranks = [r for r in range(multiple, len(each.values) + 1, multiple) if r <= largest_rank(m, n)]
-        lists.append([(r * (m + n), each.costs()[r]) for r in ranks] + [(m * n, 0.0)])
+        ranks = [r for r in range(multiple, len(each.values) + 1, multiple) if r <= largest_rank(m, n, form)]
+        lists.append([(params_of(m, n, r, form), each.costs()[r]) for r in ranks] + [(m * n, 0.0)])
     return min(
         sum(loss for _, loss in pick) for pick in itertools.product(*lists) if sum(cost for cost, _ in pick) <= budget
     )
 
 
+@pytest.mark.parametrize("form", ["plain", "pivoted"])
 @pytest.mark.parametrize("multiple", [1, 2])
 @pytest.mark.parametrize("budget", [95, 100, 110, 120, 130, 150])
-def test_allocation_is_as_good_as_trying_all(budget, multiple):
+def test_allocation_is_as_good_as_trying_all(budget, multiple, form):
     draw = torch.Generator().manual_seed(budget)
     factors = {
-        name: made(m, n, sorted((10 * torch.rand(largest_rank(m, n), generator=draw)).tolist(), reverse=True))
+        name: made(m, n, sorted((10 * torch.rand(largest_rank(m, n, form), generator=draw)).tolist(), reverse=True))
         for name, (m, n) in {"a": (8, 8), "b": (8, 6), "c": (6, 10)}.items()
     }
-    chosen = allocate(factors, budget, multiple=multiple)
+    chosen = allocate(factors, budget, multiple=multiple, form=form)
     spent, loss = 0, 0.0
     for name, rank in chosen.items():
         m, n = factors[name].shape
-        spent += m * n if rank is None else rank * (m + n)
+        spent += m * n if rank is None else params_of(m, n, rank, form)
         loss += 0.0 if rank is None else factors[name].costs()[rank]
-        assert rank is None or (rank % multiple == 0 and 1 <= rank <= largest_rank(m, n))
+        assert rank is None or (rank % multiple == 0 and 1 <= rank <= largest_rank(m, n, form))
     assert spent <= budget
-    best = every_allocation(factors, budget, multiple)
+    best = every_allocation(factors, budget, multiple, form)
     assert best <= loss + 1e-9
     # Greedy steps of unequal prices may leave a few parameters unused; the loss stays near the optimum.
     assert loss <= best * 1.35 + 1e-9

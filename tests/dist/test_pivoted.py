@@ -1,0 +1,68 @@
+"""A student of pivoted factors trains, resumes, takes adapters and exports like any other, in every stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from llmdistill.factorize.export import export_dense
+
+from support import largest_difference, weights
+
+pytestmark = pytest.mark.dist
+
+PIVOTED = ("--student.factorize.form", "pivoted")
+
+
+@pytest.mark.parametrize("ds_config", ["zero2", "zero3"])
+@pytest.mark.parametrize("more", [(), ("--student.lora.rank", "4")], ids=["whole", "adapters"])
+def test_two_ranks_equal_one(trained, ds_config, more):
+    one, two = trained(*PIVOTED, *more), trained(*PIVOTED, *more, ranks=2, ds_config=ds_config)
+    assert largest_difference(one, two) < 1e-6
+    losses = [json.loads(line)["loss"] for line in (one / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+
+
+def test_the_factors_are_what_is_trained_and_the_order_stays(trained, tmp_path):
+    folder = trained(*PIVOTED)
+    before, after = load_file(folder / "untrained" / "model.safetensors"), weights(folder)
+    name = "model.layers.0.mlp.up_proj"
+    assert after[f"{name}.A.weight"].shape == (6, 32)
+    assert after[f"{name}.B.weight"].shape == (42, 6)
+    assert {key: (each.shape, each.dtype) for key, each in before.items()} == {
+        key: (each.shape, each.dtype) for key, each in after.items()
+    }
+    for key, each in before.items():
+        assert torch.equal(each, after[key]) == key.endswith(".order"), key
+    assert any(after[f"{name}.order"] != torch.arange(48))
+    export_dense(folder / "student", tmp_path / "dense")
+    tokens = torch.arange(20)[None]
+    logits = [
+        AutoModelForCausalLM.from_pretrained(at)(tokens).logits for at in (folder / "student", tmp_path / "dense")
+    ]
+    assert torch.allclose(*logits, atol=1e-5, rtol=0)
+
+
+def test_two_ranks_of_zero3_resume_bit_equal(trained, launch, settings, tmp_path):
+    whole = trained(*PIVOTED, ranks=2, ds_config="zero3")
+    folder = tmp_path / "resumed"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "student")
+    shutil.rmtree(folder / "checkpoints" / "step-5")
+    (folder / "checkpoints" / "latest").write_text("step-4")
+    launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(folder), *PIVOTED, ranks=2)
+    first, second = weights(whole), weights(folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_bf16_ends_at_the_same_loss(trained):
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (trained(*PIVOTED, "--train.dtype", "bf16", ranks=2), trained(*PIVOTED))
+    ]
+    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.02)

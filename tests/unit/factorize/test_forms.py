@@ -1,0 +1,171 @@
+"""Pivoted factors against the dense product that they store: values, gradients, counts and ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaConfig
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.convert import compress_model
+from llmdistill.factorize.counting import count_parameters, forward_flops
+from llmdistill.factorize.forms import LARGEST_WEIGHT, factor_params, largest_rank
+from llmdistill.factorize.install import install
+from llmdistill.factorize.kinds import KINDS
+from llmdistill.factorize.modules import PivotedLinear
+from llmdistill.factorize.plan import plan, rank_budget, summarise
+
+LLAMA = LlamaConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    vocab_size=96, tie_word_embeddings=True,
+)  # fmt: skip
+BERT = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=96)
+
+
+def drawn(m: int, n: int) -> torch.Tensor:
+    return torch.randn(m, n, generator=torch.Generator().manual_seed(m + n))
+
+
+def repeated(m: int, n: int) -> torch.Tensor:
+    return drawn(3, n).repeat(m, 1)[:m]  # rank 3: all other directions of the outputs are arbitrary
+
+
+MATRICES: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "random": drawn,
+    "graded": lambda m, n: torch.logspace(0, -6, m)[torch.randperm(m)][:, None] * drawn(m, n),
+    "repeated": repeated,
+    "zero": torch.zeros,
+}
+
+
+def stored(weight: torch.Tensor, rank: int, *, bias: bool = True) -> tuple[PivotedLinear, torch.Tensor]:
+    """A pivoted module with the truncated SVD of a weight, and this product in fp64 by torch alone."""
+    kind = KINDS["pivoted"]
+    values = kind.parameters(kind.factors(weight, rank, "left"))
+    module = PivotedLinear(weight.shape[1], weight.shape[0], rank, bias=bias)
+    module.load_state_dict(values, strict=not bias)
+    u, s, vh = torch.linalg.svd(weight.double(), full_matrices=False)
+    return module, (u[:, :rank] * s[:rank]) @ vh[:rank]
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+@pytest.mark.parametrize(("m", "n", "rank"), [(12, 10, 1), (12, 10, 9), (10, 40, 5), (40, 10, 7), (16, 16, 15)])
+def test_the_product_is_that_of_the_truncated_svd(m: int, n: int, rank: int, matrix: str) -> None:
+    weight = MATRICES[matrix](m, n)
+    module, product = stored(weight, rank)
+    torch.testing.assert_close(module.dense().double(), product, rtol=0, atol=1e-5 * float(weight.abs().max()))
+    assert sorted(module.order.tolist()) == list(range(m))
+    assert float(module.B.weight.detach().abs().max()) <= LARGEST_WEIGHT + 1e-6
+    bias = 0 if module.bias is None else module.bias.numel()
+    assert count_parameters(module) - bias == factor_params(m, n, rank, "pivoted") == rank * (m + n - rank)
+
+
+def test_no_pivot_is_small_beside_what_it_carries() -> None:
+    # The leading rows are nearly equal: with them as pivots the weights of all others would be near 1e4.
+    weight = drawn(30, 20)
+    weight[:10] = weight[0] + 1e-4 * weight[:10]
+    module, product = stored(weight, 8)
+    assert float(module.B.weight.detach().abs().max()) <= LARGEST_WEIGHT + 1e-6
+    torch.testing.assert_close(module.dense().double(), product, rtol=0, atol=1e-5)
+
+
+def test_forward_and_backward_are_those_of_the_dense_product() -> None:
+    module = stored(drawn(12, 10), 4)[0].double()
+    with torch.no_grad():
+        module.bias.normal_(generator=torch.Generator().manual_seed(0))
+    a, b, bias = (each.detach().clone().requires_grad_() for each in (module.A.weight, module.B.weight, module.bias))
+    # The place of an output in [z, z B] says whether it is a pivot.
+    dense = torch.stack([a[place] if place < 4 else b[place - 4] @ a for place in module.order.tolist()])
+    x, upstream = torch.randn(2, 3, 10).double(), torch.randn(2, 3, 12).double()
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = module(ours), functional.linear(theirs, dense, bias)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(module.weight, dense)
+    y.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    for parameter, reference in zip((module.A.weight, module.B.weight, module.bias), (a, b, bias), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad)
+
+
+@pytest.mark.parametrize(("m", "n"), [(8, 8), (8, 6), (6, 10), (1, 5), (2, 2)])
+@pytest.mark.parametrize("form", ["plain", "pivoted"])
+def test_the_largest_rank_is_the_last_that_is_smaller(m: int, n: int, form: str) -> None:
+    smaller = [rank for rank in range(1, min(m, n) + 1) if rank * (m + n - (rank if form == "pivoted" else 0)) < m * n]
+    assert largest_rank(m, n, form) == max(smaller, default=0)
+    assert factor_params(m, n, largest_rank(m, n, form) + 1, form) == m * n
+
+
+@pytest.mark.parametrize("embedding_rank", [None, 20])
+def test_target_is_the_largest_rank_below(embedding_rank: int | None) -> None:
+    def model():
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(LLAMA)
+
+    def count(**settings: object) -> int:
+        student = model()
+        install(student, plan(student, FactorizeConfig(**settings, form="pivoted", embedding_rank=embedding_rank)))
+        return count_parameters(student)
+
+    by_rank = {rank: count(rank=rank) for rank in range(1, 16)}
+    for rank in range(1, 15):
+        assert count(target_params=str(by_rank[rank])) == by_rank[rank]
+        assert count(target_params=str(by_rank[rank + 1] - 1)) == by_rank[rank]
+        assert by_rank[rank] < count_parameters_plain(model(), rank, embedding_rank)
+
+
+def count_parameters_plain(model, rank: int, embedding_rank: int | None) -> int:
+    install(model, plan(model, FactorizeConfig(rank=rank, embedding_rank=embedding_rank)))
+    return count_parameters(model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_target_buys_a_higher_rank_and_flops_count_two_for_each_parameter(tied: bool) -> None:
+    config = copy.deepcopy(LLAMA)
+    config.tie_word_embeddings = tied
+    plain, pivoted = (
+        summarise(config, FactorizeConfig(target_params="60%", form=form)) for form in ("plain", "pivoted")
+    )
+    assert pivoted["rank"] > plain["rank"]
+    assert pivoted["student_params"] <= int(0.6 * pivoted["teacher_params"])
+    assert pivoted["forward_flops"] == 2 * pivoted["student_params"]
+
+
+def test_counted_flops_are_measured_ones() -> None:
+    module = stored(drawn(12, 10), 4, bias=False)[0]
+    with FlopCounterMode(display=False) as counter:
+        module(torch.zeros(1, 10))
+    assert counter.get_total_flops() == forward_flops(module) == 2 * 4 * (12 + 10 - 4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_the_model_answers_as_its_plain_student(kind: str) -> None:
+    torch.manual_seed(0)
+    teacher = (AutoModelForCausalLM.from_config(LLAMA) if kind == "llama" else AutoModel.from_config(BERT)).eval()
+    with torch.no_grad():
+        for parameter in teacher.parameters():  # biases are zero when fresh, and would not be missed
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    students = [compress_model(teacher, FactorizeConfig(rank=9, form=form)).eval() for form in ("plain", "pivoted")]
+    with torch.no_grad():
+        plain, pivoted = (student(input_ids=torch.arange(3, 19).view(2, 8))[0] for student in students)
+    torch.testing.assert_close(pivoted, plain, rtol=0, atol=2e-5)
+    assert count_parameters(students[1]) < count_parameters(students[0])
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sigma is balanced, but pivoted factors have no singular values"):
+        FactorizeConfig(rank=4, sigma="balanced", form="pivoted")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LLAMA)
+    with pytest.raises(UserError, match=r"its rank can be from 1 to 15"):
+        plan(model, FactorizeConfig(ranks={"*.k_proj": 16}, form="pivoted"))
+    with pytest.raises(UserError, match="form is a setting of the method svd"):
+        plan(model, FactorizeConfig(shapes={"*": "8x4"}, form="pivoted"), "kronecker")
+    with pytest.raises(UserError, match="is out of reach"):
+        rank_budget(model, FactorizeConfig(target_params=4000, weighting="gradients", form="pivoted"))
