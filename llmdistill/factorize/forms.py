@@ -17,6 +17,9 @@ from llmdistill.config.student import Form
 LARGEST_WEIGHT = 2.0
 """Pivots are exchanged until no other output takes more than this share of one of them."""
 
+DIRECTION_FLOOR = 1e-12
+"""Added to the moment of the outputs in each direction, as a share of its mean."""
+
 
 def factor_params(m: int, n: int, rank: int, form: Form = "plain") -> int:
     """Return the number of parameters of an (m, n) matrix of a rank, which stays dense if that is not more."""
@@ -40,8 +43,8 @@ def pivoted(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "A.weight" (k, n), "B.weight" (m - k, k), both in the dtype of the factors, and "order" (m,).
     """
     a, b = factors["A.weight"], factors["B.weight"]
-    basis, inner = torch.linalg.qr(b.double())  # the pivots depend on the outputs' directions, not on their scales
-    rows, weights = _pivots(basis)
+    basis, inner = torch.linalg.qr(b.double())
+    rows, weights = _pivots(basis, inner @ a.double())
     others = torch.ones(len(b), dtype=torch.bool, device=b.device)
     others[rows] = False
     order = torch.empty(len(b), dtype=torch.int64, device=b.device)
@@ -49,16 +52,21 @@ def pivoted(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"A.weight": (basis[rows] @ inner @ a.double()).to(a), "B.weight": weights[others].to(b), "order": order}
 
 
-def _pivots(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (k,) of an (m, k) matrix, and the weights (m, k) with which they give all rows, none of them large.
+def _pivots(basis: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (k,) of the product of an orthonormal basis (m, k) and (k, n), and the weights (m, k) that give all rows.
 
-    LU's pivots come first. While a row takes more than LARGEST_WEIGHT of a pivot it takes its place, which multiplies
-    the volume of the pivots by this weight, so that the exchange ends.
+    QR with column pivoting takes the rows that are longest beside those it has taken: students with such pivots train
+    better than with others. It gives no bound on the weights. So while a row takes more than LARGEST_WEIGHT of a pivot
+    it takes its place, which multiplies the volume of the pivots by this weight, so that the exchange ends.
     """
-    order = list(range(len(basis)))
-    for number, other in enumerate(torch.linalg.lu_factor(basis).pivots.tolist()):
-        order[number], order[other - 1] = order[other - 1], order[number]  # LAPACK's exchanges, counted from 1
-    rows = torch.tensor(order[: basis.shape[1]], device=basis.device)
+    from scipy.linalg import qr  # torch has no QR with pivoting
+
+    moment = outputs @ outputs.T
+    # Directions without outputs, of which a matrix of a lower rank has some, count a little: all rows are independent.
+    floor = DIRECTION_FLOOR * moment.diagonal().mean() if moment.any() else 1.0
+    lengths = torch.linalg.cholesky(moment + floor * torch.eye(len(moment), dtype=moment.dtype, device=moment.device))
+    _, order = qr((basis @ lengths).T.cpu().numpy(), mode="r", pivoting=True)
+    rows = torch.from_numpy(order[: basis.shape[1]].astype("int64")).to(basis.device)
     weights = torch.linalg.solve(basis[rows], basis, left=False)
     while True:
         row, pivot = divmod(int(weights.abs().argmax()), weights.shape[1])

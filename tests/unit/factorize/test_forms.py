@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from scipy.linalg import qr
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaConfig
@@ -15,7 +17,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, forward_flops
-from llmdistill.factorize.forms import LARGEST_WEIGHT, factor_params, largest_rank
+from llmdistill.factorize.forms import factor_params, largest_rank, pivoted
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.modules import PivotedLinear
@@ -61,18 +63,28 @@ def test_the_product_is_that_of_the_truncated_svd(m: int, n: int, rank: int, mat
     module, product = stored(weight, rank)
     torch.testing.assert_close(module.dense().double(), product, rtol=0, atol=1e-5 * float(weight.abs().max()))
     assert sorted(module.order.tolist()) == list(range(m))
-    assert float(module.B.weight.detach().abs().max()) <= LARGEST_WEIGHT + 1e-6
+    assert float(module.B.weight.detach().abs().max()) <= 2 + 1e-6
     bias = 0 if module.bias is None else module.bias.numel()
     assert count_parameters(module) - bias == factor_params(m, n, rank, "pivoted") == rank * (m + n - rank)
 
 
-def test_no_pivot_is_small_beside_what_it_carries() -> None:
-    # The leading rows are nearly equal: with them as pivots the weights of all others would be near 1e4.
-    weight = drawn(30, 20)
-    weight[:10] = weight[0] + 1e-4 * weight[:10]
-    module, product = stored(weight, 8)
-    assert float(module.B.weight.detach().abs().max()) <= LARGEST_WEIGHT + 1e-6
-    torch.testing.assert_close(module.dense().double(), product, rtol=0, atol=1e-5)
+def kahan(k: int, c: float = 0.285) -> torch.Tensor:
+    """(k + 1, k), of which QR with column pivoting takes the first k rows and then needs large weights for the last."""
+    s = (1 - c * c) ** 0.5
+    rows = torch.eye(k, k + 1).double() - c * torch.ones(k, k + 1).double().triu(1)
+    rows *= (s ** torch.arange(k))[:, None] * 0.999 ** torch.arange(k + 1)  # no two rows are equally long
+    return rows.T
+
+
+def test_weights_stay_small_where_pivoting_alone_does_not_keep_them_so() -> None:
+    weight = kahan(25)
+    _, pivots = qr(weight.numpy().T, mode="r", pivoting=True)
+    left_out = np.linalg.solve(weight.numpy()[pivots[:25]].T, weight.numpy()[pivots[25]])
+    assert np.abs(left_out).max() > 50
+    values = pivoted({"A.weight": torch.eye(25).double(), "B.weight": weight})
+    assert float(values["B.weight"].abs().max()) <= 2
+    product = torch.cat([values["A.weight"], values["B.weight"] @ values["A.weight"]])[values["order"]]
+    torch.testing.assert_close(product, weight)
 
 
 def test_forward_and_backward_are_those_of_the_dense_product() -> None:
