@@ -5,9 +5,10 @@
 
 GPT-2 at rank 256 answers greedily through the package's own generation: prefill is a batch of prompts and one token
 each, generate a batch of short prompts and many tokens each. KroneckerBERT_21 and _8 read a batch of texts (encode_21,
-encode_8), and one text alone. The promise is the ratio of the multiply-adds of the matrix products that torch carries
-out in such a call, counted, not derived; the target is 0.8 of it. The weights are random, as no product asks what it
-multiplies, and no answer ends early.
+encode_8), and one text alone. prefill_pivoted and generate_pivoted set a student of pivoted factors against the one of
+plain factors with as many parameters. The promise is the ratio of the multiply-adds of the matrix products that torch
+carries out in such a call, counted, not derived; the target is 0.8 of it. The weights are random, as no product asks
+what it multiplies, and no answer ends early.
 
 The last line is JSON: {"prefill": {"speedup": ..., "multiply_adds": ..., "share": ...}, "generate": ...}, where share
 is speedup over multiply_adds. --profile adds where the time of a call goes, by torch's own profiler.
@@ -24,7 +25,7 @@ import torch
 import yaml
 from benching import Settings, Work, measure, median_ratio, parse
 from benching_table import Line, Table
-from step_setting import bert, gpt2, low_rank
+from step_setting import bert, gpt2
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
@@ -32,25 +33,32 @@ from transformers import PreTrainedModel
 SHARE = 0.8
 
 GPT2 = {"width": 768, "heads": 12, "vocabulary": 50257, "layers": 12, "factorize": {"rank": 256}}
+PIVOTED = {"factorize": {"target_params": 77_253_888, "form": "pivoted"}, "against": {"rank": 256}}
 BERT = {"width": 768, "heads": 12, "vocabulary": 30522, "layers": 12}
 JOBS: dict[str, dict[str, Any]] = {
     "prefill": {**GPT2, "batch": 8, "tokens": 256, "new": 1},
     "generate": {**GPT2, "batch": 8, "tokens": 16, "new": 64},
+    "prefill_pivoted": {**GPT2, "batch": 8, "tokens": 256, "new": 1, **PIVOTED},
+    "generate_pivoted": {**GPT2, "batch": 8, "tokens": 16, "new": 64, **PIVOTED},
     "encode_21": {**BERT, "recipe": "kroneckerbert/bert-21", "batch": 32, "tokens": 128},
     "encode_21_one": {**BERT, "recipe": "kroneckerbert/bert-21", "batch": 1, "tokens": 128},
     "encode_8": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 32, "tokens": 128},
     "encode_8_one": {**BERT, "recipe": "kroneckerbert/bert-8", "batch": 1, "tokens": 128},
 }
 """Students and their work; a decoder writes `new` tokens, an encoder reads alone. `factorize` says what makes a student
-of the model; where it is missing the recipe's section of that name does."""
+of the model; where it is missing the recipe's section of that name does. `against` makes another student, which takes
+the place of the dense teacher."""
 
 _SMALL = {"width": 256, "heads": 4, "vocabulary": 8192, "layers": 4}
+_SMALL_PIVOTED = {"factorize": {"target_params": "70%", "form": "pivoted"}, "against": {"target_params": "70%"}}
 _FEED_FORWARD = {"*.intermediate.dense": "8x2", "*.output.dense": "2x8"}
 _SMALL_21 = {**_SMALL, "factorize": {"shapes": {"*.attention.*": "128x16", **_FEED_FORWARD}, "embedding_columns": 16}}
 _SMALL_8 = {**_SMALL, "factorize": {"shapes": {"*.attention.*": "128x128", **_FEED_FORWARD}, "embedding_columns": 8}}
 QUICK: dict[str, dict[str, Any]] = {
     "prefill": {**_SMALL, "factorize": {"rank": 64}, "tokens": 128},
     "generate": {**_SMALL, "factorize": {"rank": 64}, "tokens": 8, "new": 8},
+    "prefill_pivoted": {**_SMALL, **_SMALL_PIVOTED, "tokens": 128},
+    "generate_pivoted": {**_SMALL, **_SMALL_PIVOTED, "tokens": 8, "new": 8},
     "encode_21": {**_SMALL_21, "batch": 8},
     "encode_21_one": _SMALL_21,
     "encode_8": {**_SMALL_8, "batch": 8},
@@ -76,8 +84,7 @@ def _answer(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
     from llmdistill.generation.decode import Decoding, HuggingFaceEngine
 
     model = gpt2({**row, "way": "generate"}, row["layers"])
-    if "factorize" in row:
-        low_rank(model, row["factorize"]["rank"])
+    _factorize(model, row)
     model.eval().requires_grad_(False).to(device)
     # An end token that no answer holds: all rows then write the same number of tokens.
     tokenizer: Any = SimpleNamespace(eos_token_id=-1, pad_token_id=0)
@@ -93,8 +100,7 @@ def _answer(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
 
 def _encode(row: dict[str, Any], device: torch.device) -> Callable[[], None]:
     model = bert(row, row["layers"])
-    if "factorize" in row:
-        _kronecker(model, row["factorize"])
+    _factorize(model, row)
     model.eval().requires_grad_(False).to(device)
     ids = _ids(row).to(device)
 
@@ -109,31 +115,37 @@ def _ids(row: dict[str, Any]) -> torch.Tensor:
     return torch.randint(row["vocabulary"], (row["batch"], row["tokens"]), generator=generator)
 
 
-def _kronecker(model: PreTrainedModel, factorize: dict[str, Any]) -> None:
-    """Kronecker products of random weights: a call costs the same whatever they hold."""
+def _factorize(model: PreTrainedModel, row: dict[str, Any]) -> None:
+    """Factors of random weights, if the row has any: a call costs the same whatever they hold."""
+    if "factorize" not in row:
+        return
     from llmdistill.config import FactorizeConfig
     from llmdistill.factorize.install import install
     from llmdistill.factorize.plan import plan
 
-    install(model, plan(model, FactorizeConfig(**factorize), "kronecker"))
+    factorize = row["factorize"]
+    install(model, plan(model, FactorizeConfig(**factorize), "kronecker" if "shapes" in factorize else "svd"))
 
 
 def compare(settings: Settings, table: Table, job: str, work: dict[str, Any], *, profiled: bool) -> dict[str, float]:
     """One job: tokens a second of both, and their ratio."""
-    teacher = {key: value for key, value in {**work, "profile": profiled}.items() if key not in ("factorize", "recipe")}
-    student = {**teacher, "factorize": work.get("factorize") or _factorize_of(work["recipe"])}
-    found = measure(__file__, {"student": student, "teacher": teacher}, settings, weighed=())
-    one, other = found["student"], found["teacher"]
+    dense = {key: value for key, value in work.items() if key not in ("factorize", "recipe", "against")}
+    dense["profile"] = profiled
+    student = {**dense, "factorize": work.get("factorize") or _factorize_of(work["recipe"])}
+    whole = {**dense, "factorize": work["against"]} if "against" in work else dense
+    name = "plain student" if "against" in work else "teacher"
+    found = measure(__file__, {"student": student, name: whole}, settings, weighed=())
+    one, other = found["student"], found[name]
     speedup = median_ratio(other.seconds, one.seconds)
     fewer = other.facts["multiply_adds"] / one.facts["multiply_adds"]
     tokens = work["batch"] * (work["new"] if work.get("new", 1) > 1 else work["tokens"])
     detail = f"{tokens / one.median:,.0f} / {tokens / other.median:,.0f} tokens/s; {fewer:.3f} × fewer multiply-adds"
     target = SHARE * fewer
-    table.add(Line(f"{job}: student's tokens/s over the teacher's", speedup, target, detail, at_least=True))
-    for name, measured in found.items():
+    table.add(Line(f"{job}: student's tokens/s over the {name}'s", speedup, target, detail, at_least=True))
+    for row, measured in found.items():
         if "profile" in measured.facts:
-            table.say(f"{name}, {job}:\n{measured.facts['profile']}")
-    per_second = {"student_tokens_per_second": tokens / one.median, "teacher_tokens_per_second": tokens / other.median}
+            table.say(f"{row}, {job}:\n{measured.facts['profile']}")
+    per_second = {"student_tokens_per_second": tokens / one.median, "other_tokens_per_second": tokens / other.median}
     return {"speedup": speedup, "multiply_adds": fewer, "share": speedup / fewer, **per_second}
 
 
