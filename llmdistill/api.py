@@ -79,7 +79,7 @@ def compress(
         calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping of these
             `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number),
-            ranks ({"*.q_proj": 32}), embedding_rank, sigma, weighting ("gradients"), allocation ("loss"),
+            ranks ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting ("gradients"), allocation ("loss"),
             rank_multiple, shapes, sums, embedding_columns, max_flops. And for calibration data max_prompt_length,
             max_length and long_prompts of `DataConfig`.
 

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
+    from llmdistill.batch import Batch
     from llmdistill.data.sampler import TrainLoader
+    from llmdistill.factorize.weigh import Source
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN_JOB = "llmdistill/train.py"
@@ -164,3 +167,15 @@ def train_loader(
 
     make = partial(collate or module.collate, pad_token_id=pad_token_id)
     return TrainLoader(items, Share(**share), make, bucket_steps=bucket_steps, spread=spread)
+
+
+def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequence[Batch] = ()) -> Source:
+    """The teacher and the data of a calibration in this process."""
+    from llmdistill.factorize.weigh import Source
+    from llmdistill.runtime.distributed import World
+    from llmdistill.teacher.live import LiveTeacher
+
+    teacher = LiveTeacher(model, model)
+    return Source(
+        config=model.config, teacher=lambda: teacher, batches=lambda: (batches, held_out), world=World.alone()
+    )

@@ -45,50 +45,8 @@ class Source:
     say: Callable[[str], object] = lambda _: None
     """Takes sentences about the progress."""
 
-    @classmethod
-    def loaded(
-        cls,
-        model: PreTrainedModel,
-        batches: Sequence[Batch],
-        held_out: Sequence[Batch] = (),
-        *,
-        device: torch.device | None = None,
-    ) -> Source:
-        """Return the source of a single process whose teacher and data are in memory."""
-        teacher, alone = LiveTeacher(model, model), World.alone()
-        return cls(
-            config=model.config,
-            teacher=lambda: teacher,
-            batches=lambda: (batches, held_out),
-            world=alone,
-            device=device,
-        )
 
-
-def weigh(
-    model: PreTrainedModel,
-    settings: FactorizeConfig,
-    batches: Sequence[Batch],
-    method: str = "svd",
-    *,
-    device: torch.device | None = None,
-) -> Weighted:
-    """Return the weighted factorization of a dense model in memory, without a check on held-out data.
-
-    Args:
-        model: the teacher with its own head, on the device of the forward passes.
-        settings: weighting and the sizes.
-        batches: the calibration data.
-        method: the method of the factorization.
-        device: the device on which matrices are decomposed, one at a time; by default the device of the model.
-
-    Raises:
-        UserError: the settings do not fit the model, or the data have no token or give numbers that are not finite.
-    """
-    return weigh_checked(Source.loaded(model, batches, device=device), settings, method)
-
-
-def weigh_checked(source: Source, settings: FactorizeConfig, method: str = "svd") -> Weighted:
+def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Weighted:
     """Return the weighted factorization, where ranks by the predicted loss must prove themselves on held-out data.
 
     Predictions add up the costs of cuts that were each made alone. So the cuts to these ranks and to one rank of the
@@ -158,7 +116,7 @@ def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd")
 
 
 def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
-    """The ranks that `weigh_checked` chooses, with their factors."""
+    """The ranks that `weigh` chooses, with their factors."""
     factors, world = _factors(source, settings), source.world
     checks = settings.allocation == "loss" and settings.calibration.held_out > 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
@@ -199,7 +157,7 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
     that makes a matrix smaller, so that they serve any size. What the folder has is not measured again.
 
     Raises:
-        UserError: see `weigh_checked`.
+        UserError: see `weigh`.
     """
     reference = build_reference(copy.deepcopy(source.config))
     shapes = {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}

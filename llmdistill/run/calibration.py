@@ -24,7 +24,7 @@ from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
 from llmdistill.errors import UserError
 from llmdistill.factorize.kept import KeptFactors
-from llmdistill.factorize.weigh import Source, weigh_checked
+from llmdistill.factorize.weigh import Source, weigh
 from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint, memory_fingerprint
@@ -71,7 +71,7 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     )
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
     print_main(f"Student     its factors are weighted by {what}", world)
-    found = weigh_checked(source, settings, plan.config.student.method)
+    found = weigh(source, settings, plan.config.student.method)
     if world.is_main:
         # Statistics that were kept cost what they took then, so that students of a study can be compared.
         _report(plan.folder, settings, found, max(found.seconds, time.perf_counter() - began))
@@ -170,7 +170,7 @@ def measure_weights_on(
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
         try:
-            return weigh_checked(source, settings, method)
+            return weigh(source, settings, method)
         finally:
             moved.to(own)
 

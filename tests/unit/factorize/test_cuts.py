@@ -26,6 +26,8 @@ from llmdistill.factorize.moments import measure_moments
 from llmdistill.factorize.weigh import weigh
 from llmdistill.models.families import base_name
 
+from support import in_memory
+
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -65,7 +67,7 @@ def prepared(make):
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     settings = FactorizeConfig(rank=3, weighting="gradients")
-    weighted = weigh(model, settings, [make_batch(1), make_batch(2)])
+    weighted = weigh(in_memory(model, [make_batch(1), make_batch(2)]), settings)
     return model, weighted, compress_model(model, settings, weighted=weighted).eval()
 
 

@@ -16,7 +16,9 @@ from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.plan import summarise
-from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh, weigh_checked
+from llmdistill.factorize.weigh import choose_ranks, measured, weigh
+
+from support import in_memory
 
 VOCABULARY = 40
 
@@ -70,7 +72,7 @@ def settings(**given) -> FactorizeConfig:
 
 
 def student_of(model, chosen: FactorizeConfig):
-    weighted = None if chosen.weighting == "none" else weigh(model, chosen, batches(16, 1))
+    weighted = None if chosen.weighting == "none" else weigh(in_memory(model, batches(16, 1)), chosen)
     return compress_model(model, chosen, weighted=weighted), weighted
 
 
@@ -102,9 +104,9 @@ def test_the_predicted_loss_is_near_the_measured_one_for_small_cuts(llama):
 def test_ranks_follow_what_cuts_were_measured_to_cost(llama):
     chosen = settings(target_params="60%", weighting="gradients", allocation="loss")
     data = batches(16, 1)
-    first = choose_ranks(llama.config, chosen, measured(Source.loaded(llama, data), chosen))
+    first = choose_ranks(llama.config, chosen, measured(in_memory(llama, data), chosen))
     costs = cut_costs(llama, first, data, seed=2**31)
-    found = weigh(llama, chosen, data)
+    found = weigh(in_memory(llama, data), chosen)
     assert found.ranks != first.ranks
     for name, cost in costs.items():
         assert found.factors[name].costs()[first.ranks[name]] == pytest.approx(cost)
@@ -112,16 +114,16 @@ def test_ranks_follow_what_cuts_were_measured_to_cost(llama):
 
 def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
     chosen = settings(target_params="60%", weighting="gradients", allocation="loss")
-    found = weigh_checked(Source.loaded(llama, batches(16, 1), batches(4, 9)), chosen)
+    found = weigh(in_memory(llama, batches(16, 1), batches(4, 9)), chosen)
     one_rank = settings(target_params="60%", weighting="gradients")
     for name, given in (("loss", chosen), ("uniform", one_rank)):
         assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, given)[0], llama), rel=1e-3)
     assert found.held_out["loss"] < found.held_out["uniform"]
-    assert found.ranks == weigh(llama, chosen, batches(16, 1)).ranks
+    assert found.ranks == weigh(in_memory(llama, batches(16, 1)), chosen).ranks
     # Where the prediction misleads, the single rank is taken.
     monkeypatch.setattr(module, "divergences", lambda *_: {"loss": 2.0, "uniform": 1.0})
-    found = weigh_checked(Source.loaded(llama, batches(4, 1), batches(1, 9)), chosen)
-    assert found.ranks == weigh(llama, one_rank, batches(4, 1)).ranks
+    found = weigh(in_memory(llama, batches(4, 1), batches(1, 9)), chosen)
+    assert found.ranks == weigh(in_memory(llama, batches(4, 1)), one_rank).ranks
 
 
 def test_ranks_are_multiples_and_matrices_that_gain_nothing_stay_dense(llama):
@@ -136,8 +138,8 @@ def test_ranks_are_multiples_and_matrices_that_gain_nothing_stay_dense(llama):
 def test_a_pass_for_each_layer_gives_the_same_student(llama):
     small = CalibrationConfig(memory=20_000 / 2**30)
     chosen = settings(rank=8, weighting="gradients")
-    whole = weigh(llama, chosen, batches(4, 1))
-    parts = weigh(llama, settings(rank=8, weighting="gradients", calibration=small), batches(4, 1))
+    whole = weigh(in_memory(llama, batches(4, 1)), chosen)
+    parts = weigh(in_memory(llama, batches(4, 1)), settings(rank=8, weighting="gradients", calibration=small))
     assert whole.ranks == parts.ranks
     for name, factors in whole.factors.items():
         assert torch.equal(factors.values, parts.factors[name].values)
@@ -145,8 +147,8 @@ def test_a_pass_for_each_layer_gives_the_same_student(llama):
 
 def test_too_few_tokens_are_said(llama):
     chosen = settings(rank=8, weighting="gradients")
-    assert weigh(llama, chosen, batches(1, 1, size=4)).warning() is None
-    few = weigh(llama, chosen, batches(1, 1, size=3)).warning()
+    assert weigh(in_memory(llama, batches(1, 1, size=4)), chosen).warning() is None
+    few = weigh(in_memory(llama, batches(1, 1, size=3)), chosen).warning()
     assert few is not None
     assert few.startswith("the calibration data have 36 tokens, fewer than the 48 columns")
 

@@ -14,7 +14,9 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.kept import KeptFactors
-from llmdistill.factorize.weigh import Source, weigh, weigh_checked
+from llmdistill.factorize.weigh import weigh
+
+from support import in_memory
 
 VOCABULARY = 60
 
@@ -64,7 +66,7 @@ def naive_divergence(student, teacher) -> float:
 
 def student_of(model, method: str = "svd", **given):
     chosen = FactorizeConfig(**given)
-    weighted = None if chosen.weighting == "none" else weigh(model, chosen, batches(16, 1), method)
+    weighted = None if chosen.weighting == "none" else weigh(in_memory(model, batches(16, 1)), chosen, method)
     return compress_model(model, chosen, method, weighted=weighted)
 
 
@@ -89,7 +91,7 @@ def test_layers_and_embedding_are_weighted_together() -> None:
     chosen = FactorizeConfig(
         **size, weighting="gradients", allocation="loss", calibration=CalibrationConfig(held_out=1)
     )
-    found = weigh_checked(Source.loaded(model, batches(16, 1), batches(2, 4)), chosen)
+    found = weigh(in_memory(model, batches(16, 1), batches(2, 4)), chosen)
     assert set(found.others) == {"embed_tokens"}
     (table,) = found.others.values()
     of_linears = sum(each.costs()[found.ranks[name]] for name, each in found.factors.items() if name in found.ranks)
@@ -114,7 +116,7 @@ def test_what_kronecker_cannot_use_is_refused_before_any_work(tmp_path: Path) ->
     def read() -> None:
         raise AssertionError("the data are read")
 
-    source = Source.loaded(llama(), batches(1, 1))
+    source = in_memory(llama(), batches(1, 1))
     object.__setattr__(source, "batches", read)
     for given, said in (
         ({"target_params": "50%"}, "target_params 50% with the method kronecker needs the weights"),
@@ -122,7 +124,7 @@ def test_what_kronecker_cannot_use_is_refused_before_any_work(tmp_path: Path) ->
         ({"shapes": {"*": "8x8"}, "rank_multiple": 8}, "rank_multiple is a setting of the method svd"),
     ):
         with pytest.raises(UserError, match=said):
-            weigh_checked(source, FactorizeConfig(weighting="gradients", **given), "kronecker")
+            weigh(source, FactorizeConfig(weighting="gradients", **given), "kronecker")
     object.__setattr__(source, "kept", lambda: KeptFactors(tmp_path, {}))
     with pytest.raises(UserError, match=r"calibration\.folder keeps factors of the method svd"):
-        weigh_checked(source, FactorizeConfig(weighting="gradients", shapes={"*": "8x8"}), "kronecker")
+        weigh(source, FactorizeConfig(weighting="gradients", shapes={"*": "8x8"}), "kronecker")
