@@ -56,7 +56,9 @@ def entries(groups: Groups) -> int:
 
 def decomposition(m: int, n: int) -> float:
     """Multiply-adds to decompose a matrix: Cholesky factors, whitening, eigenvectors of its Gram matrix, solutions."""
-    short, long, rank = min(m, n), max(m, n), (m * n - 1) // (m + n)
+    from llmdistill.factorize.forms import largest_rank
+
+    short, long, rank = min(m, n), max(m, n), largest_rank(m, n)
     small = (m**3 + n**3) / 6 + rank * (m * m + n * n) / 2
     return small + m * n * (m + n) + short * short * long + 9 * short**3 + rank * short * long
 
@@ -93,8 +95,9 @@ def pass_row(row: dict[str, Any], device: torch.device) -> Work:
 
 def decompose_row(row: dict[str, Any], device: torch.device) -> Work:
     """CPU seconds of one weighted SVD; on a GPU seconds."""
+    from llmdistill.factorize.forms import largest_rank
     from llmdistill.factorize.moments import Moments
-    from llmdistill.factorize.weighted import break_even, weighted_svd
+    from llmdistill.factorize.weighted import weighted_svd
 
     m, n = row["m"], row["n"]
     weight = torch.randn(m, n, device=device)
@@ -107,7 +110,7 @@ def decompose_row(row: dict[str, Any], device: torch.device) -> Work:
     wait(device)
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     begun = clock()
-    weighted_svd(weight, moments, break_even(m, n))
+    weighted_svd(weight, moments, largest_rank(m, n))
     wait(device)
     return Work(None, {"seconds": clock() - begun})
 

@@ -75,6 +75,8 @@ def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: st
 
 def check_settings(settings: FactorizeConfig, method: str) -> None:
     """Raises UserError for a setting that only another method uses, and for settings that contradict each other."""
+    if method not in SETTINGS:
+        raise UserError(f"there is no method {method!r} of factorization; there are {', '.join(SETTINGS)}")
     embedding_key, own = kind_of(method).embedding_key, SETTINGS[method]
     for field in fields(FactorizeConfig):
         value, usual = getattr(settings, field.name), getattr(FactorizeConfig(), field.name)

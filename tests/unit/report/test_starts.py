@@ -104,6 +104,15 @@ def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["plain", "loss", "teacher"]
 
 
+def test_a_single_panel_has_room_for_the_names_of_all_starts():
+    names = ["plain", "activations", "gradients", "loss"]
+    looks = plots.method_styles(names)
+    figure = plot_sizes({"untrained": [(name, looks[name], [(300, 3.0), (500, 4.0)]) for name in names]}, teacher=9.0)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
 def test_predictions_are_drawn_against_what_was_measured():
     # Measured is 2 · predicted^1.5, so the logarithms lie on a line; the student is the better one of the two.
     pairs = [(predicted, 2 * predicted**1.5) for predicted in (0.01, 0.1, 1.0)]
