@@ -109,7 +109,7 @@ def plot_sizes(
     """
     columns = min(_MAX_COLUMNS - 1, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure = new_figure(max(4.6, 2.1 * columns + 0.7), 0.9 + 1.9 * lines)  # the legend needs the width of two panels
+    figure = new_figure(max(4.9, 2.1 * columns + 0.7), 0.9 + 1.9 * lines)  # the legend needs the width of two panels
     grid = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes, (title, points) in zip(grid, panels.items(), strict=False):
         for label, style, pairs in points:
