@@ -2,7 +2,7 @@
 
 Of the m outputs of a product of rank k, k can be chosen (the pivots) of which all others are combinations. Then one
 factor has the pivots' own rows, (k, n), and the other the combinations, (m - k, k): k (m + n - k) numbers in place of
-k (m + n), for the same product (PIFA, arXiv 2501.19090 §3).
+k (m + n), for the same product (PIFA, arXiv 2501.19090).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmdistill.config.student import Form
 LARGEST_WEIGHT = 2.0
 """Pivots are exchanged until no other output takes more than this share of one of them."""
 
-DIRECTION_FLOOR = 1e-12
+DIRECTION_FLOOR = 1e-9
 """Added to the moment of the outputs in each direction, as a share of its mean."""
 
 

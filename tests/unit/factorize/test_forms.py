@@ -87,6 +87,13 @@ def test_weights_stay_small_where_pivoting_alone_does_not_keep_them_so() -> None
     torch.testing.assert_close(product, weight)
 
 
+def test_singular_values_over_ten_orders_are_no_obstacle() -> None:
+    weight = torch.linalg.qr(drawn(120, 90).double())[0] * torch.logspace(0, -14, 90) @ drawn(90, 100).double()
+    module, product = stored(weight.float(), 80)
+    torch.testing.assert_close(module.dense().double(), product, rtol=0, atol=1e-5)
+    assert float(module.B.weight.detach().abs().max()) <= 2 + 1e-6
+
+
 def test_forward_and_backward_are_those_of_the_dense_product() -> None:
     module = stored(drawn(12, 10), 4)[0].double()
     with torch.no_grad():
