@@ -44,12 +44,13 @@ def pivoted(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     a, b = factors["A.weight"], factors["B.weight"]
     basis, inner = torch.linalg.qr(b.double())
-    rows, weights = _pivots(basis, inner @ a.double())
+    outputs = inner @ a.double()
+    rows, weights = _pivots(basis, outputs)
     others = torch.ones(len(b), dtype=torch.bool, device=b.device)
     others[rows] = False
     order = torch.empty(len(b), dtype=torch.int64, device=b.device)
     order[torch.cat([rows, others.nonzero()[:, 0]])] = torch.arange(len(b), device=b.device)
-    return {"A.weight": (basis[rows] @ inner @ a.double()).to(a), "B.weight": weights[others].to(b), "order": order}
+    return {"A.weight": (basis[rows] @ outputs).to(a), "B.weight": weights[others].to(b), "order": order}
 
 
 def _pivots(basis: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ The code that installs, loads, fills and merges modules reads the table at the e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -108,29 +108,20 @@ def _kronecker_embedding_factors(table: Tensor, columns: int, _sigma: Sigma) -> 
     return {"A.weight": a[0], "B.weight": b[0, 0]}
 
 
+_SVD = FactorizationKind(
+    embedding_key="embedding_rank",
+    dense_embedding=None,
+    read_size=_rank,
+    linear=LowRankLinear,
+    embedding=LowRankEmbedding,
+    head=LowRankLinear,
+    factors=_svd_factors,
+    parameters=dict,
+    embedding_factors=_svd_embedding_factors,
+)
 KINDS: dict[str, FactorizationKind] = {
-    "svd": FactorizationKind(
-        embedding_key="embedding_rank",
-        dense_embedding=None,
-        read_size=_rank,
-        linear=LowRankLinear,
-        embedding=LowRankEmbedding,
-        head=LowRankLinear,
-        factors=_svd_factors,
-        parameters=dict,
-        embedding_factors=_svd_embedding_factors,
-    ),
-    "pivoted": FactorizationKind(
-        embedding_key="embedding_rank",
-        dense_embedding=None,
-        read_size=_rank,
-        linear=PivotedLinear,
-        embedding=LowRankEmbedding,
-        head=LowRankLinear,
-        factors=_svd_factors,
-        parameters=pivoted,
-        embedding_factors=_svd_embedding_factors,
-    ),
+    "svd": _SVD,
+    "pivoted": replace(_SVD, linear=PivotedLinear, parameters=pivoted),
     "kronecker": FactorizationKind(
         embedding_key="embedding_columns",
         dense_embedding=1,

@@ -16,6 +16,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from llmdistill.artifacts import read_record
+from llmdistill.config.student import Form
+from llmdistill.factorize.forms import factor_params
 from llmdistill.report.plots import INK, STYLE, Drawing, Style, new_figure, short_number
 
 WEIGHTING_FILE = "weighting.json"
@@ -39,8 +41,8 @@ class Matrix(NamedTuple):
     """Outputs and inputs; None if it was not decomposed."""
     rank: int | None
     """None for a matrix that stays dense."""
-    form: str
-    """plain or pivoted."""
+    form: Form
+    """The form of its factors."""
     costs: list[tuple[int, float]]
     """Ranks and what it costs to cut the matrix alone to them."""
 
@@ -50,7 +52,7 @@ class Matrix(NamedTuple):
         if self.rank is None or self.shape is None:
             return 1.0
         m, n = self.shape
-        return self.rank * (m + n - (self.rank if self.form == "pivoted" else 0)) / (m * n)
+        return factor_params(m, n, self.rank, self.form) / (m * n)
 
 
 def read_weighting(folder: Path) -> dict[str, Any]:
