@@ -57,7 +57,8 @@ def one_sentence(message: str) -> str:
     expected = re.findall(r"Expected an? ([^\n]*?)(?:\. Got|\n|$)", message)
     if key is not None and value is not None:
         kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
-        return f"{key.group(1)}: {value.group(1)!r} does not fit; expected {kinds or 'what --help says'}"
+        given = "null" if value.group(1) == "None" else repr(value.group(1))  # as YAML and --help write it
+        return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}"
     required = re.search(r'"([\w.]+)" is required', message)
     if required is not None:
         return f"--{required.group(1)} is missing: give it on the command line or in the recipe"

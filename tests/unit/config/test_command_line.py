@@ -43,6 +43,7 @@ def test_default_folder_names_recipe_and_ds_config(tmp_path):
         (["--learning_rate", "3"], "did you mean --train.learning_rate?"),
         (["--makd.atention=1"], "did you mean --makd.attention?"),
         (["--train.steps", "many"], "train.steps: 'many' does not fit; expected int"),
+        (["--train.validate_every", "null"], "train.validate_every: null does not fit; expected int"),
         (["--method", "magic"], "method: 'magic' does not fit"),
         (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
         (["--train.warmup_steps", "-1"], "train.warmup_steps is -1: give 0 or more"),
