@@ -143,7 +143,7 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model's answers by ROUGE-L, or fine-tune it on GLUE; launcher flags start several ranks."""
+    """Score a model by ROUGE-L of its answers, on zero-shot tasks, or on GLUE; launcher flags start several ranks."""
     launcher, words = split_launcher_flags(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--suite", nargs="?")
@@ -157,6 +157,12 @@ def evaluate(arguments: Sequence[str]) -> None:
             launcher_flags=launcher,
             launch=lambda: launch(launcher, "llmdistill.cli", "evaluate", *words),
         )
+    if flags.suite == "zero_shot":
+        from llmdistill.commands.zero_shot import evaluate as evaluate_zero_shot
+
+        if launcher:
+            raise UserError(f"{launcher[0]}: zero-shot tasks are scored in one process; leave it out")
+        return evaluate_zero_shot(rest, prog="llmdistill evaluate --suite zero_shot")
     if launcher:
         launch(launcher, "llmdistill.cli", "evaluate", *words)
     from llmdistill.commands.evaluate import evaluate as evaluate_answers
@@ -206,7 +212,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "compress": ("factorize a model folder", compress),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("merge a student into a stock model", export),
-    "evaluate": ("score a model: ROUGE-L of its answers, or GLUE after fine-tuning", evaluate),
+    "evaluate": ("score models: ROUGE-L of answers, GLUE after fine-tuning, or zero-shot tasks", evaluate),
 }
 """Name of a command -> its description, and the function that runs it with its arguments."""
 

@@ -44,8 +44,9 @@ def build_parser(prog: str) -> ArgumentParser:
         "--suite",
         type=str,
         metavar="A,B",
-        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join(SETS)}. llmdistill evaluate --suite "
-        "glue fine-tunes the model and has its own settings: llmdistill evaluate --suite glue --help.",
+        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join(SETS)}. Two suites "
+        "have settings of their own, which --help lists after their name: glue fine-tunes the model, and zero_shot "
+        "scores it on tasks of lm-evaluation-harness.",
     )
     parser.add_argument(
         "--data_dir", type=Path, metavar="DIR", help="Folder of the suite's NAME.jsonl files; default: the hub."

@@ -1,0 +1,201 @@
+"""Zero-shot scores of several decoders side by side, such as those of a run: teacher, untrained student and student."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from llmdistill.artifacts import RESULT_FILE, read_record, read_result, write_result
+from llmdistill.config.zero_shot import ZeroShotConfig
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.factorize.counting import count_parameters
+from llmdistill.files import write_json
+from llmdistill.fingerprints import fingerprint
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import family_of
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.report.pages import write_page
+from llmdistill.report.record import make_record
+from llmdistill.report.table import MODELS
+from llmdistill.report.tables import Texts, print_table
+from llmdistill.run.artifacts import METRICS_FILE, RUN_FILE
+from llmdistill.runtime.distributed import World, best_dtype
+from llmdistill.tasks.zero_shot import ZeroShotTasks, find_zero_shot, is_share, main_metric, score_zero_shot
+
+ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
+"""The settings on which scores depend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """The checked settings."""
+
+    models: Mapping[str, Path]
+    """Folder or hub name of each model, by the name of its row."""
+    asked: Mapping[str, Mapping[str, Any]]
+    """What the scores of each model depend on."""
+    folder: Path
+    tasks: ZeroShotTasks
+    dtype: str
+
+
+def evaluate(config: ZeroShotConfig, *, command: str) -> dict[str, Any]:
+    """Score each model on the tasks, and return the results as plain JSON values.
+
+    The score of each model is kept in the output folder as soon as it is there, so that the same command goes on with
+    the next model. results.json and report.md are written at the end.
+
+    Raises:
+        UserError: a model is no decoder or cannot be read, a task does not exist, or its data cannot be loaded; all of
+            it is told before a model is loaded.
+    """
+    world = World.alone()
+    plan = _plan(config, world)
+    kept = {name: read_result(_file(plan, name), asked) for name, asked in plan.asked.items()}
+    if None in kept.values():
+        plan.tasks.check_data()
+    scores = {name: each or _score(name, config, plan, world) for name, each in kept.items()}
+    results = {
+        **{key: getattr(config, key) for key in ASKED},
+        "dtype": plan.dtype,
+        "models": {name: {key: each[key] for key in ("path", "params", "tasks")} for name, each in scores.items()},
+        "run": make_record(command, world.size),
+    }
+    write_json(plan.folder / "results.json", results)
+    _write_report(plan.folder, results)
+    return {**results, "folder": str(plan.folder)}
+
+
+def _plan(config: ZeroShotConfig, world: World) -> _Plan:
+    """Check all settings before a model is loaded; raise UserError for a mistake."""
+    models: dict[str, Path] = {}
+    for reference in config.model:
+        for name, path in _models_of(reference).items():
+            if name in models:
+                raise UserError(f"--model: two models would both be called {name}; score them by two commands")
+            models[name] = path
+    for name, path in models.items():
+        if not family_of(load_config(path)).causal:
+            raise UserError(f"--model: the {name} ({path}) is an encoder, and the tasks of the harness need a decoder")
+    dtype = best_dtype(world.device) if config.dtype == "auto" else config.dtype
+    tasks = find_zero_shot(config.tasks, config.task_dir)
+    asked = {key: getattr(config, key) for key in ASKED} | {"dtype": dtype}
+    if config.task_dir is not None:
+        asked["content of task_dir"] = fingerprint(config.task_dir)
+    return _Plan(
+        models=models,
+        asked={name: {**asked, "content of model": fingerprint(str(path))} for name, path in models.items()},
+        folder=_folder(config),
+        tasks=tasks,
+        dtype=dtype,
+    )
+
+
+def _models_of(reference: str) -> dict[str, Path]:
+    """Return the models that a reference stands for: those of a finished run, or the model itself."""
+    path = locate(reference)
+    record = read_record(path / RUN_FILE, remedy="name a model's folder instead of the run's")
+    if record is None:
+        return {reference: path}
+    if not (path / METRICS_FILE).is_file():
+        raise UserError(f"--model {reference}: the run in this folder is not finished; let it end, or name a model")
+    config = record["config"]
+    teacher = config["teacher"]["model"]
+    untrained = path / "untrained" if (path / "untrained").is_dir() else config["student"]["model"]
+    found = {"teacher": teacher, "untrained": untrained, "student": path / "student"}
+    return {MODELS[role]: locate(str(each)) for role, each in found.items() if each is not None}
+
+
+def _folder(config: ZeroShotConfig) -> Path:
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    first = Path(config.model[0])
+    if (first / RUN_FILE).is_file():
+        return first / "zero_shot"
+    return Path("runs") / "zero_shot" / _file_name(config.model[0])
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
+
+
+def _file(plan: _Plan, name: str) -> Path:
+    """Return the file that keeps the scores of a model."""
+    return plan.folder / _file_name(name) / RESULT_FILE
+
+
+def _score(name: str, config: ZeroShotConfig, plan: _Plan, world: World) -> dict[str, Any]:
+    """Score a model, and keep its scores."""
+    path = plan.models[name]
+    print(f"{name}: {path} on {', '.join(plan.tasks.names)} ...", flush=True)
+    model = load_model(path, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtype], device=world.device)
+    found = score_zero_shot(
+        model,
+        load_tokenizer(path),
+        plan.tasks,
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
+        batch_size=config.batch_size,
+        max_length=config.max_length,
+    )
+    result = {"path": str(path), "params": count_parameters(model), "tasks": found}
+    return write_result(_file(plan, name), plan.asked[name], result)
+
+
+def table_cells(results: Mapping[str, Any]) -> Texts:
+    """Return header and rows as text: each task by its main metric, and the mean of those that are shares."""
+    models = results["models"]
+    tasks = {name: main_metric(task["metrics"]) for name, task in next(iter(models.values()))["tasks"].items()}
+    shares = [name for name, metric in tasks.items() if is_share(metric)]
+    header = ["", "params", *(f"{name} {metric}" for name, metric in tasks.items())]
+    rows = [
+        [name, f"{each['params']:,}", *(_cell(each["tasks"][task], metric) for task, metric in tasks.items())]
+        for name, each in models.items()
+    ]
+    if len(shares) > 1:
+        header.append("average")
+        for row, each in zip(rows, models.values(), strict=True):
+            row.append(f"{100 * fmean(each['tasks'][name]['metrics'][tasks[name]] for name in shares):.1f}")
+    return header, rows
+
+
+def _cell(task: Mapping[str, Any], metric: str) -> str:
+    value, error = task["metrics"][metric], task["stderr"].get(metric)
+    scale, decimals = (100, 1) if is_share(metric) else (1, 3)
+    text = f"{scale * value:.{decimals}f}"
+    return text if error is None else f"{text} ± {scale * error:.{decimals}f}"
+
+
+def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the table, one row per model."""
+    print_table(_title(results), *table_cells(results), turned=True, console=console)
+
+
+def _title(results: Mapping[str, Any]) -> str:
+    shots = results["num_fewshot"]
+    how = "as the tasks say" if shots is None else f"{shots} solved examples before each question"
+    limit = "" if results["limit"] is None else f", only {results['limit']} examples of each"
+    return f"Tasks of lm-evaluation-harness, shares x 100 ± standard error, {how}{limit}"
+
+
+def _write_report(folder: Path, results: Mapping[str, Any]) -> None:
+    write_page(
+        folder / "report.md",
+        "zero_shot.md.j2",
+        title="Zero-shot tasks",
+        legend=_title(results) + ".",
+        table=table_cells(results),
+        warnings=[],
+        record=results["run"],
+        models=results["models"],
+        dtype=results["dtype"],
+    )

@@ -1,0 +1,151 @@
+"""Zero-shot tasks of decoders, which lm-evaluation-harness (the package lm_eval) defines and scores."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.errors import UserError
+
+_MAIN_METRICS = ("acc_norm", "acc", "exact_match")
+"""The metric that tables show, in this order; tasks with none of them are shown by the first of their own."""
+_SHARES = ("acc", "exact_match", "mc1", "mc2")
+"""Beginnings of the names of metrics that are shares from 0 to 1, which tables show x 100."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroShotTasks:
+    """The tasks that the user named, as the harness found them."""
+
+    names: tuple[str, ...]
+    manager: Any
+    """The harness's TaskManager."""
+
+    def check_data(self) -> None:
+        """Load the data of all tasks, into the cache of the datasets library; raise UserError if that fails."""
+        # The harness loads data through libraries that raise any exception of the network and of their readers.
+        try:
+            self.manager.load(list(self.names))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise UserError(
+                f"--tasks {','.join(self.names)}: the data are not loaded ({reason}); check the network, or name tasks "
+                "with local data by --task_dir"
+            ) from error
+
+
+def find_zero_shot(names: Sequence[str], task_dir: str | None) -> ZeroShotTasks:
+    """Find tasks, groups or tags by name in the harness, and in a folder of one's own; no data are read.
+
+    Raises:
+        UserError: the harness is not installed, the folder does not exist, or a task does not exist.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(
+            f"zero-shot tasks need lm-evaluation-harness ({error}): pip install 'llmdistill[lm-eval]'"
+        ) from error
+    if task_dir is not None and not Path(task_dir).is_dir():
+        raise UserError(f"--task_dir {task_dir}: no such folder; give one with tasks in the harness's YAML, or none")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # To index the thousands of tasks that come with the harness takes seconds, which tasks of one's own need not wait.
+    manager = None if task_dir is None else TaskManager(include_path=task_dir, include_defaults=False)
+    if manager is None or not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=task_dir)
+    known = [str(name) for name in manager.all_tasks]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}{hint} (lm_eval ls tasks lists them)")
+    return ZeroShotTasks(names=tuple(names), manager=manager)
+
+
+def score_zero_shot(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: ZeroShotTasks,
+    *,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+    max_length: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Score a decoder in evaluation mode, in this process alone.
+
+    Args:
+        model: the decoder, on the device on which it is scored.
+        tokenizer: its tokenizer.
+        tasks: the result of `find_zero_shot`.
+        num_fewshot: the number of solved examples before each question; None takes each task's own.
+        limit: the number of examples of each task; None takes all of them.
+        batch_size: the number of sequences in a forward pass.
+        max_length: the largest number of tokens; None takes the model's positions.
+
+    Returns:
+        For each task (the tasks of a tag stand in its place) plain JSON values: ``metrics`` {NAME: value}, ``stderr``
+        {NAME: standard error} where the harness gives one, ``examples``, ``num_fewshot`` and ``version`` of the task.
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    scored = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length),
+        tasks=list(tasks.names),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        log_samples=False,
+        task_manager=tasks.manager,
+    )
+    assert scored is not None, "only the first rank gets results, and there is one rank"
+    return {name: _result(name, scored) for name in _shown(tasks.names, scored)}
+
+
+def _shown(names: Sequence[str], scored: Mapping[str, Any]) -> list[str]:
+    """Return the tasks to report: groups have a score of their own, tags stand for their tasks."""
+    subtasks = scored.get("group_subtasks", {})
+    found = [each for name in names for each in ([name] if _values(name, scored) else subtasks.get(name, []))]
+    # A tag is known to the manager alone, so that its tasks are those of the results that no name accounts for.
+    inside = {each for group in subtasks.values() for each in group}
+    rest = [name for name in scored["results"] if name not in found and name not in inside and _values(name, scored)]
+    return [*dict.fromkeys(found), *rest]
+
+
+def _values(name: str, scored: Mapping[str, Any]) -> dict[str, float]:
+    values = scored["results"].get(name, {})
+    return {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
+
+
+def _result(name: str, scored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a task's entry; the harness's keys are METRIC,FILTER, and METRIC_stderr,FILTER."""
+    values, metrics, stderr = _values(name, scored), dict[str, float](), dict[str, float]()
+    for key, value in values.items():
+        metric, _, kind = key.partition(",")
+        of_error = metric.endswith("_stderr")
+        metric = metric.removesuffix("_stderr") + ("" if kind == "none" else f" ({kind})")
+        (stderr if of_error else metrics)[metric] = float(value)
+    samples = scored.get("n-samples", {}).get(name, {})
+    return {
+        "metrics": metrics,
+        "stderr": stderr,
+        "examples": samples.get("effective"),
+        "num_fewshot": scored.get("n-shot", {}).get(name),
+        "version": scored.get("versions", {}).get(name),
+    }
+
+
+def main_metric(metrics: Mapping[str, float]) -> str:
+    """Return the name of the metric that tables show for a task."""
+    return next((name for name in _MAIN_METRICS if name in metrics), next(iter(metrics)))
+
+
+def is_share(metric: str) -> bool:
+    """Return whether a metric is a share of the examples, which tables show x 100."""
+    return metric.startswith(_SHARES)

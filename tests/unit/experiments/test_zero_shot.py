@@ -1,0 +1,167 @@
+"""Zero-shot tasks of lm-evaluation-harness, on a task of our own, against plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import llmdistill
+from llmdistill.commands import zero_shot
+from llmdistill.embedded import locate
+from llmdistill.experiments.zero_shot import table_cells
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.tasks.zero_shot import is_share, main_metric
+
+TASK = """
+task: ages
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: choices
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+QUESTIONS = [
+    {"question": f"{name} is a", "choices": ["baker from Tarn.", "sailor.", "red house"], "answer": number % 3}
+    for number, name in enumerate(["Ada", "Bo", "Cleo", "Dov", "Elin", "Finn", "Gus", "Hana", "Ivo"])
+]
+
+
+@pytest.fixture
+def task_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the task `ages`, and a cache of data sets of its own."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "ages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS), encoding="utf-8")
+    (folder / "ages.yaml").write_text(TASK.format(data=folder / "ages.jsonl"), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder as a finished run leaves it: its teacher is the embedded one, and its students are of two ranks."""
+    folder = tmp_path / "run"
+    for name, rank in (("untrained", 4), ("student", 24)):
+        llmdistill.compress("embedded:teacher", rank=rank, output=str(folder / name))
+    config: dict[str, Any] = {"teacher": {"model": "embedded:teacher"}, "student": {"model": None}}
+    (folder / "run.json").write_text(json.dumps({"config": config}), encoding="utf-8")
+    (folder / "metrics.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+@torch.no_grad()
+def shares(model_path: str | Path) -> tuple[float, float]:
+    """The shares of questions whose right choice has the largest log-likelihood, in all and per byte, one by one."""
+    model, tokenizer = load_model(model_path, dtype=torch.float32), load_tokenizer(model_path)
+    right = [0, 0]
+    for row in QUESTIONS:
+        sums, means = [], []
+        for choice in row["choices"]:  # type: ignore[attr-defined]
+            whole = tokenizer(f"{row['question']} {choice}")["input_ids"]
+            start = len(tokenizer(row["question"])["input_ids"])
+            logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            total = sum(float(logs[place - 1, whole[place]]) for place in range(start, len(whole)))
+            sums.append(total)
+            means.append(total / len(choice))
+        right[0] += sums.index(max(sums)) == row["answer"]
+        right[1] += means.index(max(means)) == row["answer"]
+    return right[0] / len(QUESTIONS), right[1] / len(QUESTIONS)
+
+
+def test_the_models_of_a_run_are_scored_side_by_side(
+    task_dir: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir), "--dtype", "fp32"]
+
+    assert zero_shot.main(command) == 0
+
+    results = json.loads((run / "zero_shot" / "results.json").read_text(encoding="utf-8"))
+    paths = {"teacher": locate("embedded:teacher"), "untrained": run / "untrained", "trained": run / "student"}
+    assert list(results["models"]) == list(paths)
+    for name, path in paths.items():
+        entry = results["models"][name]["tasks"]["ages"]
+        acc, acc_norm = shares(path)
+        assert entry["metrics"] == pytest.approx({"acc": acc, "acc_norm": acc_norm})
+        assert (entry["examples"], entry["num_fewshot"]) == (len(QUESTIONS), 0)
+    assert len({model["params"] for model in results["models"].values()}) == 3
+    report = (run / "zero_shot" / "report.md").read_text(encoding="utf-8")
+    assert "| ages | " in report
+    assert f"`{run / 'student'}`" in report
+    capsys.readouterr()
+
+    # The same command scores nothing again, and a model that has changed is scored again.
+    assert zero_shot.main(command) == 0
+    assert " on ages ..." not in capsys.readouterr().out
+    llmdistill.compress("embedded:teacher", rank=8, output=str(run / "other"))
+    (run / "student").rename(run / "old")
+    (run / "other").rename(run / "student")
+    assert zero_shot.main(command) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "on ages" in line] == ["trained"]
+
+
+def test_limits_reach_the_harness(task_dir: Path, tmp_path: Path) -> None:
+    command = ["--model", "embedded:teacher", "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "4"]
+
+    assert zero_shot.main([*command, "--num_fewshot", "2", "--output_dir", str(tmp_path / "out")]) == 0
+
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    entry = results["models"]["embedded:teacher"]["tasks"]["ages"]
+    assert (entry["examples"], entry["num_fewshot"], results["limit"]) == (4, 2, 4)
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(
+    task_dir: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmdistill.experiments.zero_shot.load_model", None)
+    encoder = tmp_path / "encoder"
+    encoder.mkdir()
+    (encoder / "config.json").write_text(json.dumps({"model_type": "bert"}), encoding="utf-8")
+    whole = {"--model": "embedded:teacher", "--tasks": "ages", "--task_dir": str(task_dir)}
+    mistakes: list[tuple[dict[str, str], str]] = [
+        ({"--tasks": "agse"}, "has no task 'agse'; did you mean ages?"),
+        ({"--task_dir": str(tmp_path / "none")}, "no such folder"),
+        ({"--model": str(encoder)}, "is an encoder"),
+        ({"--model": f"{run},{run / 'student'},{run}"}, "each once"),
+        ({"--limit": "0"}, "--limit is 0"),
+    ]
+    for change, message in mistakes:
+        words = [word for pair in {**whole, **change}.items() for word in pair]
+        assert zero_shot.main(words) == 2
+        assert message in capsys.readouterr().err
+    (run / "metrics.json").unlink()
+    assert zero_shot.main(["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir)]) == 2
+    assert "is not finished" in capsys.readouterr().err
+    (task_dir / "ages.jsonl").unlink()
+    assert zero_shot.main([word for pair in whole.items() for word in pair]) == 2
+    assert "the data are not loaded" in capsys.readouterr().err
+
+
+def test_a_table_shows_one_metric_of_each_task_and_the_mean_of_shares() -> None:
+    tasks = {
+        "arc": {"metrics": {"acc": 0.25, "acc_norm": 0.5}, "stderr": {"acc_norm": 0.01}},
+        "boolq": {"metrics": {"acc": 0.75}, "stderr": {}},
+        "wikitext": {"metrics": {"word_perplexity": 21.5}, "stderr": {}},
+    }
+    results = {"models": {"teacher": {"params": 1200, "tasks": tasks}}}
+
+    header, rows = table_cells(results)
+
+    assert header == ["", "params", "arc acc_norm", "boolq acc", "wikitext word_perplexity", "average"]
+    assert rows == [["teacher", "1,200", "50.0 ± 1.0", "75.0", "21.500", "62.5"]]
+    assert main_metric({"f1": 1.0, "acc": 0.5}) == "acc"
+    assert is_share("exact_match (strict)")
+    assert not is_share("bleu")
