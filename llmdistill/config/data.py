@@ -20,9 +20,14 @@ class TextConfig:
     tokens and 10 % stay as they are."""
     whole_words: bool = False
     """Choose whole words rather than single tokens."""
+    pairs: bool | None = None
+    """Whether an encoder reads pairs of segments, as in BERT's pre-training, instead of one piece of text: half of the
+    second segments follow the first, half are from another document. Without pairs the embedding of the second segment
+    learns nothing, and a task on pairs of sentences begins with its initial weights. Default: yes if the student tells
+    two segments apart (BERT, not RoBERTa), or next_sentence is learnt."""
     next_sentence: bool | None = None
-    """Whether an encoder gets pairs of segments and predicts whether the second follows the first (BERT). Default:
-    yes if the teacher is a BERT and the method uses its next-sentence head."""
+    """Whether an encoder also predicts whether the second segment follows the first (BERT), which needs pairs. Default:
+    yes if the teacher is a BERT and the method uses its next-sentence head, unless pairs is false."""
     fraction: float = 1.0
     """Share of the documents of the training text that is used, above 0 and up to 1: one document out of each
     1/fraction successive ones, drawn by seed. Only these documents are tokenised. The validation text is always used
@@ -39,6 +44,11 @@ class TextConfig:
             raise ValueError(f"data.text.mask_share is {self.mask_share}: give a share between 0 and 1, 0.15 is usual")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"data.text.fraction is {self.fraction}: give a share over 0 and up to 1, 0.1 for a tenth")
+        if self.next_sentence and self.pairs is False:
+            raise ValueError(
+                "data.text.next_sentence is true, but data.text.pairs is false, and without pairs there is no next "
+                "sentence: leave one of them out"
+            )
         check_least(self, 1, "valid_sequences", prefix="data.text.")
 
 

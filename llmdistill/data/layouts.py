@@ -36,13 +36,13 @@ class TextSequence:
 
 
 def lay_out(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, objective: Objective, max_length: int, next_sentence: bool
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, objective: Objective, max_length: int, pairs: bool
 ) -> Packed | Pairs:
     """Build the layout of sequences of up to max_length tokens, including the tokenizer's special tokens.
 
     For "next" the documents follow one another with the end token between them, after a start token if the tokenizer
     adds one. For "masked" the separator is between the documents, and each sequence has the start token before it and
-    the separator after it; with next_sentence each sequence is a pair of segments. The rest of the text makes a shorter
+    the separator after it; with pairs each sequence is two segments. The rest of the text makes a shorter
     sequence; a rest of less than 8 tokens is dropped.
 
     Raises:
@@ -51,7 +51,8 @@ def lay_out(
     assert max_length >= _SHORTEST
     name = type(tokenizer).__name__
     if objective == "next":
-        return _decoder_layout(corpus, tokenizer, max_length, next_sentence)
+        assert not pairs, "a decoder learns each next token"
+        return _decoder_layout(corpus, tokenizer, max_length)
     if tokenizer.mask_token_id is None:
         raise UserError(
             f"data.kind text of an encoder needs a mask token, and this {name} has none; "
@@ -59,12 +60,12 @@ def lay_out(
         )
     start = [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
     end = [] if tokenizer.sep_token_id is None else [tokenizer.sep_token_id]
-    if not next_sentence:
+    if not pairs:
         return Packed(corpus, max_length, start=start, end=end, between=end)
     if not start or not end:
         raise UserError(
-            f"data.text.next_sentence needs cls_token and sep_token, and this {name} has no "
-            f"{'sep_token' if start else 'cls_token'}; set it in its tokenizer_config.json, or next_sentence to false"
+            f"data.text.pairs needs cls_token and sep_token, and this {name} has no "
+            f"{'sep_token' if start else 'cls_token'}; set it in its tokenizer_config.json, or pairs to false"
         )
     # RoBERTa separates the two segments by two separators, BERT by one.
     between = end * max(1, tokenizer.num_special_tokens_to_add(pair=True) - 2)
@@ -72,11 +73,7 @@ def lay_out(
     return Pairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=sentence_ends)
 
 
-def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int, next_sentence: bool) -> Packed:
-    if next_sentence:
-        raise UserError(
-            "data.text.next_sentence is for encoders, and a decoder learns each next token; set it to false"
-        )
+def _decoder_layout(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Packed:
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
     end = next((each for each in ends if each is not None), None)
     if end is None:
@@ -159,8 +156,8 @@ class Pairs:
         self._spans = np.concatenate([[0], np.cumsum(counts)])
         if np.count_nonzero(counts) < 2:
             raise UserError(
-                "data.text.next_sentence takes the second segment from another document half of the time, and the text "
-                "has only one; end documents with an empty line (in rows each row is one), or set it to false"
+                "data.text.pairs takes the second segment from another document half of the time, and the text has "
+                "only one; end documents with an empty line (in rows each row is one), or set it to false"
             )
 
     def __len__(self) -> int:

@@ -29,17 +29,22 @@ class TextSequences:
         max_length: int,
         mask_share: float = 0.15,
         whole_words: bool = False,
+        pairs: bool = False,
         next_sentence: bool = False,
     ) -> None:
         """Find the places of the sequences; their tokens stay on disk until they are requested.
+
+        With `pairs` each sequence has two segments; with `next_sentence` it also has the target whether they follow
+        one another.
 
         Raises:
             UserError: the text is too short, or the tokenizer lacks a token that the objective needs.
         """
         self.max_length = max_length
         self.masked = objective == "masked"
+        assert pairs or not next_sentence, "only a pair has a next sentence"
         self.next_sentence = next_sentence
-        self.layout = lay_out(corpus, tokenizer, objective, max_length, next_sentence)
+        self.layout = lay_out(corpus, tokenizer, objective, max_length, pairs)
         self._mask_share = mask_share
         self._mask_token_id = tokenizer.mask_token_id
         pads = (tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)

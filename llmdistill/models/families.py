@@ -149,6 +149,12 @@ def has_rotary(config: PreTrainedConfig) -> bool:
     return hasattr(config, "rope_parameters")
 
 
+def has_segments(config: PreTrainedConfig) -> bool:
+    """Whether a model tells the two segments of a sequence apart (BERT's token types)."""
+    types: int | None = getattr(config, "type_vocab_size", None)
+    return types is not None and types > 1
+
+
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """The list of a model's layers, for a model with any head."""
     return cast("nn.ModuleList", model.base_model.get_submodule(family_of(model.config).layers))

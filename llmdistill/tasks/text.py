@@ -23,7 +23,7 @@ from llmdistill.data.sources import Data, write_rows
 from llmdistill.data.text import TextLoader, TextSequences, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.models.families import FAMILIES, family_of
+from llmdistill.models.families import FAMILIES, family_of, has_segments
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_main
@@ -36,15 +36,19 @@ class Text(Task):
     scored = ()
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        """See Task: tokens, and segment pairs if the settings request them or BERT's next-sentence head is trained."""
-        wanted = self.config.data.text.next_sentence
+        """See Task: tokens, and next sentences if the settings request them or BERT's next-sentence head is used."""
+        settings = self.config.data.text
+        wanted = settings.next_sentence
         if wanted is None:
-            wanted = uses_output and (teacher.architectures or [""])[0] == family_of(teacher).next_sentence
+            has_head = (teacher.architectures or [""])[0] == family_of(teacher).next_sentence
+            wanted = uses_output and has_head and settings.pairs is not False
         if wanted and family_of(teacher).next_sentence is None:
             having = ", ".join(name for name, family in FAMILIES.items() if family.next_sentence is not None)
             raise UserError(
                 f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head; one has {having}"
             )
+        if settings.pairs and family_of(teacher).causal:
+            raise UserError(f"data.text.pairs is true, but {teacher.model_type} is a decoder: leave it out")
         return Objective(tokens=True, sequences="classes" if wanted else None)
 
     def read(self, models: Models) -> TextData:
@@ -55,6 +59,7 @@ class Text(Task):
             seed=config.seed,
             trains=self.trains,
             causal=models.causal,
+            pairs=_reads_pairs(config.data, models),
             next_sentence=models.objective.sequences is not None,
             tokenizer=load_tokenizer(models.tokenizer_path),
             report="",
@@ -69,8 +74,10 @@ class TextData(TaskData):
     seed: int
     trains: bool
     causal: bool
+    pairs: bool
+    """Whether the sequences are pairs of segments."""
     next_sentence: bool
-    """Whether batches are pairs of segments."""
+    """Whether a pair has the target whether its second segment follows the first."""
     tokenizer: PreTrainedTokenizerBase
     report: str
     train: Corpus | None = None
@@ -83,7 +90,8 @@ class TextData(TaskData):
         return {}
 
     def of(self, models: Models) -> TextData:
-        return replace(self, causal=models.causal, next_sentence=models.objective.sequences is not None)
+        pairs, next_sentence = _reads_pairs(self.settings, models), models.objective.sequences is not None
+        return replace(self, causal=models.causal, pairs=pairs, next_sentence=next_sentence)
 
     def prepared(self, world: World) -> TextData:
         """See TaskData. One rank tokenises the text if it is not in the cache, then all ranks read it.
@@ -155,6 +163,7 @@ class TextData(TaskData):
             max_length=self.settings.max_length,
             mask_share=self.settings.text.mask_share,
             whole_words=self.settings.text.whole_words,
+            pairs=self.pairs,
             next_sentence=self.next_sentence,
         )
 
@@ -184,6 +193,13 @@ class TextData(TaskData):
                 "methods."
             ),
         )
+
+
+def _reads_pairs(settings: DataConfig, models: Models) -> bool:
+    """Whether the sequences are pairs of segments: as the settings say, else if the student can use them."""
+    if settings.text.pairs is not None:
+        return settings.text.pairs
+    return models.objective.sequences is not None or (not models.causal and has_segments(models.student))
 
 
 @torch.no_grad()

@@ -71,6 +71,16 @@ def test_next_sentences_where_there_is_no_head_for_them(fails, teacher):
     assert "roberta has no next-sentence head" in said
 
 
+def test_pairs_of_a_decoder(fails):
+    said = fails("--method", "kd", "--student.shape", "2x32x4", "--data.text.pairs", "true")
+    assert "data.text.pairs is true, but llama is a decoder" in said
+
+
+def test_next_sentences_without_pairs(fails, teacher):
+    said = fails("--teacher.model", teacher(), "--data.text.next_sentence", "true", "--data.text.pairs", "false")
+    assert "data.text.next_sentence is true, but data.text.pairs is false" in said
+
+
 def test_terms_on_the_output_of_a_bare_encoder(fails, teacher):
     said = fails("--teacher.model", teacher(architecture="BertModel"), "--student.factorize.rank", "4")
     assert "is a BertModel without language-model head, but logits compare its output" in said

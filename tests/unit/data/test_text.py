@@ -214,7 +214,7 @@ def rows_padded(batch: Batch) -> list[list[int]]:
 
 
 class TestOrder:
-    KINDS = ({"objective": "next"}, {}, {"next_sentence": True})
+    KINDS = ({"objective": "next"}, {}, {"pairs": True, "next_sentence": True})
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_is_that_of_the_sampler(self, kind: dict[str, Any]) -> None:
@@ -292,7 +292,9 @@ class TestOrder:
 class TestPairs:
     def sequences(self, corpus: Corpus, epochs: int, tokenizer: Any = None, **changes: Any) -> list[Any]:
         """(first segment, second segment, target) of each sequence of some epochs."""
-        source = loader(corpus, tokenizer, next_sentence=True, global_batch_size=1, micro_batch_size=1, **changes)
+        source = loader(
+            corpus, tokenizer, pairs=True, next_sentence=True, global_batch_size=1, micro_batch_size=1, **changes
+        )
         found = []
         for step in range(epochs * len(source.sequences)):
             [batch] = source.micro_batches(step)
@@ -335,7 +337,12 @@ class TestPairs:
 
     def test_each_epoch_makes_other_pairs(self) -> None:
         source = loader(
-            numbered([10] * 4, [10] * 4), next_sentence=True, global_batch_size=8, micro_batch_size=8, max_length=83
+            numbered([10] * 4, [10] * 4),
+            pairs=True,
+            next_sentence=True,
+            global_batch_size=8,
+            micro_batch_size=8,
+            max_length=83,
         )
         pairs = [tuple(row) for step in range(4) for row in rows(source.micro_batches(step))]
         assert len(set(pairs)) > 8, "two documents, sixteen epochs"
@@ -383,7 +390,7 @@ class TestPairs:
 
     def test_other_templates(self) -> None:
         corpus = numbered(*MANY)
-        for batch in in_order(corpus, words(ROBERTA, types=False), next_sentence=True):
+        for batch in in_order(corpus, words(ROBERTA, types=False), pairs=True, next_sentence=True):
             assert batch.token_type_ids is None
             for ids in rows([batch]):
                 edge = ids.index(SEP)
@@ -393,7 +400,7 @@ class TestPairs:
 
     def test_masks_stand_in_both_segments_and_never_on_special_tokens(self) -> None:
         places: Counter[int] = Counter()
-        source = loader(numbered(*MANY), next_sentence=True)
+        source = loader(numbered(*MANY), pairs=True, next_sentence=True)
         for step in range(30):
             [batch] = source.micro_batches(step)
             chosen = batch.labels != IGNORE_INDEX
@@ -403,7 +410,7 @@ class TestPairs:
         assert min(places[0], places[1]) > 30
 
     def test_the_number_of_pairs(self) -> None:
-        assert len(loader(numbered([26], [13]), next_sentence=True).sequences) == 3
+        assert len(loader(numbered([26], [13]), pairs=True, next_sentence=True).sequences) == 3
 
 
 class TestValidation:
@@ -445,15 +452,11 @@ class TestBadInput:
         with pytest.raises(UserError, match=r"^data\.kind text of an encoder needs a mask token, and this .* has none"):
             loader(corpus, words(without=("mask_token",)))
         for role in ("cls_token", "sep_token"):
-            with pytest.raises(UserError, match=rf"^data\.text\.next_sentence needs .* has no {role}; set it"):
-                loader(corpus, words(without=(role,)), next_sentence=True)
+            with pytest.raises(UserError, match=rf"^data\.text\.pairs needs .* has no {role}; set it"):
+                loader(corpus, words(without=(role,)), pairs=True, next_sentence=True)
         with pytest.raises(UserError, match="no end token; set eos_token"):
             loader(corpus, words(without=("eos_token", "sep_token")), objective="next")
         assert SEP in chain.from_iterable(rows(in_order(corpus, words(without=("eos_token",)), objective="next")))
-
-    def test_next_sentences_for_a_decoder(self) -> None:
-        with pytest.raises(UserError, match=r"^data\.text\.next_sentence is for encoders"):
-            loader(numbered(*MANY), objective="next", next_sentence=True)
 
     def test_whole_words_without_words(self) -> None:
         tokenizer = words()
@@ -466,8 +469,8 @@ class TestBadInput:
         for kind in ({"objective": "next"}, {}):
             with pytest.raises(UserError, match=r"^the text has only 7 tokens; give at least 8$"):
                 loader(numbered([7]), **kind)
-        with pytest.raises(UserError, match=r"^data\.text\.next_sentence takes .* the text has only one"):
-            loader(numbered([70], [1]), next_sentence=True)
+        with pytest.raises(UserError, match=r"^data\.text\.pairs takes .* the text has only one"):
+            loader(numbered([70], [1]), pairs=True, next_sentence=True)
 
 
 class TestRealText:
@@ -500,6 +503,7 @@ class TestRealText:
             corpus,
             tokenizer,
             max_length=128,
+            pairs=True,
             next_sentence=True,
             whole_words=True,
             global_batch_size=1000,

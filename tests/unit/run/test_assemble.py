@@ -39,7 +39,8 @@ def parse(tmp_path: Path) -> Callable[..., RunConfig]:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"teacher: {{model: {folder}}}\nmethod: sft\nstudent: {{shape: 1x4x1}}\n"
-        f"data: {{kind: text, train: {text}, max_length: 12, text: {{cache_dir: {tmp_path / 'cache'}}}}}\n"
+        f"data: {{kind: text, train: {text}, max_length: 12,"
+        f" text: {{pairs: false, cache_dir: {tmp_path / 'cache'}}}}}\n"
         "train: {global_batch_size: 8, learning_rate: 0.5, schedule: linear}\n",
         encoding="utf-8",
     )

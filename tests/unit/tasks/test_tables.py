@@ -33,7 +33,8 @@ def instructions():
 @pytest.fixture
 def text():
     settings = DataConfig(kind="text", train="a.txt")
-    return TextData(settings=settings, seed=0, trains=True, causal=True, next_sentence=False, tokenizer=None, report="")
+    kind = {"causal": True, "pairs": False, "next_sentence": False}
+    return TextData(settings=settings, seed=0, trains=True, tokenizer=None, report="", **kind)
 
 
 def test_a_teacher_at_chance_is_warned_of(instructions):

@@ -1,0 +1,116 @@
+"""Pairs of segments: which students read them, and that the embedding of the second segment learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    BertTokenizerFast,
+    PreTrainedConfig,
+    RobertaConfig,
+)
+
+import llmdistill
+from llmdistill.config.command_line import parse_run
+from llmdistill.data.sampler import Share
+from llmdistill.methods import METHODS
+from llmdistill.run.plan import make_plan
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.text import TextData
+
+ROOT = Path(__file__).resolve().parents[3]
+TOKENS = [f"w{number}" for number in range(20)]
+SIZES = {"vocab_size": 25, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16}
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def data_of(tmp_path: Path) -> Callable[..., TextData]:
+    """Reads the text of a run whose teacher has this config; further arguments are settings of the run."""
+
+    def read(config: PreTrainedConfig, architecture: str, *arguments: str) -> TextData:
+        folder, text = tmp_path / "teacher", tmp_path / "text.txt"
+        config.architectures = [architecture]
+        config.save_pretrained(folder)
+        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS]))
+        BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+        text.write_text("\n\n".join(" ".join((TOKENS * 2)[n % 10 :][:25]) for n in range(30)), encoding="utf-8")
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(
+            f"teacher: {{model: {folder}}}\nstudent: {{shape: 1x8x4}}\nminilmv2: {{relation_heads: 4}}\n"
+            f"data: {{kind: text, train: {text}, max_length: 24, text: {{cache_dir: {tmp_path / 'cache'}}}}}\n",
+            encoding="utf-8",
+        )
+        ds_config = str(ROOT / "ds_configs/zero2.json")
+        plan = make_plan(parse_run(["--ds_config", ds_config, "--recipe", str(recipe), *arguments], METHODS)[0])
+        data = plan.task.read(plan.models).prepared(WORLD)
+        assert isinstance(data, TextData)
+        return data
+
+    return read
+
+
+def first_batch(data: TextData) -> Any:
+    return data.loader(Share(seed=0, global_batch_size=8, micro_batch_size=8)).micro_batches(0)[0]
+
+
+@pytest.mark.parametrize("method", ["minilm", "minilmv2", "tinybert"])
+def test_the_embedding_of_the_second_segment_learns(data_of, method: str) -> None:
+    batch = first_batch(data_of(BertConfig(**SIZES), "BertForPreTraining", "--method", method))
+    assert batch.targets is None, "next sentences are not learnt"
+    torch.manual_seed(0)
+    teacher = BertForPreTraining._from_config(BertConfig(**SIZES), attn_implementation="sdpa")
+    student = BertForPreTraining._from_config(
+        BertConfig(**{**SIZES, "hidden_size": 8, "num_hidden_layers": 1}), attn_implementation="sdpa"
+    )
+    settings = {"relation_heads": 4} if method == "minilmv2" else {}
+    loss = llmdistill.DistillationLoss(teacher, student, method=method, **settings)
+    names = ("input_ids", "attention_mask", "labels", "token_type_ids")
+    loss({name: getattr(batch, name) for name in names}).backward()
+    gradient = student.bert.embeddings.token_type_embeddings.weight.grad
+    assert float(gradient[1].abs().max()) > 1e-3 * float(gradient[0].abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "arguments", "pairs", "next_sentence"),
+    [
+        (BertConfig(**SIZES), "BertForPreTraining", ("--method", "minilm"), True, False),
+        (BertConfig(**SIZES), "BertForPreTraining", ("--method", "kd"), True, True),
+        (BertConfig(**SIZES), "BertForMaskedLM", ("--method", "kd"), True, False),
+        (BertConfig(**SIZES), "BertForPreTraining", ("--method", "kd", "--data.text.pairs", "false"), False, False),
+        (
+            BertConfig(**SIZES),
+            "BertForPreTraining",
+            ("--method", "kd", "--data.text.next_sentence", "false"),
+            True,
+            False,
+        ),
+        (RobertaConfig(**SIZES, type_vocab_size=1), "RobertaForMaskedLM", ("--method", "minilm"), False, False),
+        (
+            RobertaConfig(**SIZES, type_vocab_size=1),
+            "RobertaForMaskedLM",
+            ("--method", "minilm", "--data.text.pairs", "true"),
+            True,
+            False,
+        ),
+    ],
+)
+def test_who_reads_pairs(
+    data_of,
+    config: PreTrainedConfig,
+    architecture: str,
+    arguments: tuple[str, ...],
+    pairs: bool,
+    next_sentence: bool,
+) -> None:
+    data = data_of(config, architecture, *arguments)
+    assert (data.pairs, data.next_sentence) == (pairs, next_sentence)
+    batch = first_batch(data)
+    assert bool((batch.token_type_ids == 1).any()) == pairs
+    assert (batch.targets is not None) == next_sentence
