@@ -122,3 +122,5 @@ class RunConfig:
             raise ValueError("student.model is a student made before: leave student.shape and student.assistants out")
         if self.student.assistants and self.student.shape is None:
             raise ValueError("student.assistants come before a student with a shape: give student.shape")
+        if self.student.assistant_training and not self.student.assistants:
+            raise ValueError("student.assistant_training is for assistants: give student.assistants too")

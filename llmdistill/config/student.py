@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from llmdistill.errors import check_least
 
@@ -178,8 +178,10 @@ class StudentConfig:
     important for init important, else spread."""
     assistants: list[str] = field(default_factory=list)
     """Shapes of teacher assistants (MiniLM §3.3): the first assistant learns from the teacher, each further one from
-    the one before it, and the student from the last. All are trained with the same settings, each in its own folder
-    inside the run's folder."""
+    the one before it, and the student from the last, each in its own folder inside the run's folder."""
+    assistant_training: dict[str, Any] = field(default_factory=dict)
+    """Settings of train in which the assistants differ from the student, such as {global_batch_size: 256,
+    learning_rate: 0.0003}; the others are the same for all."""
     factorize: FactorizeConfig = field(default_factory=FactorizeConfig)
     """The factorization."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -210,4 +212,4 @@ class StudentConfig:
     def made_otherwise(self, *, model: str | None = None, shape: str | None = None) -> StudentConfig:
         """The same settings for a student that is not factorized from the teacher: a given one, or one of a shape."""
         factorize = replace(self.factorize, weighting="none", allocation="uniform")
-        return replace(self, model=model, shape=shape, assistants=[], factorize=factorize)
+        return replace(self, model=model, shape=shape, assistants=[], assistant_training={}, factorize=factorize)

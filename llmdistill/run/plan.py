@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from llmdistill.batch import Positions
 from llmdistill.config import RunConfig
+from llmdistill.config.command_line import changed
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
@@ -219,11 +220,13 @@ def make_plans(config: RunConfig) -> list[Plan]:
 
     Raises UserError if the settings of one of these runs are invalid or contradict each other.
     """
-    configs = []
-    for number, shape in enumerate(config.student.assistants, start=1):
-        student = config.student.made_otherwise(shape=shape)
+    configs: list[RunConfig] = []
+    settings = config.student
+    train = changed(config.train, settings.assistant_training, key="student.assistant_training")
+    for number, shape in enumerate(settings.assistants, start=1):
+        student = settings.made_otherwise(shape=shape)
         folder = f"{config.output_dir}/assistant-{number}"
-        configs.append(replace(config, student=student, output_dir=folder, resume="auto"))
+        configs.append(replace(config, student=student, train=train, output_dir=folder, resume="auto"))
     plans: list[Plan] = []
     for each in [*configs, config]:
         before = plans[-1] if plans else None

@@ -7,6 +7,9 @@ from transformers import BertConfig, RobertaConfig
 
 from llmdistill.train import main
 
+CHAIN = ("--method", "minilmv2", "--minilmv2.relation_heads", "4", *("--student.shape", "2x32x4"))
+CHAIN = (*CHAIN, "--student.assistants", "4x32x4")
+
 
 @pytest.fixture
 def teacher(tmp_path):
@@ -106,6 +109,12 @@ def test_a_layer_that_is_not_there(fails, teacher):
         (("--method", "sft", "--also", '["minilm"]'), "method sft has no teacher"),
         (("--also", '["makd"]'), "name each method once"),
         (("--student.assistants", '["2x32x4"]'), "give student.shape"),
+        (("--student.assistant_training.steps", "9"), "give student.assistants"),
+        (
+            (*CHAIN, "--student.assistant_training.stepps", "9"),
+            "student.assistant_training.stepps: there is no such setting; did you mean student.assistant_training.s",
+        ),
+        ((*CHAIN, "--student.assistant_training.steps", "many"), "steps: 'many' does not fit"),
         (
             ("--student.shape", "2x32x4", "--student.assistants", '["2x32x4"]', "--method", "none"),
             "student.assistants teach, but method none has no teacher",

@@ -240,22 +240,6 @@ def test_the_header_says_how_to_run_it(name: str) -> None:
     assert command in text
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in KRONECKER])
-def test_training_is_the_papers(name: str) -> None:
-    config = parse(name)
-    folder = name.partition("/")[0]
-    train = config.train
-    rate = {"makd": 1e-4, "minilm": 3e-4, "mlm-kd": 3e-4}.get(folder, 6e-4)
-    assert train.learning_rate == (5e-4 if name == "minilm/6x768" else rate)
-    assert train.global_batch_size == (512 if folder == "makd" else 256)
-    # MaKD trains its XLM-R like its BERT, in no table.
-    assert train.steps == (1_000_000 if "xlmr" in name and folder != "makd" else 400_000)
-    second = 0.99 if folder == "makd" else 0.98 if name == "minilmv2/12x768-roberta-large" else 0.999
-    assert train.betas == (0.9, second)
-    assert (train.schedule, train.warmup_steps, train.weight_decay) == ("linear", 4000, 0.01)
-    assert (config.data.kind, config.data.max_length) == ("text", 512)
-
-
 @pytest.mark.parametrize("name", KRONECKER)
 def test_kroneckerbert_trains_on_a_tenth_of_the_text(name: str) -> None:
     config, train = parse(name), parse(name).train
@@ -282,6 +266,18 @@ def test_an_assistant_stands_between(name: str, plans_of: Callable[[str], list[P
     assert assistant.student_config.num_hidden_layers == 12
     assert student.teacher_config.to_dict() == assistant.student_config.to_dict()
     assert assistant.student_config.hidden_size == student.student_config.hidden_size == 384
+
+
+def test_an_assistant_is_trained_by_settings_of_its_own(plans_of: Callable[[str], list[Plan]]) -> None:
+    trained = {
+        name: [
+            (plan.config.train.global_batch_size, plan.config.train.learning_rate, plan.config.train.steps)
+            for plan in plans_of(name)
+        ]
+        for name in ("minilm/6x384-ta", "minilm/xlmr-6x384-ta")
+    }
+    assert trained["minilm/6x384-ta"] == [(256, 3e-4, 400_000)] * 2
+    assert trained["minilm/xlmr-6x384-ta"] == [(256, 3e-4, 1_000_000), (512, 6e-4, 400_000)]
 
 
 def test_layer_to_layer_and_starting_points() -> None:
