@@ -48,7 +48,8 @@ class GridConfig:
     """Initialise the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: with method kroneckerbert, if both classifiers have the same shape."""
     tsne_layer: int | None = None
-    """Layer, counted from 1, whose output t-SNE draws; default: the middle layer of each model."""
+    """Layer, counted from 1, whose output t-SNE draws, read as kroneckerbert.ffn_output says; default: the middle
+    layer of each model."""
     run_settings: dict[str, Any] = field(default_factory=dict)
     """Further settings of every run, by their keys in the configuration of a run (llmdistill train --help), such as
     {train.compile: true, student.lora.rank: 8, teacher.sharding: zero3, train.save_every: 200}."""

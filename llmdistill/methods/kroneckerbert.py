@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from llmdistill import losses
+from llmdistill.batch import Aspect
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
 from llmdistill.methods.layers import LayerPair, attention_term, check_same_shape, mse_term, weighted
@@ -24,7 +27,10 @@ class KroneckerbertConfig:
     attention: float = 1.0
     """Weight of the MSE of the attention scores before the softmax, summed over the layers."""
     ffn: float = 1.0
-    """Weight of the MSE of the feed-forward outputs (the outputs of the down projection), summed over the layers."""
+    """Weight of the MSE of the feed-forward outputs, summed over the layers."""
+    ffn_output: Literal["layer", "projection"] = "layer"
+    """Where a feed-forward output is read, for the loss and for t-SNE. layer: at the end of its layer, after the
+    residual (and BERT's norm); projection: at the down projection, before both."""
     logits: float = 1.0
     """Weight of the soft cross-entropy on the logits, of tokens and of sequences."""
     label: float = 1.0
@@ -35,6 +41,15 @@ class KroneckerbertConfig:
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
         check_settings("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
+
+
+_FFN_OUTPUTS: Mapping[str, Aspect] = {"layer": "hidden", "projection": "ffn_down"}
+
+
+def ffn_aspect(sections: Mapping[str, Any]) -> Aspect:
+    """The tap of a feed-forward output by the settings of the methods, where those of KroneckerBERT may be missing."""
+    settings: KroneckerbertConfig = sections.get("kroneckerbert", KroneckerbertConfig())
+    return _FFN_OUTPUTS[settings.ffn_output]
 
 
 def build_kroneckerbert(
@@ -50,9 +65,10 @@ def build_kroneckerbert(
     loss); and the loss on the labels: masked tokens and next sentences, next tokens, or the labels of a task. The
     losses of layers are sums over all layers of means over tokens.
 
-    "The outputs of the FFN" are taken as the outputs of the second feed-forward matrix, before dropout, residual and
-    norm, because the feed-forward network ends there in eq. 12 and 13 of the paper. With the residual they would be the
-    output of the layer, and the paper would call them so.
+    The paper does not say where a feed-forward output is read. Where it draws one, its text (§4.4) names the
+    feed-forward network of the middle layer and its caption (Figure 4) the output of the middle layer: these are one
+    place only if the feed-forward part includes its residual and norm, as in §3.5.1, which introduces the loss by the
+    outputs of layers. `ffn_output` chooses the other reading, in which the network ends with the matrix of eq. 13.
 
     Raises:
         UserError: the sizes of the models differ.
@@ -63,7 +79,7 @@ def build_kroneckerbert(
     inner = [
         mse_term("embedding", pairs[0]),
         *(attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs),
-        *(mse_term("ffn_down", pair, name="ffn") for pair in pairs),
+        *(mse_term(_FFN_OUTPUTS[settings.ffn_output], pair, name="ffn") for pair in pairs),
     ]
     output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature)
     terms = weighted(settings, inner) | output | label_terms(settings.label, objective)

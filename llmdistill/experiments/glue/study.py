@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from llmdistill.artifacts import RESULT_FILE, read_result, write_result
+from llmdistill.batch import Aspect
 from llmdistill.config import (
     DataConfig,
     GenerationConfig,
@@ -33,6 +34,7 @@ from llmdistill.experiments.launcher import Runner
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, trial_title
 from llmdistill.files import new_folder
 from llmdistill.methods import METHODS
+from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
@@ -248,10 +250,13 @@ class TaskStudy:
 
     def _draw(self, world: World) -> dict[str, Any]:
         """Draw the t-SNE figure of the task."""
-        return {"file": f"{self.task}/tsne.png", **self.figure(self.drawn, self.folder, "tsne", world)}
+        aspect = ffn_aspect(self.config.method_settings)
+        return {"file": f"{self.task}/tsne.png", **self.figure(self.drawn, aspect, self.folder, "tsne", world)}
 
-    def figure(self, models: Mapping[str, str], folder: Path, name: str, world: World) -> dict[str, Any]:
-        """Plot the hidden states of models on the task's dev set; see `tsne.draw`."""
+    def figure(
+        self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, world: World
+    ) -> dict[str, Any]:
+        """Plot the features of a layer of models on the task's dev set; see `tsne.draw`."""
         from llmdistill.experiments.glue.tsne import draw  # scikit-learn's manifolds take a second to import
 
         return on_main(
@@ -261,6 +266,7 @@ class TaskStudy:
                 folder=folder,
                 name=name,
                 layer=self.config.tsne_layer,
+                aspect=aspect,
                 max_length=self.protocol.max_length,
                 dtype=self.plan.dtype,
                 device=world.device,

@@ -13,6 +13,7 @@ from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
 
 from llmdistill.artifacts import read_result, write_result
+from llmdistill.batch import Aspect
 from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.fingerprints import fingerprint
@@ -41,6 +42,7 @@ def draw(
     folder: Path,
     name: str,
     layer: int | None,
+    aspect: Aspect,
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -55,6 +57,7 @@ def draw(
         folder: the folder of NAME.png, NAME.svg and NAME.json, which contains every point.
         name: name of the files.
         layer: the layer, counted from 1; None: the middle layer of each model.
+        aspect: the features of the layer, of the model's width.
         max_length: maximum number of tokens of an example.
         dtype: number format of the models.
         device: the device on which the models run.
@@ -68,7 +71,10 @@ def draw(
     """
     file = folder / f"{name}.json"
     prints = {title: fingerprint(path) for title, path in models.items()}
-    asked = {"models": prints, "layer": layer, "max_length": max_length, "examples": data.digest, "dtype": str(dtype)}
+    asked = {
+        **{"models": prints, "layer": layer, "aspect": aspect},
+        **{"max_length": max_length, "examples": data.digest, "dtype": str(dtype)},
+    }
     kept = read_result(file, asked)
     if kept is not None and (folder / f"{name}.png").is_file():
         return _summary(kept)
@@ -77,7 +83,9 @@ def draw(
     found, clouds = {}, []
     for title, path in models.items():
         number = middle_layer(path) if layer is None else layer
-        features = layer_features(path, data, rows, layer=number, max_length=max_length, dtype=dtype, device=device)
+        features = layer_features(
+            path, data, rows, layer=number, aspect=aspect, max_length=max_length, dtype=dtype, device=device
+        )
         points = embed(features)
         apart = _silhouette(features, targets) if data.task.classes else None
         found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
@@ -111,15 +119,14 @@ def layer_features(
     rows: list[int],
     *,
     layer: int,
+    aspect: Aspect,
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> np.ndarray:
-    """Return a layer's hidden states (rows, width) in fp32 at the first token (encoder) or the last token (decoder).
+    """Return a layer's features (rows, width) in fp32 at the first token (encoder) or the last token (decoder).
 
-    A decoder's first token cannot represent the example, because it attends only to itself. KroneckerBERT's caption
-    says "the output of the middle Transformer layer" and its text "of the FFN of the middle layer"; this function
-    returns the output of the layer, with residual and norm.
+    A decoder's first token cannot represent the example, because it attends only to itself.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -127,15 +134,15 @@ def layer_features(
     model = load_model(path, dtype=dtype, device=device, head="sequence")
     tokenizer: Any = load_tokenizer(path)
     items = encode_pairs([data.dev["dev"][row] for row in rows], tokenizer, max_length)
-    forward = TappedModel(model, Recorder(model, {"hidden": frozenset({layer - 1})}))
+    forward = TappedModel(model, Recorder(model, {aspect: frozenset({layer - 1})}))
     features = np.empty((len(items), model.config.hidden_size), dtype=np.float32)
     collate = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
     for indices, batch in scoring_batches(items, collate, batch_size=_BATCH_SIZE):
-        hidden_BTW = forward(batch.to(device)).taps.hidden[layer - 1]
+        features_BTW = getattr(forward(batch.to(device)).taps, aspect)[layer - 1]
         where_B = (
             batch.attention_mask.sum(1) - 1 if family_of(model.config).causal else torch.zeros(len(indices)).long()
         )
-        chosen_BW = hidden_BTW[torch.arange(len(indices)), where_B.to(device)]
+        chosen_BW = features_BTW[torch.arange(len(indices)), where_B.to(device)]
         features[indices] = chosen_BW.float().cpu().numpy()
     return features
 

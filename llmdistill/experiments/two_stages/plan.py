@@ -20,6 +20,7 @@ from llmdistill.experiments.glue.run import check_layer, evaluate
 from llmdistill.experiments.glue.study import TaskStudy
 from llmdistill.experiments.two_stages.table import ROWS, TEACHER, collect, print_rows, write_rows
 from llmdistill.methods import METHODS
+from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.run.plan import Plan
@@ -103,11 +104,12 @@ class TasksPlan:
         """Draw one t-SNE figure per task with the teacher and each row's best model; the last row has both stages."""
         folder = tasks_folder(self.last)
         rows = sorted(self.configs, key=list(ROWS).index)
+        aspect = ffn_aspect(self.last.config.method_settings)
         figures = {}
         for task, study in next(iter(self.studies.values())).items():
             models = {ROWS[TEACHER].title: self.given[task]} if task in self.given else {}
             models |= {ROWS[row].title: str(folder / row / task / BEST) for row in rows}
-            figures[task] = {"file": f"tsne/{task}.png", **study.figure(models, folder / "tsne", task, world)}
+            figures[task] = {"file": f"tsne/{task}.png", **study.figure(models, aspect, folder / "tsne", task, world)}
         return figures
 
 

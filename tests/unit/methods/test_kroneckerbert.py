@@ -15,7 +15,9 @@ from llmdistill.objective import Objective
 
 LAYERS = 3
 INNER = ("embedding", "attention", "ffn")
-OTHER = KroneckerbertConfig(embedding=0.5, attention=2.0, ffn=0.25, logits=3.0, label=0.75, temperature=2.0)
+OTHER = KroneckerbertConfig(
+    embedding=0.5, attention=2.0, ffn=0.25, ffn_output="projection", logits=3.0, label=0.75, temperature=2.0
+)
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gpt2", "bert", "roberta"])
@@ -31,8 +33,8 @@ def only(*names: str) -> KroneckerbertConfig:
     return KroneckerbertConfig(**weights)
 
 
-def naive(pair, temperature: float) -> dict[str, float]:
-    """KroneckerBERT eq. 14, token by token, in fp64."""
+def naive(pair, temperature: float, output: str) -> dict[str, float]:
+    """KroneckerBERT eq. 14, token by token, in fp64; `output` is the hook at the feed-forward output."""
     student, teacher = pair.seen()
 
     def score(seen, layer: int, h: int, b: int, i: int, j: int) -> float:
@@ -50,7 +52,7 @@ def naive(pair, temperature: float) -> dict[str, float]:
         )
 
     def ffn(b: int, i: int) -> float:
-        errors = [student.flat["ffn_down", n][b, i] - teacher.flat["ffn_down", n][b, i] for n in range(LAYERS)]
+        errors = [student.flat[output, n][b, i] - teacher.flat[output, n][b, i] for n in range(LAYERS)]
         return sum(error.square().mean() for error in errors)
 
     def embedding(b: int, i: int) -> float:
@@ -70,7 +72,7 @@ def naive(pair, temperature: float) -> dict[str, float]:
 @pytest.mark.parametrize("settings", [KroneckerbertConfig(), OTHER], ids=["the paper's", "others"])
 def test_terms_equal_the_naive_loop(pair, settings: KroneckerbertConfig) -> None:
     method = build_kroneckerbert(settings, pair.teacher_config, pair.student_config)
-    expected = naive(pair, settings.temperature)
+    expected = naive(pair, settings.temperature, "ffn_down" if settings is OTHER else "hidden")
     weights = asdict(settings)
     assert method.weights == {name: weights[name] for name in expected}
     assert list(method.weights) == [*INNER, "logits", "label"]
@@ -91,7 +93,7 @@ def random_taps(seed: int, padding: torch.Tensor, groups: int) -> Taps:
     return Taps(
         query={layer: draw(2, 4, 6, 3) for layer in range(LAYERS)},
         key={layer: draw(2, groups, 6, 3) for layer in range(LAYERS)},
-        ffn_down={layer: draw(2, 6, 8) for layer in range(LAYERS)},
+        hidden={layer: draw(2, 6, 8) for layer in range(LAYERS)},
         embedding={0: draw(2, 6, 8)},
         scaling=dict.fromkeys(range(LAYERS), 0.5),
     )
@@ -112,7 +114,7 @@ def test_padding_may_hold_anything(models, causal: bool) -> None:
             keys = [j for j in range(6) if mask[b, j] and (j <= i or not causal)]
             expected["embedding"] += float((student.embedding[0][b, i] - teacher.embedding[0][b, i]).square().mean())
             for layer in range(LAYERS):
-                error = student.ffn_down[layer][b, i] - teacher.ffn_down[layer][b, i]
+                error = student.hidden[layer][b, i] - teacher.hidden[layer][b, i]
                 expected["ffn"] += float(error.square().mean())
                 for h in range(4):
                     mine, theirs = (
@@ -128,12 +130,12 @@ def test_padding_may_hold_anything(models, causal: bool) -> None:
     assert {int(term.count) for term in terms.values()} == {9}
 
     torch.stack([term.sum for term in terms.values()]).sum().backward()
-    for tap in (*student.query.values(), *student.key.values(), *student.ffn_down.values(), student.embedding[0]):
+    for tap in (*student.query.values(), *student.key.values(), *student.hidden.values(), student.embedding[0]):
         assert tap.grad is not None
         where = (mask == 0)[:, None, :, None] if tap.dim() == 4 else (mask == 0)[..., None]
         assert (tap.grad.masked_select(where) == 0).all()
         assert (tap.grad.masked_select(~where) != 0).any()
-    assert all(tap.grad is None for tap in (*teacher.query.values(), *teacher.ffn_down.values()))
+    assert all(tap.grad is None for tap in (*teacher.query.values(), *teacher.hidden.values()))
 
 
 def test_more_padding_changes_nothing(pair) -> None:
@@ -160,10 +162,11 @@ EVERY = frozenset(range(LAYERS))
 @pytest.mark.parametrize(
     ("settings", "taps"),
     [
-        (KroneckerbertConfig(), {"embedding": {0}, "query": EVERY, "key": EVERY, "ffn_down": EVERY}),
+        (KroneckerbertConfig(), {"embedding": {0}, "query": EVERY, "key": EVERY, "hidden": EVERY}),
         (only("embedding", "label"), {"embedding": {0}}),
         (only("attention"), {"query": EVERY, "key": EVERY}),
-        (only("ffn", "logits"), {"ffn_down": EVERY}),
+        (only("ffn", "logits"), {"hidden": EVERY}),
+        (replace(only("ffn"), ffn_output="projection"), {"ffn_down": EVERY}),
         (only("logits"), {}),
         (only("label"), {}),
     ],

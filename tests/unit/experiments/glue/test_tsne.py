@@ -16,7 +16,7 @@ from llmdistill.experiments.glue.protocols import short_names
 from llmdistill.tasks.glue_files import read_task
 
 QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "3", "--batch_size", "16", "--speed", "false"]
-FP32 = {"max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
+FP32 = {"aspect": "hidden", "max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
 
 
 @pytest.fixture
@@ -37,12 +37,17 @@ def naive(path: Path, data: Path, layer: int, token: int) -> np.ndarray:
         AutoModelForSequenceClassification.from_pretrained(path).eval(),
         AutoTokenizer.from_pretrained(path),
     )
-    rows = []
+    return np.stack([states[layer][0, token].numpy() for states in naive_of(model, tokenizer, data)])
+
+
+def naive_of(model, tokenizer, data: Path) -> list[tuple[torch.Tensor, ...]]:
+    """The hidden states of each example."""
+    states = []
     for line in (data / "RTE/dev.tsv").read_text().splitlines()[1:]:
         inputs = tokenizer(*line.split("\t")[1:3], return_tensors="pt")
         with torch.no_grad():
-            rows.append(model(**inputs, output_hidden_states=True).hidden_states[layer][0, token].numpy())
-    return np.stack(rows)
+            states.append(model(**inputs, output_hidden_states=True).hidden_states)
+    return states
 
 
 def test_an_encoder_s_features_are_its_layer_s_output_at_the_first_token(encoder, data, tmp_path) -> None:
@@ -54,6 +59,19 @@ def test_an_encoder_s_features_are_its_layer_s_output_at_the_first_token(encoder
         found = tsne.layer_features(str(tmp_path), task, list(range(41)), layer=layer, **FP32)
         np.testing.assert_allclose(found, naive(tmp_path, data, layer, 0), atol=1e-5)
     assert tsne.middle_layer(str(tmp_path)) == 1
+
+
+def test_features_before_the_residual(encoder, data, tmp_path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(encoder)
+    model.save_pretrained(tmp_path)
+    for file in encoder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    seen = []
+    model.eval().bert.encoder.layer[0].output.dense.register_forward_hook(lambda _m, _i, output: seen.append(output))
+    naive_of(model, AutoTokenizer.from_pretrained(encoder), data)
+    settings = {**FP32, "aspect": "ffn_down"}
+    found = tsne.layer_features(str(tmp_path), read_task("RTE", str(data), None), list(range(41)), layer=1, **settings)
+    np.testing.assert_allclose(found, np.stack([output[0, 0].detach().numpy() for output in seen]), atol=1e-5)
 
 
 def test_a_decoder_s_are_those_at_its_last_token(encoder, data, tmp_path) -> None:
@@ -108,6 +126,9 @@ def test_earlier_runs_stand_beside_this_one(evaluate, data, tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(tsne, "embed", lambda features: pytest.fail("drawn again"))
         evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others)
+    evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others, "--kroneckerbert.ffn_output", "projection")
+    projected = json.loads((folder / "tsne.json").read_text())["models"]
+    assert projected["out"]["silhouette"] != drawn["models"]["out"]["silhouette"]
     evaluate("--tasks", "rte", "--seeds", "1,2", "--tsne", others, "--tsne_layer", "2")
     again = json.loads((folder / "tsne.json").read_text())["models"]
     assert [model["layer"] for model in again.values()] == [2, 2, 2]
