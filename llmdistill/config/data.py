@@ -46,8 +46,8 @@ class TextConfig:
             raise ValueError(f"data.text.fraction is {self.fraction}: give a share over 0 and up to 1, 0.1 for a tenth")
         if self.next_sentence and self.pairs is False:
             raise ValueError(
-                "data.text.next_sentence is true, but data.text.pairs is false, and without pairs there is no next "
-                "sentence: leave one of them out"
+                "data.text.next_sentence is true, but data.text.pairs is false: a next sentence needs pairs, leave one "
+                "of them out"
             )
         check_least(self, 1, "valid_sequences", prefix="data.text.")
 

@@ -22,10 +22,12 @@ _TAKES_BACK: Mapping[str, Mapping[str, Any]] = {
     "student.model": {"student.shape": None, **_PLAIN},
     "student.shape": {"student.model": None, **_PLAIN},
     "student.factorize.weighting": _UNIFORM,
+    # Without pairs of segments there is no next sentence.
+    "data.text.pairs": {"data.text.next_sentence": None},
 }
 """Setting -> the settings that it takes back, with their values then."""
 _TAKES_NOTHING_BACK = (None, "gradients")
-"""Values that contradict no other setting."""
+"""Values that contradict no other setting, as true does."""
 
 
 def taken_back(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +41,8 @@ def taken_back(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, 
     for key, value in given.items():
         # A mapping with free keys, such as ranks by pattern, is given by these keys.
         setting = next((each for each in _TAKES_BACK if f"{key}.".startswith(f"{each}.")), None)
-        if setting is not None and value not in (*_TAKES_NOTHING_BACK, below.get(key)):
+        contradicts = value is not True and value not in (*_TAKES_NOTHING_BACK, below.get(key))
+        if setting is not None and contradicts:
             back |= _TAKES_BACK[setting]
     return {key: value for key, value in back.items() if not any(f"{each}.".startswith(f"{key}.") for each in given)}
 

@@ -69,3 +69,9 @@ def test_settings_of_one_layer_do_not_replace_each_other(tmp_path):
 def test_a_given_student_and_a_shape_replace_each_other(tmp_path):
     student = factorize_of(tmp_path, "student: {shape: 3x64x4}\n", "--student.model", "some/where")
     assert (student.model, student.shape) == ("some/where", None)
+
+
+@pytest.mark.parametrize(("pairs", "next_sentence"), [("false", None), ("true", True)])
+def test_a_text_without_pairs_has_no_next_sentences(pairs, next_sentence):
+    words = ["--recipe", "makd/bert-256", "--data.text.pairs", pairs]
+    assert parse_run([*DS, *words], METHODS)[0].data.text.next_sentence is next_sentence
