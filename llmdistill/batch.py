@@ -70,6 +70,8 @@ class Batch:
     """(B, T) int64, counted from 0 in each sequence of a packed row; None if each row is one sequence."""
     label_rows: Tensor | None = None
     """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `with_label_rows`."""
+    token_rows: Tensor | None = None
+    """(N,) int64: the flat positions of all real tokens, in order; None until `with_label_rows`."""
     padded: bool | None = None
     """Whether any row starts or ends with padding; None until `with_label_rows`."""
     targets: Tensor | None = None
@@ -96,7 +98,7 @@ class Batch:
         return known.flatten(1).any(1) if known.dim() > 1 else known
 
     def with_label_rows(self, *, shift: bool) -> Batch:
-        """The same batch with `label_rows` and `padded` filled in.
+        """The same batch with `label_rows`, `token_rows` and `padded` filled in.
 
         Call it while the batch is on the CPU: on a GPU the host would have to wait for the result.
 
@@ -106,7 +108,14 @@ class Batch:
         if self.label_rows is not None:
             return self
         rows_N = (predicted_labels(self.labels, shift=shift) != IGNORE_INDEX).flatten().nonzero()[:, 0]
-        return replace(self, label_rows=rows_N, padded=bool((self.attention_mask == 0).any()))
+        real_BT = self.attention_mask != 0
+        return replace(self, label_rows=rows_N, token_rows=real_BT.flatten().nonzero()[:, 0], padded=not real_BT.all())
+
+    def rows_at(self, positions: Positions) -> Tensor:
+        """(N,): the flat positions of one kind, real tokens or those that predict a label."""
+        rows_N = self.token_rows if positions == "tokens" else self.label_rows
+        assert rows_N is not None, "the batch is not located"
+        return rows_N
 
     def row_labels(self, *, shift: bool) -> Tensor:
         """(N,): the label that each position of `label_rows` predicts."""
@@ -161,7 +170,7 @@ class HeadInputs(NamedTuple):
     """The inputs of the last linear of an LM head, whose output rows · weightᵀ + bias is the logits."""
 
     rows: Tensor
-    """(N, K), rows at the positions that predict a label; K is the model's width, or the rank of a factorized head."""
+    """(N, K), rows at positions of one kind (labels or tokens); K is the model's width, or a factorized head's rank."""
     weight: Tensor
     """(V, K)."""
     bias: Tensor | None
@@ -177,5 +186,6 @@ class Outputs:
     taps: Taps
     sequence_logits: Tensor | None = None
     """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); None without one."""
-    lm_head: HeadInputs | None = None
-    """In place of the logits: the inputs and the parameters of the LM head's last linear."""
+    lm_head: Mapping[Positions, HeadInputs] = field(default_factory=dict)
+    """In place of the logits: the inputs and the parameters of the LM head's last linear, for each kind of positions
+    at which they are compared."""

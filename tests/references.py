@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -33,8 +34,12 @@ def token_loss(term: TokenTerm, student: Outputs, teacher: Outputs | None, batch
     assert teacher is not None
     assert teacher.logits is not None
     value, temperature = term.divergence.value, term.temperature
+    if term.positions == "tokens":  # any label makes a real token count
+        labels, shift = torch.where(batch.attention_mask != 0, 0, IGNORE_INDEX), False
+    else:
+        labels = batch.labels
     loss = output_divergence(
-        student.logits, teacher.logits, batch.labels, divergence=value, temperature=temperature, shift=shift
+        student.logits, teacher.logits, labels, divergence=value, temperature=temperature, shift=shift
     )
     return LossSum(loss.sum * (term.scale / temperature**2), loss.count)
 

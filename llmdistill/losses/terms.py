@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Taps
+from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, Taps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,8 @@ class TokenTerm:
     """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
     scale: float = 1.0
     """Factor: t² for distillation divergences (Hinton et al. 2015, §2), 1 for MaKD's soft cross-entropy (eq. 18)."""
+    positions: Positions = "labels"
+    """The positions whose predictions are compared: those that predict a label or, for a divergence, all tokens."""
 
 
 @dataclass(frozen=True)

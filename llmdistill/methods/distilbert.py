@@ -11,7 +11,7 @@ from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_settings
 from llmdistill.methods.layers import LayerPair, layer_term, same_direction, weighted
 from llmdistill.methods.method import Method
-from llmdistill.methods.output import divergence_terms, label_terms
+from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
 
@@ -28,6 +28,9 @@ class DistilbertConfig:
     """Weight of 1 - cos between the last hidden states; teacher and student must have the same width."""
     temperature: float = 2.0
     """Temperature that softens both distributions."""
+    positions: SoftPositions = "all"
+    """Tokens of an encoder at which the soft term is computed: all real tokens, as its authors' distiller does by
+    default, or only the masked ones. A decoder's are always those of the answers."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
@@ -57,7 +60,12 @@ def build_distilbert(
 
     terms = (
         divergence_terms(
-            "soft", settings.soft, objective, divergence=losses.FORWARD_KL, temperature=settings.temperature
+            "soft",
+            settings.soft,
+            objective,
+            divergence=losses.FORWARD_KL,
+            temperature=settings.temperature,
+            positions=positions_of(settings.positions, causal=causal),
         )
         | label_terms(settings.label, objective)
         | weighted(settings, [layer_term("cosine", pair, cosine, "hidden")])

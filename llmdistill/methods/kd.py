@@ -11,7 +11,7 @@ from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, Preset
 from llmdistill.methods.layers import same_direction
 from llmdistill.methods.method import Method
-from llmdistill.methods.output import divergence_terms, label_terms
+from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.objective import TOKENS, Objective
 
 
@@ -31,6 +31,9 @@ class KdConfig:
     ratio: float = 0.5
     """Weight of the divergence; the cross-entropy on the labels has weight 1 - ratio. With 1 the student learns from
     the teacher alone."""
+    positions: SoftPositions = "masked"
+    """Tokens of an encoder at which the divergence is computed: the masked ones, as in MiniLM's MLM-KD (§4.2.2), or all
+    real tokens. A decoder's are always those of the answers."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a number is out of its range."""
@@ -76,6 +79,7 @@ def build_kd(
         objective,
         divergence=divergence_of(settings),
         temperature=settings.temperature,
+        positions=positions_of(settings.positions, causal=causal),
         sequence_name=f"sequence_{measure}",
     )
     terms = to_teacher | label_terms(1 - settings.ratio, objective)

@@ -11,7 +11,7 @@ from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, Preset
 from llmdistill.methods.method import Method
-from llmdistill.methods.output import label_terms, soft_terms
+from llmdistill.methods.output import SoftPositions, label_terms, positions_of, soft_terms
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.objective import TOKENS, Objective
 
@@ -46,6 +46,9 @@ class MakdConfig:
     """Weight of the cross-entropy on the labels (not in the paper)."""
     temperature: float = 1.0
     """Temperature of the soft cross-entropy (t in eq. 18)."""
+    positions: SoftPositions = "masked"
+    """Tokens of an encoder at which the soft cross-entropy is computed: the masked ones, where masked-word prediction
+    (§3.2) predicts, or all real tokens. A decoder's are always those of the answers."""
     normalize_mse: bool = False
     """Divide each MSE by the variance of the teacher's features at that token."""
 
@@ -85,7 +88,8 @@ def build_makd(
         *(layers.attention_term(pair, losses.attention_kl, causal=family.causal) for pair in of_layers),
         *(layers.mse_term("hidden", pair, normalize=normalize) for pair in of_layers),
     ]
-    output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature)
+    places = positions_of(settings.positions, causal=family.causal)
+    output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature, positions=places)
     terms = layers.weighted(settings, inner) | output | label_terms(settings.label, objective)
     if not terms.weights:
         raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")

@@ -55,11 +55,9 @@ class Method(Terms):
     @cached_property
     def positions(self) -> Mapping[str, Positions]:
         """The kind of positions that each term sums over. Its global count is known before the first backward pass."""
-        of_tokens, of_sequences = ({term.name for term in terms} for terms in (self.token_terms, self.sequence_terms))
-        return {
-            name: "labels" if name in of_tokens else "sequences" if name in of_sequences else "tokens"
-            for name in self.weights
-        }
+        found: dict[str, Positions] = {term.name: term.positions for term in self.token_terms}
+        found |= {term.name: "sequences" for term in self.sequence_terms}
+        return {name: found.get(name, "tokens") for name in self.weights}
 
     @cached_property
     def student_taps(self) -> TapRequest:
@@ -75,12 +73,12 @@ class Method(Terms):
     def needs_teacher(self) -> bool:
         """Whether any term uses the teacher."""
         of_sequences = any(term.needs_teacher for term in self.sequence_terms)
-        return bool(self.layer_terms) or self.needs_teacher_logits or of_sequences
+        return bool(self.layer_terms) or bool(self.taught_positions) or of_sequences
 
     @cached_property
-    def needs_teacher_logits(self) -> bool:
-        """Whether any term uses the teacher's logits for tokens."""
-        return any(term.divergence is not None for term in self.token_terms)
+    def taught_positions(self) -> tuple[Positions, ...]:
+        """The kinds of positions at which terms use the teacher's logits for tokens; empty if none does."""
+        return tuple(dict.fromkeys(term.positions for term in self.token_terms if term.divergence is not None))
 
     def running(
         self, teacher: Outputs | None, batch: Batch, divisors: Mapping[Positions, Tensor] | None = None

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from llmdistill import losses
-from llmdistill.batch import Batch, LossSum, Outputs
+from llmdistill.batch import Batch, LossSum, Outputs, Positions
 from llmdistill.losses.terms import SequenceTerm
 from llmdistill.methods.annotations import Tensor
 from llmdistill.methods.method import Terms
 from llmdistill.objective import Objective
+
+SoftPositions = Literal["masked", "all"]
+"""The tokens of an encoder whose predictions are compared with the teacher's."""
+
+
+def positions_of(setting: SoftPositions, *, causal: bool) -> Positions:
+    """The positions at which a divergence compares the models; a decoder's are always those that predict a label."""
+    return "tokens" if setting == "all" and not causal else "labels"
 
 
 def label_terms(weight: float, objective: Objective) -> Terms:
@@ -23,9 +32,11 @@ def label_terms(weight: float, objective: Objective) -> Terms:
     return _terms(losses.TokenTerm("label", None), on_sequences, weight, objective)
 
 
-def soft_terms(name: str, weight: float, objective: Objective, *, temperature: float) -> Terms:
+def soft_terms(
+    name: str, weight: float, objective: Objective, *, temperature: float, positions: Positions = "labels"
+) -> Terms:
     """Soft cross-entropy (MaKD eq. 18, TinyBERT eq. 10) for tokens and classes; squared error for scores."""
-    token_term = losses.TokenTerm(name, losses.SOFT_CROSS_ENTROPY, temperature)
+    token_term = losses.TokenTerm(name, losses.SOFT_CROSS_ENTROPY, temperature, positions=positions)
     compare = partial(losses.sequence_soft_cross_entropy, temperature=temperature)
     return _terms(token_term, _to_teacher(f"sequence_{name}", compare, objective), weight, objective)
 
@@ -37,10 +48,11 @@ def divergence_terms(
     *,
     divergence: losses.Divergence,
     temperature: float,
+    positions: Positions = "labels",
     sequence_name: str | None = None,
 ) -> Terms:
     """A divergence for tokens and classes, times the squared temperature; squared error for scores."""
-    token_term = losses.TokenTerm(name, divergence, temperature, scale=temperature**2)
+    token_term = losses.TokenTerm(name, divergence, temperature, scale=temperature**2, positions=positions)
     compare = partial(losses.sequence_divergence, divergence=divergence.value, temperature=temperature)
     return _terms(token_term, _to_teacher(sequence_name or f"sequence_{name}", compare, objective), weight, objective)
 

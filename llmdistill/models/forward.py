@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Taps
+from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Taps
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
 from llmdistill.models.families import family_of
@@ -44,8 +44,8 @@ class TappedModel:
             sequence_logits=sequences,
         )
 
-    def teach(self, batch: Batch, *, lm_head: bool) -> Outputs:
-        """Run the teacher on a batch; returns taps and, if `lm_head`, the LM head's inputs at the rows with labels."""
+    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Run the teacher on a batch; returns taps and the LM head's inputs at these kinds of positions."""
         batch = batch.with_label_rows(shift=self._shift)
         kept: list[HeadInputs] = []
 
@@ -58,7 +58,7 @@ class TappedModel:
         return Outputs(
             logits=None,
             taps=self._recorder.take(),
-            lm_head=kept[0] if kept else None,
+            lm_head=_by_positions(kept[0], batch, lm_head) if kept else {},
             sequence_logits=self._head_outputs(result)[1],
         )
 
@@ -72,11 +72,14 @@ class TappedModel:
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
         of_tokens: list[TokenLosses] = []
 
-        def use(head: HeadInputs) -> Tensor:
-            of_tokens.append(self._token_losses(head, batch, terms))
-            return of_tokens[0].total
+        places = tuple(dict.fromkeys(term.positions for term in terms.token_terms))
 
-        with self._recorder.recording(layers.offer), self._rows(batch, bool(terms.token_terms), use):
+        def use(head: HeadInputs) -> Tensor:
+            parts = _by_positions(head, batch, places)
+            of_tokens.extend(self._token_losses(parts[place], place, batch, terms) for place in places)
+            return torch.stack([each.total for each in of_tokens]).sum()
+
+        with self._recorder.recording(layers.offer), self._rows(batch, places, use):
             result = self._run(batch)
         self._recorder.take()
         total, sequences = self._head_outputs(result)
@@ -88,9 +91,10 @@ class TappedModel:
         outputs = Outputs(logits=None, taps=Taps(), sequence_logits=sequences)
         losses |= {term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms}
         weighted = [terms.factors[name] * loss.sum for name, loss in losses.items()]
-        for each in of_tokens:
-            count = batch.counts()["labels"]
-            losses |= {term.name: LossSum(each.sums[i], count) for i, term in enumerate(terms.token_terms)}
+        counts = batch.counts()
+        for place, each in zip(places, of_tokens, strict=True):
+            names = [term.name for term in terms.token_terms if term.positions == place]
+            losses |= {name: LossSum(total, counts[place]) for name, total in zip(names, each.sums, strict=True)}
         return Losses(
             torch.stack([total, *weighted]).sum(),
             {name: LossSum(loss.sum.detach(), loss.count) for name, loss in losses.items()},
@@ -111,19 +115,23 @@ class TappedModel:
         return self._forward(**{key: value for key, value in inputs.items() if value is not None}, use_cache=False)
 
     def _rows(
-        self, batch: Batch, lm_head: bool, use: Callable[[HeadInputs], Tensor] | None
+        self, batch: Batch, places: Sequence[Positions], use: Callable[[HeadInputs], Tensor]
     ) -> AbstractContextManager[None]:
-        """Restrict the LM head to the rows that predict a label, or to no rows if `lm_head` is False."""
-        assert batch.label_rows is not None
-        rows_N = batch.label_rows if lm_head else batch.label_rows[:0]
-        return self._head.taken_over(rows_N, use if lm_head else None)
+        """Restrict the LM head to the rows at these kinds of positions, one kind after the other, or to no rows."""
+        if not places:
+            return self._head.taken_over(batch.rows_at("labels")[:0], None)
+        # A position of two kinds has two rows: to find it again among the others the host would have to wait.
+        return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), use)
 
-    def _token_losses(self, head: HeadInputs, batch: Batch, terms: RunningTerms) -> TokenLosses:
-        labels_N = batch.row_labels(shift=self._shift)
-        factors = _stacked([terms.factors[term.name] for term in terms.token_terms], labels_N.device)
-        teacher = None if terms.teacher is None else terms.teacher.lm_head
+    def _token_losses(self, head: HeadInputs, place: Positions, batch: Batch, terms: RunningTerms) -> TokenLosses:
+        here = [term for term in terms.token_terms if term.positions == place]
+        # Away from the labels there are only divergences, which read no label.
+        is_labelled = place == "labels"
+        labels_N = batch.row_labels(shift=self._shift) if is_labelled else torch.zeros_like(batch.rows_at(place))
+        factors = _stacked([terms.factors[term.name] for term in here], labels_N.device)
+        teacher = None if terms.teacher is None else terms.teacher.lm_head.get(place)
         with nullcontext() if teacher is None else whole(teacher), without_autocast(labels_N.device):
-            return token_losses(head, teacher, labels_N, terms.token_terms, factors, vocabulary=self._vocabulary)
+            return token_losses(head, teacher, labels_N, here, factors, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any) -> tuple[Tensor | None, Tensor | None]:
         """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
@@ -213,6 +221,12 @@ def packed_mask(segments_BT: Tensor, config: PreTrainedConfig) -> Tensor | dict[
     if getattr(config, "layer_types", None) is None:  # all of Mistral's layers slide if it has a window
         return sliding_B1TT
     return {"full_attention": full_B1TT, "sliding_attention": sliding_B1TT}
+
+
+def _by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:
+    """The rows of an LM head that ran on several kinds of positions, one after the other, by kind."""
+    parts = head.rows.split([len(batch.rows_at(place)) for place in places])
+    return {place: head._replace(rows=rows) for place, rows in zip(places, parts, strict=True)}
 
 
 def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:

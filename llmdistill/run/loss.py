@@ -136,7 +136,7 @@ class DistillationLoss:
             if self.teacher.device != located.input_ids.device:
                 self.teacher.to(cast(Any, located.input_ids.device))
             with torch.no_grad():
-                taught = self._tapped[1].teach(located, lm_head=self.method.needs_teacher_logits)
+                taught = self._tapped[1].teach(located, lm_head=self.method.taught_positions)
         self._forward = self.student if model is None else model
         try:
             losses = self._tapped[0].learn(located, self.method.running(taught, located, divisors))
@@ -223,7 +223,7 @@ def _check_vocabularies(
     method: Method, teacher: PreTrainedModel, student: PreTrainedModel, vocabulary: int | None
 ) -> None:
     sizes = teacher.config.vocab_size, student.config.vocab_size
-    if method.needs_teacher_logits and vocabulary is None and sizes[0] != sizes[1]:
+    if method.taught_positions and vocabulary is None and sizes[0] != sizes[1]:
         raise UserError(
             f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give models with "
             "the same tokenizer, and if the larger one is only padded, vocabulary=the number of tokens that both have"

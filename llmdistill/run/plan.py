@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from llmdistill.batch import Positions
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
 from llmdistill.embedded import locate
@@ -33,9 +32,6 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, Task
-
-_LABEL_TERMS = ("label", "sequence_label")
-"""Terms that compare the student with the labels, not with the teacher."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +120,22 @@ class Plan:
             return self.task.head
         if not self.trains and not self.causal:
             return _saved_head(self.teacher_config if self.config.student.model is None else self.student_config)
-        return self._head(set(self.method.positions.values()))
+        return self._head(tokens=bool(self.method.token_terms), sequences=bool(self.method.sequence_terms))
 
     @property
     def teacher_head(self) -> Head:
         """The heads that the teacher needs: those whose outputs the student is compared with."""
         if self.task.head is not None:
             return self.task.head
-        positions = self.method.positions.items()
-        return self._head({place for name, place in positions if name.split(".")[-1] not in _LABEL_TERMS})
+        sequences = any(term.needs_teacher for term in self.method.sequence_terms)
+        return self._head(tokens=bool(self.method.taught_positions), sequences=sequences)
 
-    def _head(self, places: set[Positions]) -> Head:
+    def _head(self, *, tokens: bool, sequences: bool) -> Head:
         if self.causal:
             return "lm_head"
-        if "sequences" in places:
+        if sequences:
             return "pretraining"
-        return "lm_head" if "labels" in places else "none"
+        return "lm_head" if tokens else "none"
 
     @property
     def scored(self) -> list[str]:
@@ -315,8 +311,8 @@ def _check_teacher_head(plan: Plan) -> None:
     needs_none = plan.causal or plan.before is not None or not plan.method.needs_teacher or plan.task.head is not None
     if needs_none or plan.teacher_head == "none" or not name.endswith("Model"):
         return
-    positions = plan.method.positions.items()
-    terms = [term for term, place in positions if place != "tokens" and term.split(".")[-1] not in _LABEL_TERMS]
+    terms = [term.name for term in plan.method.token_terms if term.divergence is not None]
+    terms += [term.name for term in plan.method.sequence_terms if term.needs_teacher]
     raise UserError(
         f"teacher.model {plan.config.teacher.model} is a {name} without language-model head, but {', '.join(terms)} "
         "compare its output: give them the weight 0, or take a teacher with its head"

@@ -88,7 +88,7 @@ class Trainer:
             taught = None
             if self.teacher is not None:
                 with clock.running(), torch.no_grad():
-                    taught = self.teacher.teach(batch, lm_head=self.method.needs_teacher_logits)
+                    taught = self.teacher.teach(batch, lm_head=self.method.taught_positions)
             losses = self.student.learn(batch, self.method.running(taught, batch, divisors))
             self.engine.backward(losses.total * undo_average)
             self.engine.step()
@@ -106,7 +106,7 @@ class Trainer:
                 moved = self._moved(batch, method)
                 teacher = None
                 if method.needs_teacher and self.teacher is not None:
-                    teacher = self.teacher.teach(moved, lm_head=method.needs_teacher_logits)
+                    teacher = self.teacher.teach(moved, lm_head=method.taught_positions)
                 terms = self.student.learn(moved, method.running(teacher, moved)).terms
                 pairs = [(terms[name].sum.double(), terms[name].count.double()) for name in method.weights]
                 sums += torch.stack([torch.stack(pair) for pair in pairs], dim=1)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from references import terms_of
@@ -16,13 +18,16 @@ def test_terms_equal_the_naive_loop(models, family: str) -> None:
     pair = models.Pair(make(4, 16, 4, 2), make(2, 16, 2, 1))
     method = build_distilbert(DistilbertConfig(), pair.teacher_config, pair.student_config)
     assert method.weights == {"soft": 5.0, "label": 2.0, "cosine": 1.0}
-    assert method.positions == {"soft": "labels", "label": "labels", "cosine": "tokens"}
+    assert method.positions == {"soft": "labels" if pair.causal else "tokens", "label": "labels", "cosine": "tokens"}
     student, teacher = pair.seen()
+
+    def divergence(b: int, at: int) -> float:
+        return 4 * models.kl(*((seen.logits[b, at] / 2).softmax(-1) for seen in (teacher, student)))
+
     soft = label = count = 0.0
     for b, i in (pair.batch.labels >= 0).nonzero().tolist():
         at = i - 1 if pair.causal else i
-        p, q = ((seen.logits[b, at] / 2).softmax(-1) for seen in (teacher, student))
-        soft += 4 * models.kl(p, q)
+        soft += divergence(b, at)
         label -= float(student.logits[b, at].log_softmax(-1)[pair.batch.labels[b, i]])
         count += 1
 
@@ -30,7 +35,8 @@ def test_terms_equal_the_naive_loop(models, family: str) -> None:
         mine, theirs = student.flat["hidden", 1][b, i], teacher.flat["hidden", 3][b, i]
         return 1 - float(mine @ theirs) / float(mine.norm() * theirs.norm())
 
-    expected = {"soft": soft / count, "label": label / count, "cosine": pair.mean_over_tokens(cosine)}
+    softened = soft / count if pair.causal else pair.mean_over_tokens(divergence)
+    expected = {"soft": softened, "label": label / count, "cosine": pair.mean_over_tokens(cosine)}
     assert pair.means(method) == pytest.approx(expected, rel=1e-4)
 
 
@@ -77,12 +83,16 @@ def test_only_the_cosine_needs_the_same_width(models) -> None:
         METHODS["distilbert"].build(DistilbertConfig(), models.gpt2(4, 16, 4, 4), student)
 
 
-def test_the_softened_output_is_compared_at_the_masked_words_alone(models) -> None:
+@pytest.mark.parametrize("positions", ["masked", "all"])
+def test_the_softened_output_is_compared_at_the_masked_words_or_at_all(models, positions: Any) -> None:
     pair = models.Pair(models.bert(4, 16, 4, 4), models.bert(2, 16, 4, 4))
-    method = build_distilbert(DistilbertConfig(cosine=0.0), pair.teacher_config, pair.student_config)
+    method = build_distilbert(
+        DistilbertConfig(cosine=0.0, positions=positions), pair.teacher_config, pair.student_config
+    )
     run = pair.run(method)
     terms = terms_of(method, run.student, run.teacher, pair.batch)
-    chosen = pair.batch.labels >= 0
+    chosen = pair.batch.labels >= 0 if positions == "masked" else pair.batch.attention_mask == 1
     student, teacher = (outputs.logits[chosen] / 2 for outputs in (run.student, run.teacher))
     expected = 4 * functional.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum")
     torch.testing.assert_close(terms["soft"].sum, expected)
+    assert int(terms["soft"].count) == int(chosen.sum())

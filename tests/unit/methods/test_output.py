@@ -27,7 +27,7 @@ BOTH = Objective(tokens=True, sequences="classes")
 MAKD = MakdConfig(matrix_layers="none", layer_layers="none", logits=0.8, label=0.3, temperature=2.0)
 TINYBERT = TinybertConfig(attention=0.0, hidden=0.0, embedding=0.0, soft=0.8, temperature=2.0)
 KRONECKERBERT = KroneckerbertConfig(embedding=0.0, attention=0.0, ffn=0.0, logits=0.8, label=0.3, temperature=2.0)
-DISTILBERT = DistilbertConfig(cosine=0.0)
+DISTILBERT = DistilbertConfig(cosine=0.0, positions="masked")
 WEIGHTS = {
     ("sft", TOKENS): {"label": 1.0},
     ("sft", CLASSES): {"sequence_label": 1.0},

@@ -48,6 +48,7 @@ SETTINGS: dict[str, Any] = {
     "tinybert": TinybertConfig(soft=1.0),
     "kroneckerbert": KroneckerbertConfig(temperature=2.0),
 }
+EVERYWHERE = {"makd": replace(SETTINGS["makd"], positions="all"), "kd": replace(SETTINGS["kd"], positions="all")}
 ENDS = ("_proj", "c_attn", "c_fc", "query", "key", "value", "output.dense", "intermediate.dense")
 """Of the names of all linears in the layers."""
 BOTH = Objective(tokens=True, sequences="classes")
@@ -98,7 +99,7 @@ def both_ways(method: Method, student: PreTrainedModel, teacher: PreTrainedModel
         of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
         of_student = TappedModel(student, Recorder(student, method.student_taps))
         with torch.no_grad():
-            taught = of_teacher.teach(batch, lm_head=method.needs_teacher_logits) if running else of_teacher(batch)
+            taught = of_teacher.teach(batch, lm_head=method.taught_positions) if running else of_teacher(batch)
         kept: list[Taps] = []
         if running:
             take = of_student._recorder.take
@@ -138,6 +139,25 @@ def test_losses_and_gradients_are_those_of_whole_taps_and_logits(name: str, fami
         kept = {aspect: tensors for aspect, tensors in vars(taps).items() if tensors and aspect != "scaling"}
         assert not any(kept.get("projected", {}).values()), kept
         assert not kept.keys() - {"projected"}, "something is kept that no term needs any more"
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_a_divergence_at_all_tokens_beside_labels_at_some(name: str, family: str) -> None:
+    config, objective = make(family, 0).config, BOTH if family == "bert" else Objective()
+    method = build_method([name], EVERYWHERE, config, config, objective)
+    batch = make_batch(family)
+    ways = both_ways(method, make(family, 1), make(family, 0), batch)
+    compare(ways)
+    [soft] = [term.name for term in method.token_terms if term.divergence is not None]
+    assert int(ways.running.losses[soft].count) == int(batch.attention_mask.sum())
+    assert int(ways.running.losses["label"].count) == int((batch.labels[:, 1:] != IGNORE_INDEX).sum())
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_the_positions_of_a_decoder_are_those_of_its_answers(name: str) -> None:
+    config = make("llama", 0).config
+    assert build_method([name], EVERYWHERE, config, config).positions == method_of(name, "llama").positions
 
 
 def test_a_combination_and_the_students_own_answers() -> None:
@@ -191,7 +211,7 @@ def test_projectors_under_checkpointing_learn_the_same() -> None:
         batch = make_batch()
         of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
         with torch.no_grad():
-            taught = of_teacher.teach(batch, lm_head=True)
+            taught = of_teacher.teach(batch, lm_head=method.taught_positions)
         of_teacher._recorder.remove()
         losses = TappedModel(student, Recorder(student, method.student_taps, projectors)).learn(
             batch, method.running(taught, batch, DIVISORS)
@@ -255,7 +275,7 @@ def test_words_beyond_the_shared_vocabulary_take_no_part() -> None:
     of_teacher = TappedModel(teacher, Recorder(teacher, {}), vocabulary=30)
     of_student = TappedModel(student, Recorder(student, {}), vocabulary=30)
     with torch.no_grad():
-        taught = of_teacher.teach(batch, lm_head=True)
+        taught = of_teacher.teach(batch, lm_head=method.taught_positions)
         plain = terms_of(method, of_student(batch), of_teacher(batch), batch)
     losses = of_student.learn(batch, method.running(taught, batch)).terms
     assert losses.keys() == plain.keys()
@@ -268,7 +288,9 @@ def test_without_gradients_the_values_are_the_same() -> None:
     student, teacher = make("llama", 1), make("llama", 0)
     expected = both_ways(method, student, teacher, batch).plain.losses
     with torch.no_grad():
-        taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)).teach(batch, lm_head=True)
+        taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)).teach(
+            batch, lm_head=method.taught_positions
+        )
         losses = TappedModel(student, Recorder(student, method.student_taps)).learn(
             batch, method.running(taught, batch)
         )

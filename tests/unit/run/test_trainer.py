@@ -63,7 +63,7 @@ class Squares:
 
     weights = {"all": 1.0, "labelled": 3.0}  # noqa: RUF012
     positions = {"all": "tokens", "labelled": "labels"}  # noqa: RUF012
-    shift, needs_teacher, needs_teacher_logits = True, False, False
+    shift, needs_teacher, taught_positions = True, False, ()
 
     def running(self, teacher, batch, divisors):
         divisors = {name: number.double() for name, number in divisors.items()}
