@@ -61,6 +61,9 @@ class TaskConfig:
     dir: str | None = None
     """Folder of the task's files (for GLUE its own download, with one folder for each task: RTE/train.tsv ...);
     default: the data set on the hub."""
+    metric: str | None = None
+    """The metric by which settings are chosen on dev, of those that the task has, such as accuracy for mrpc; default:
+    the task's first."""
     limit: int | None = None
     """Train only on the first so many training examples, for a quick test."""
     copy_classifier: bool | None = None

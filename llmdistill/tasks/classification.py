@@ -135,19 +135,19 @@ def targets_of(examples: Sequence[PairExample]) -> np.ndarray:
     return np.array([example.target for example in examples])
 
 
-def main_score(task: str, scores: Mapping[str, Mapping[str, float]]) -> float:
+def main_score(task: str, scores: Mapping[str, Mapping[str, float]], metric: Metric) -> float:
     """Return the metric by which settings are chosen; for MNLI it is that of the matched split."""
-    return scores[column_of(task, "dev")][TASKS[task].metrics[0]]
+    return scores[column_of(task, "dev")][metric]
 
 
-def chance_score(task: str, examples: Sequence[PairExample]) -> float:
-    """Return the main metric of the best constant prediction."""
+def chance_score(task: str, examples: Sequence[PairExample], metric: Metric) -> float:
+    """Return the metric of the best constant prediction."""
     named, targets = TASKS[task], targets_of(examples)
     constants = range(len(named.classes)) if named.classes else [0.0]
-    return max(task_metrics(task, np.full_like(targets, value), targets)[named.metrics[0]] for value in constants)
+    return max(task_metrics(task, np.full_like(targets, value), targets)[metric] for value in constants)
 
 
-Convention = Literal["makd", "minilm", "minilmv2", "minilmv2_test"]
+Convention = Literal["makd", "minilm", "minilmv2", "minilmv2_test", "kroneckerbert"]
 
 SQUAD2 = "SQuAD2"
 """The column of SQuAD 2.0, the only one that is not part of GLUE."""

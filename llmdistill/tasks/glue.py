@@ -33,7 +33,16 @@ from llmdistill.tasks.classification import (
     task_metrics,
     write_answers,
 )
-from llmdistill.tasks.glue_files import TASKS, GlueTask, TaskFiles, check_data_dir, column_of, glue_name, read_task
+from llmdistill.tasks.glue_files import (
+    TASKS,
+    GlueTask,
+    Metric,
+    TaskFiles,
+    check_data_dir,
+    column_of,
+    glue_name,
+    read_task,
+)
 
 
 class Glue(Task):
@@ -47,6 +56,7 @@ class Glue(Task):
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         self.name = glue_name(task_key(str(config.data.task.name)))
         check_data_dir(config.data.task.dir, [self.name], key="data.task.dir")
+        self.metric = _metric_of(self.name, config.data.task.metric)
 
     def read_files(self) -> TaskFiles:
         """Read the examples of all splits; raise UserError for a file that is missing or malformed."""
@@ -95,6 +105,7 @@ class Glue(Task):
         return GlueData(
             files=files,
             tokenizer=tokenizer,
+            metric=self.metric,
             max_length=max_length,
             encoded=encoded,
             batch_size=self.config.train.micro_batch_size or self.config.train.global_batch_size,
@@ -109,6 +120,8 @@ class GlueData(TaskData):
 
     files: TaskFiles
     tokenizer: PreTrainedTokenizerBase
+    metric: Metric
+    """The metric by which settings are chosen."""
     max_length: int
     encoded: Mapping[str, Sequence[EncodedPair]]
     """The train and dev splits, encoded by the student's tokenizer."""
@@ -166,7 +179,8 @@ class GlueData(TaskData):
         """
         name = self.files.name
         dev = {column_of(name, split): scores[split]["metrics"] for split in self.files.dev}
-        return {"dev": dev, "score": main_score(name, dev), "chance": chance_score(name, self.files.dev["dev"])}
+        chance = chance_score(name, self.files.dev["dev"], self.metric)
+        return {"dev": dev, "score": main_score(name, dev, self.metric), "chance": chance}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         shown = "  ".join(
@@ -181,7 +195,7 @@ class GlueData(TaskData):
         if teacher is None or teacher["score"] > teacher["chance"]:
             return []
         return [
-            f"the teacher {self.teacher_name} scores at chance on {self.files.name}: {self.files.task.metrics[0]} "
+            f"the teacher {self.teacher_name} scores at chance on {self.files.name}: {self.metric} "
             f"{teacher['score']:.1f} on dev, where one answer to everything gets {teacher['chance']:.1f}. Nothing can "
             "be learnt from it: fine-tune it first, or check that its classes are in GLUE's order"
         ]
@@ -231,6 +245,7 @@ def score_task(
     data = GlueData(
         files=files,
         tokenizer=tokenizer,
+        metric=_metric_of(name, None),
         max_length=max_length,
         encoded=encoded,
         batch_size=batch_size,
@@ -242,6 +257,14 @@ def score_task(
         folder = Path(scratch) if predictions is None else predictions
         scored = ScoredModel(model=model, tokenizer=tokenizer, predictions=folder, world=world, sharded=False)
         return data.summary({split: data.score_set(split, scored) for split in data.sets})
+
+
+def _metric_of(task: str, name: str | None) -> Metric:
+    """The metric by which settings are chosen; raise UserError if the task has no metric of this name."""
+    metrics = {metric: metric for metric in TASKS[task].metrics}
+    if name is not None and name not in metrics:
+        raise UserError(f"data.task.metric is {name}: {task} has {', '.join(metrics)}; name one of them")
+    return TASKS[task].metrics[0] if name is None else metrics[name]  # type: ignore[index]
 
 
 def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:

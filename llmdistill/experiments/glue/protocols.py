@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmdistill.config.tasks import GlueConfig, ProtocolName
 from llmdistill.errors import UserError
-from llmdistill.tasks.glue_files import TASKS
+from llmdistill.tasks.classification import CONVENTIONS
+from llmdistill.tasks.glue_files import TASKS, Metric, column_of
 
 BEST = "best"
 """The folder of a task's best model, inside the task's folder."""
@@ -45,14 +46,18 @@ PROTOCOLS: dict[ProtocolName, Protocol] = {
     # KroneckerBERT appendix A.1, "single runs"; it gives only a range of epochs, and Table 8 has the learning rate 1e-5
     # outside of the paper's own range.
     "kroneckerbert": Protocol(learning_rates=[5e-5, 1e-4, 5e-4], epochs=[5, 10, 15], seeds=[1]),
+    # MiniLM: the first arXiv version's appendix C; "an average of 4 runs" (Table 3). Warm-up and weight decay are ours.
+    "minilm": Protocol(learning_rates=[2e-5, 3e-5, 4e-5, 5e-5], epochs=[3, 4, 5], seeds=[1, 2, 3, 4]),
     "custom": Protocol(learning_rates=[2e-5], epochs=[3], seeds=[1]),
 }
 
 LONGER: dict[tuple[ProtocolName, str], list[int]] = {
+    **{("minilm", task): [3, 4, 5, 10] for task in ("CoLA", "RTE", "MRPC")},
     ("minilmv2", "CoLA"): [25],
     ("kroneckerbert", "CoLA"): [15, 20, 30],
 }
-"""Epochs of tasks that differ from the other tasks of the protocol (MiniLMv2 app. C, KroneckerBERT app. A.1)."""
+"""Epochs of tasks that differ from the other tasks of the protocol (MiniLM and MiniLMv2 app. C, KroneckerBERT app.
+A.1)."""
 
 SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 """The settings that all runs of a protocol share."""
@@ -64,6 +69,12 @@ def protocol_of(config: GlueConfig, task: str) -> Protocol:
     given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
     given = {key: value for key, value in given.items() if value is not None}
     return replace(protocol, **{"epochs": LONGER.get((config.protocol, task), protocol.epochs), **given})
+
+
+def metric_of(protocol: ProtocolName, task: str) -> Metric:
+    """Return the metric by which settings are chosen: the paper's, as in its table, or else the task's first."""
+    columns: Mapping[str, Metric] = dict(CONVENTIONS).get(protocol, {})  # type: ignore[call-overload]
+    return columns.get(column_of(task, "dev"), TASKS[task].metrics[0])
 
 
 def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:

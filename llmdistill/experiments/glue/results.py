@@ -15,28 +15,30 @@ from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
 from llmdistill.report.tables import Texts, print_table
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, chance_score
-from llmdistill.tasks.glue_files import TASKS, TaskFiles, column_of
+from llmdistill.tasks.glue_files import TASKS, Metric, TaskFiles, column_of
 
 NAMES: dict[Convention, str] = {
     "makd": "average (MaKD's)",
     "minilmv2": "average (MiniLMv2's, without SQuAD 2.0)",
+    "minilm": "average (MiniLM's, without SQuAD 2.0)",
+    "kroneckerbert": "average (KroneckerBERT's)",
 }
-"""The averages that a table may show; the table shows the first average whose columns all exist."""
+"""The averages that a table may show; the table shows the protocol's own, else the first, whose columns all exist."""
 
 
-def summarise(files: TaskFiles, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
-    """Return a task's part of results.json, as plain JSON values."""
+def summarise(files: TaskFiles, metric: Metric, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
+    """Return a task's part of results.json, as plain JSON values; `metric` is the one of the choice."""
     metrics = [result.metrics["student"]["dev"] for result in choice.results if result.metrics is not None]
     return {
-        "metric": files.task.metrics[0],
+        "metric": metric,
         **_settings(choice.results),
         "seeds": [result.trial.seed for result in choice.results],
         "best_run": choice.best.trial.folder.name,
         "dev": {
-            column: {metric: over_seeds([dev[column][metric] for dev in metrics]) for metric in files.task.metrics}
+            column: {name: over_seeds([dev[column][name] for dev in metrics]) for name in files.task.metrics}
             for column in metrics[0]
         },
-        "chance": chance_score(files.name, files.dev["dev"]),
+        "chance": chance_score(files.name, files.dev["dev"], metric),
         "grid": [
             {
                 **_settings(group),
@@ -79,7 +81,8 @@ def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]
 def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
     """Return the name and the value of the average that the table shows."""
     found = results["averages"][role]
-    for convention, name in NAMES.items():
+    own = results["protocol"]
+    for convention, name in sorted(NAMES.items(), key=lambda item: item[0] != own):
         if not set(found[convention]["missing"]) - {SQUAD2}:
             return name, found[convention]["glue"]
     count = len(results["tasks"])

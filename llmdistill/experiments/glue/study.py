@@ -27,7 +27,7 @@ from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.tasks import GlueConfig
 from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.protocols import BEST, SHARED, Protocol, protocol_of
+from llmdistill.experiments.glue.protocols import BEST, SHARED, Protocol, metric_of, protocol_of
 from llmdistill.experiments.glue.results import summarise
 from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
@@ -43,7 +43,7 @@ from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.classification import predict, write_submission
-from llmdistill.tasks.glue_files import TaskFiles, column_of, read_task
+from llmdistill.tasks.glue_files import Metric, TaskFiles, column_of, read_task
 
 SUBMISSION = "predictions"
 """The folder of the files for the GLUE server."""
@@ -79,6 +79,11 @@ class TaskStudy:
     def protocol(self) -> Protocol:
         """The settings that are tried."""
         return protocol_of(self.config, self.task)
+
+    @property
+    def metric(self) -> Metric:
+        """The metric by which settings are chosen."""
+        return metric_of(self.config.protocol, self.task)
 
     @cached_property
     def files(self) -> TaskFiles:
@@ -129,7 +134,11 @@ class TaskStudy:
         """Return a run on the task that trains nothing yet."""
         config = self.config
         task = TaskConfig(
-            name=self.task, dir=config.data_dir, limit=config.limit, copy_classifier=config.copy_classifier
+            name=self.task,
+            dir=config.data_dir,
+            metric=self.metric,
+            limit=config.limit,
+            copy_classifier=config.copy_classifier,
         )
         return RunConfig(
             ds_config=config.ds_config,
@@ -172,7 +181,7 @@ class TaskStudy:
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
         self._keep(choice, runner, world)
         return {
-            **summarise(self.files, choice, results),
+            **summarise(self.files, self.metric, choice, results),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,
@@ -184,7 +193,6 @@ class TaskStudy:
     def _progress(self, total: int) -> Progress:
         """Return what follows the trials: it prints their scores, and removes models that can no longer be the best."""
         ended: list[Result] = []
-        metric = self.files.task.metrics[0]
 
         def drop(result: Result) -> None:
             ended.append(result)
@@ -193,7 +201,7 @@ class TaskStudy:
                 if not self.config.keep_models:
                     shutil.rmtree(folder / "student", ignore_errors=True)
 
-        return Progress(total, lambda metrics: f"{metric} {metrics['student']['score']:.2f} on dev", drop)
+        return Progress(total, lambda metrics: f"{self.metric} {metrics['student']['score']:.2f} on dev", drop)
 
     def _keep(self, choice: Choice, runner: Runner, world: World) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""

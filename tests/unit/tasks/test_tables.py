@@ -74,6 +74,15 @@ def test_without_a_validation_text_there_is_no_loss_to_show(text):
 def test_the_steps_of_an_epoch_of_glue_learn_each_example(size, batch, steps):
     rows = [PairExample("a", None, 0, number) for number in range(size)]
     files = TaskFiles(name="RTE", train=rows, dev={}, test={}, digest="")
-    data = GlueData(files=files, tokenizer=None, max_length=8, encoded={}, batch_size=1, teacher_name="", report="")
+    data = GlueData(
+        files=files,
+        tokenizer=None,
+        metric="accuracy",
+        max_length=8,
+        encoded={},
+        batch_size=1,
+        teacher_name="",
+        report="",
+    )
     assert data.num_steps(1, batch) == steps
     assert data.num_steps(3, batch) == 3 * steps, "each epoch is rounded up"

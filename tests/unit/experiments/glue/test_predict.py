@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs
+from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.classification import chance_score, main_score, predict, task_metrics, write_answers
+from llmdistill.tasks.glue import _metric_of
 from llmdistill.tasks.glue_files import TASKS
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
@@ -67,10 +69,11 @@ def examples(*targets: float) -> list[PairExample]:
 
 
 def test_chance_is_the_best_single_answer() -> None:
-    assert chance_score("RTE", examples(0, 1, 1, 1)) == 75
-    assert chance_score("MRPC", examples(0, 1, 1, 1)) == pytest.approx(100 * 2 * 0.75 / 1.75)
-    assert chance_score("CoLA", examples(0, 1, 1, 1)) == 0
-    assert chance_score("STS-B", examples(0.0, 1.5, 5.0)) == 0
+    assert chance_score("RTE", examples(0, 1, 1, 1), "accuracy") == 75
+    assert chance_score("MRPC", examples(0, 1, 1, 1), "f1") == pytest.approx(100 * 2 * 0.75 / 1.75)
+    assert chance_score("MRPC", examples(0, 1, 1, 1), "accuracy") == 75
+    assert chance_score("CoLA", examples(0, 1, 1, 1), "matthews") == 0
+    assert chance_score("STS-B", examples(0.0, 1.5, 5.0), "pearson") == 0
 
 
 def test_mnli_is_judged_by_its_matched_split() -> None:
@@ -78,8 +81,14 @@ def test_mnli_is_judged_by_its_matched_split() -> None:
     mismatched = task_metrics("MNLI", np.array([0, 2]), np.array([0, 1]))
     found = {"MNLI-m": matched, "MNLI-mm": mismatched}
     assert found == {"MNLI-m": {"accuracy": 75.0}, "MNLI-mm": {"accuracy": 50.0}}
-    assert main_score("MNLI", found) == 75.0
-    assert main_score("MRPC", {"MRPC": {"accuracy": 1.0, "f1": 2.0}}) == 2.0
+    assert main_score("MNLI", found, "accuracy") == 75.0
+    assert main_score("MRPC", {"MRPC": {"accuracy": 1.0, "f1": 2.0}}, "f1") == 2.0
+
+
+def test_a_metric_that_the_task_does_not_have() -> None:
+    assert (_metric_of("MRPC", None), _metric_of("MRPC", "accuracy")) == ("f1", "accuracy")
+    with pytest.raises(UserError, match=r"^data\.task\.metric is f1: RTE has accuracy; name one of them$"):
+        _metric_of("RTE", "f1")
 
 
 def test_written_answers(tmp_path) -> None:

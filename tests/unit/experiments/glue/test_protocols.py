@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from llmdistill.config.tasks import GlueConfig
-from llmdistill.experiments.glue.protocols import SHARED, Protocol, protocol_of
+from llmdistill.experiments.glue.protocols import SHARED, Protocol, metric_of, protocol_of
 from llmdistill.experiments.glue.study import TaskStudy
 
 
@@ -14,6 +18,25 @@ def test_makd_s_protocol() -> None:
     assert found.learning_rates == [1.0e-5, 2.3e-5, 3.5e-5, 4.8e-5]
     assert found.num_trials == 20
     assert len(set(found.seeds)) == 5
+
+
+def test_minilm_s_protocol() -> None:
+    found = protocol("QNLI", protocol="minilm")
+    assert found.learning_rates == [2e-5, 3e-5, 4e-5, 5e-5]
+    assert (found.epochs, len(found.seeds), found.batch_size) == ([3, 4, 5], 4, 32)
+    for task in ("CoLA", "RTE", "MRPC"):
+        assert max(protocol(task, protocol="minilm").epochs) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [("makd", "f1"), ("minilm", "accuracy"), ("minilmv2", "accuracy"), ("kroneckerbert", "accuracy"), ("custom", "f1")],
+)
+def test_settings_for_mrpc_are_chosen_by_the_metric_of_the_paper(name: Any, metric: str, tmp_path) -> None:
+    study = TaskStudy(config=GlueConfig(model="m", protocol=name), task="MRPC", root=tmp_path, teacher=None)
+    assert {trial.config.data.task.metric for trial in study.trials()} == {metric}
+    assert metric_of(name, "WNLI") == "accuracy"
+    assert metric_of(name, "MNLI") == "accuracy"
 
 
 def test_minilmv2_s_protocol() -> None:
