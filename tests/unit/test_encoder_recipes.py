@@ -61,6 +61,7 @@ SIZES: dict[str, tuple[str | None, str, tuple[int, ...]]] = {
     "minilmv2/6x384-bert-base": ("22M", "layers", (30_522, 6, 384, 1536)),
     "minilmv2/6x384-bert-large": ("22M", "layers", (30_522, 6, 384, 1536)),
     "minilmv2/6x384-roberta-large": ("30M", "layers", (50_265, 6, 384, 1536)),
+    "minilmv2/6x384-roberta-base": (None, "layers", (50_265, 6, 384, 1536)),
     "minilmv2/6x768-bert-base": ("66M", "layers", (30_522, 6, 768, 3072)),
     "minilmv2/6x768-bert-large": ("66M", "layers", (30_522, 6, 768, 3072)),
     "minilmv2/6x768-roberta-large": ("81M", "layers", (50_265, 6, 768, 3072)),
@@ -70,9 +71,11 @@ SIZES: dict[str, tuple[str | None, str, tuple[int, ...]]] = {
     "minilmv2/6x384-xlmr-base": ("107M", "layers", (250_002, 6, 384, 1536)),
     "minilmv2/6x384-xlmr-large": ("107M", "layers", (250_002, 6, 384, 1536)),
     "distilbert/6x768": ("66M", "layers", (30_522, 6, 768, 3072)),
+    "distilbert/4x768": (None, "whole", (30_522, 4, 768, 3072)),  # the table leaves out pooler and token types
     "tinybert/6x768": ("66M", "layers", (30_522, 6, 768, 3072)),
     "tinybert/4x312": (None, "whole", (30_522, 4, 312, 1200)),  # the table cuts 14.35M to 14.3M
     "mlm-kd/6x384": ("22M", "layers", (30_522, 6, 384, 1536)),
+    "small/4x512": (None, "whole", (30_522, 4, 512, 2048)),  # the table has 29.2M
     "small/6x768": ("66M", "layers", (30_522, 6, 768, 3072)),
     "truncated/bert-6x768": ("66M", "layers", (30_522, 6, 768, 3072)),
     "truncated/roberta-6x768": ("81M", "layers", (50_265, 6, 768, 3072)),
@@ -284,7 +287,7 @@ def test_layer_to_layer_and_starting_points() -> None:
     assert parse("minilm/6x384-layer-to-layer").method_settings["minilm"].layers == "uniform"
     students = {name: parse(name).student for name in RECIPES if "makd" not in name}
     starts = {name: (student.init, student.teacher_layers) for name, student in students.items()}
-    assert starts.pop("distilbert/6x768") == ("layers", "spread")
+    assert starts.pop("distilbert/6x768") == starts.pop("distilbert/4x768") == ("layers", "spread")
     assert starts.pop("truncated/bert-6x768") == starts.pop("truncated/roberta-6x768") == ("layers", "first")
     assert {init for init, _ in starts.values()} == {"random"}
     assert parse("mlm-kd/6x384").method_settings["kd"].ratio == 1

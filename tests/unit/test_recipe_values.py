@@ -1,0 +1,88 @@
+"""Every number of every shipped recipe against a table of what the papers say (papers.yaml)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmdistill.config.command_line import parse_run, run_parser, to_dict
+from llmdistill.config.recipes import extended, recipe_names, recipe_path
+from llmdistill.config.strict import flattened
+from llmdistill.methods import METHODS
+
+ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
+OF_NO_PAPER = {"quickstart", "pruned", "finetune"}
+"""Recipes of the embedded world, and one for a model and task of the user's own."""
+OF_THE_MACHINE = (
+    *("extends", "output_dir", "data.train", "data.valid", "data.tests", "scoring.batch_size"),
+    *(f"train.{name}" for name in ("dtype", "micro_batch_size", "log_every", "save_every", "validate_every")),
+)
+"""Settings that change where and how fast a recipe runs, but nothing of what it does."""
+RECIPES = [name for name in recipe_names() if name not in OF_NO_PAPER]
+
+
+def entries(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by dotted key; the shapes by pattern, and what is trained otherwise, are values themselves."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and not name.endswith((".shapes", ".assistant_training")):
+            yield from entries(value, f"{name}.")
+        else:
+            yield name, value
+
+
+@cache
+def table(recipe: str) -> dict[str, tuple[Any, str]]:
+    """Key -> value and source."""
+    found: dict[str, tuple[Any, str]] = {}
+    for row in ROWS:
+        if any(fnmatchcase(recipe, pattern) for pattern in row["recipes"]):
+            found |= {key: (value, row["source"]) for key, value in entries(row["values"])}
+    return found
+
+
+@cache
+def settings(recipe: str) -> dict[str, Any]:
+    config, _ = parse_run(["--ds_config", "zero2", "--recipe", recipe], METHODS)
+    return dict(entries(to_dict(config)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_says_what_its_paper_says(recipe: str) -> None:
+    found = settings(recipe)
+    wrong = [
+        f"{key} is {found.get(key)}, but {value} in {source}"
+        for key, (value, source) in table(recipe).items()
+        if key not in found or found[key] != value
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_table_has_all_that_a_recipe_sets(recipe: str) -> None:
+    """So a number cannot be added to a recipe, or a recipe to the package, without its source."""
+    known = (*table(recipe), *OF_THE_MACHINE)
+    for values in extended(run_parser(METHODS), recipe_path(recipe)).values():
+        unknown = [key for key in flattened(values) if not any(f"{key}.".startswith(f"{each}.") for each in known)]
+        assert not unknown
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_table_has_the_numbers_of_every_training(recipe: str) -> None:
+    names = ("global_batch_size", "learning_rate", "warmup_steps", "schedule", "weight_decay", "betas")
+    keys = {"method", "teacher.model", "data.kind", "data.max_length", *(f"train.{name}" for name in names)}
+    assert keys <= table(recipe).keys()
+    assert {"train.steps", "train.epochs"} & table(recipe).keys()
+
+
+def test_every_row_has_a_source_and_a_recipe() -> None:
+    assert all(row["source"] for row in ROWS)
+    for row in ROWS:
+        for pattern in row["recipes"]:
+            assert any(fnmatchcase(name, pattern) for name in RECIPES), pattern
