@@ -37,7 +37,7 @@ class Family:
     ffn_down: str
     """Name within a layer: the projection back to the model's width."""
     lm_head: str = "lm_head"
-    """Name within the whole model: the LM head, if the model has one."""
+    """Name within the whole model: the LM head, or the first of its modules, if the model has a head."""
     causal: bool = True
     """True for a decoder (a token sees only itself and the tokens before it), False for an encoder."""
     layer_axes: Mapping[str, tuple[Axis, ...]]
@@ -94,6 +94,23 @@ _BERT = Family(
 )
 _ROBERTA = replace(_BERT, lm_head="lm_head", positions_after_padding=True, next_sentence=None)
 
+_DISTILBERT = Family(
+    layers="transformer.layer",
+    embedding="embeddings",
+    attention="attention",
+    ffn_up="ffn.lin1",
+    ffn_down="ffn.lin2",
+    lm_head="vocab_transform",  # the first of the head's modules, which stand in no module of their own
+    causal=False,
+    layer_axes={
+        "attention.q_lin": ("query", "hidden"),
+        "attention.k_lin": ("key", "hidden"),
+        "attention.v_lin": ("value", "hidden"),
+        "attention.out_lin": ("hidden", "context"),
+    },
+    ffn_size="hidden_dim",
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -103,6 +120,7 @@ FAMILIES: dict[str, Family] = {
     "bert": _BERT,
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
+    "distilbert": _DISTILBERT,
 }
 """Supported architectures, by the `model_type` of their config. To support another one, add an entry here, or insert
 one at runtime before a model is loaded. Its attention module must use transformers' attention interface; the entry

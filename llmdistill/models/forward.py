@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Taps
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
-from llmdistill.models.families import family_of
+from llmdistill.models.families import family_of, has_segments
 from llmdistill.models.heads import LMHead, whole
 from llmdistill.models.taps import Recorder
 
@@ -110,7 +110,8 @@ class TappedModel:
             "input_ids": batch.input_ids,
             "attention_mask": _mask(batch, self._recorder.model.config),
             "position_ids": batch.position_ids,
-            "token_type_ids": batch.token_type_ids,
+            # Teacher and student get the same batch, and only one of them may have segments.
+            "token_type_ids": batch.token_type_ids if has_segments(self._recorder.model.config) else None,
         }
         return self._forward(**{key: value for key, value in inputs.items() if value is not None}, use_cache=False)
 

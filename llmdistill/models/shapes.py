@@ -291,13 +291,13 @@ def _axes_of(
     """The axes of a module's parameter in stored order; empty if there is no rule.
 
     Without `rules` the module is outside the layers: an embedding, or a linear of a head. Those that are called dense
-    map the width to the width, all others to tokens or classes.
+    or vocab_transform map the width to the width, all others to tokens or classes.
     """
     axes = () if rules is None else rules.get(owner, ())
     if not axes and getattr(getattr(module, "weight", None), "ndim", 0) == 1:  # a norm
         axes = ("hidden",)
     elif rules is None:
-        axes = ("hidden" if owner.endswith("dense") else "whole", "hidden")
+        axes = ("hidden" if owner.endswith(("dense", "vocab_transform")) else "whole", "hidden")
     if leaf == "bias":
         return axes[:1]
     return axes[::-1] if type(module) is Conv1D else axes

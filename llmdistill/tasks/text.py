@@ -224,7 +224,7 @@ def score_texts(
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
             located = batch.with_label_rows(shift=shift).to(model.device)
             inputs = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
-            if located.token_type_ids is not None:
+            if located.token_type_ids is not None and has_segments(model.config):
                 inputs["token_type_ids"] = located.token_type_ids
             assert located.label_rows is not None
             rows_NV = model(**inputs).logits.flatten(0, 1).index_select(0, located.label_rows)

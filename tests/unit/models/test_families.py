@@ -5,6 +5,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     BertConfig,
+    DistilBertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -30,6 +31,7 @@ CONFIGS: list[PreTrainedConfig] = [
     BertConfig(**SMALL),
     RobertaConfig(**SMALL),
     XLMRobertaConfig(**SMALL),
+    DistilBertConfig(n_layers=2, dim=16, n_heads=4, hidden_dim=40, vocab_size=30),
 ]
 
 

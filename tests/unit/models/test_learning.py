@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForPreTraining,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -61,6 +63,10 @@ def make(family: str, seed: int) -> PreTrainedModel:
         "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=32)),
         "bert": (BertForPreTraining, BertConfig(vocab_size=40, max_position_embeddings=32, **SIZES)),
         "roberta": (RobertaForMaskedLM, RobertaConfig(vocab_size=40, max_position_embeddings=32, **SIZES)),
+        "distilbert": (
+            DistilBertForMaskedLM,
+            DistilBertConfig(vocab_size=40, dim=16, hidden_dim=24, n_layers=2, n_heads=4, max_position_embeddings=32),
+        ),
     }
     kind, config = kinds[family]
     model = kind._from_config(config, attn_implementation="sdpa")
@@ -130,7 +136,7 @@ def compare(ways: SimpleNamespace) -> None:
         assert (other - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max()), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "roberta", "distilbert"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_losses_and_gradients_are_those_of_whole_taps_and_logits(name: str, family: str) -> None:
     ways = both_ways(method_of(name, family), make(family, 1), make(family, 0), make_batch(family))
@@ -139,6 +145,17 @@ def test_losses_and_gradients_are_those_of_whole_taps_and_logits(name: str, fami
         kept = {aspect: tensors for aspect, tensors in vars(taps).items() if tensors and aspect != "scaling"}
         assert not any(kept.get("projected", {}).values()), kept
         assert not kept.keys() - {"projected"}, "something is kept that no term needs any more"
+
+
+def test_a_student_without_segments_learns_from_a_teacher_that_has_them() -> None:
+    teacher, student = make("bert", 0), make("distilbert", 1)
+    method = build_method(["distilbert"], SETTINGS, teacher.config, student.config)
+    batch = replace(make_batch(), token_type_ids=(torch.arange(9) > 4).long().expand(3, 9))
+    ways = both_ways(method, student, teacher, batch)
+    compare(ways)
+    alone = both_ways(method, student, teacher, replace(batch, token_type_ids=None))
+    assert ways.running.losses["label"].sum == alone.running.losses["label"].sum
+    assert ways.running.losses["soft"].sum != alone.running.losses["soft"].sum
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])

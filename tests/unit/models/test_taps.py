@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
+    DistilBertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -46,6 +47,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "bert": BertConfig(**COMMON),
     "roberta": RobertaConfig(**COMMON, pad_token_id=0),
     "xlm-roberta": XLMRobertaConfig(**COMMON, pad_token_id=0),
+    "distilbert": DistilBertConfig(
+        vocab_size=60, dim=16, n_layers=LAYERS, n_heads=4, hidden_dim=24, max_position_embeddings=40
+    ),
 }
 EVERY = frozenset(range(LAYERS))
 
@@ -118,8 +122,8 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     if family.ffn_gate is not None:
         inner = nn.functional.silu(taps.ffn_gate[1]) * taps.ffn_up[1]
     else:
-        activation = block.mlp.act if name == "gpt2" else block.intermediate.intermediate_act_fn
-        inner = activation(taps.ffn_up[1])
+        places = {"gpt2": "mlp.act", "distilbert": "ffn.activation"}
+        inner = block.get_submodule(places.get(name, "intermediate.intermediate_act_fn"))(taps.ffn_up[1])
     assert torch.equal(down(inner), taps.ffn_down[1])
 
 
