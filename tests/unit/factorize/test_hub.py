@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    DistilBertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -53,6 +54,14 @@ ENCODER = {
     "vocab_size": 96,
     "max_position_embeddings": 66,
 }
+DISTILBERT = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "vocab_size": 96,
+    "max_position_embeddings": 66,
+}
 GPT2 = {
     "n_embd": 32,
     "n_layer": 2,
@@ -74,6 +83,7 @@ def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
         "bert": (BertConfig, ENCODER),
         "roberta": (RobertaConfig, ENCODER),
         "xlm-roberta": (XLMRobertaConfig, ENCODER),
+        "distilbert": (DistilBertConfig, DISTILBERT),
     }
     kind, values = kinds[model_type]
     return kind(**{**values, **changes})
@@ -112,9 +122,10 @@ def outputs(model: PreTrainedModel) -> torch.Tensor:
 CASES = [
     *[(AutoModelForCausalLM, config_of(kind)) for kind in ("llama", "mistral", "qwen2", "qwen3", "gpt2")],
     *[(AutoModelForCausalLM, config_of(kind, tie_word_embeddings=False)) for kind in ("llama", "gpt2")],
-    *[(AutoModelForMaskedLM, config_of(kind)) for kind in ("bert", "roberta", "xlm-roberta")],
+    *[(AutoModelForMaskedLM, config_of(kind)) for kind in ("bert", "roberta", "xlm-roberta", "distilbert")],
     (AutoModel, config_of("bert")),
     (AutoModelForSequenceClassification, config_of("roberta")),
+    (AutoModelForSequenceClassification, config_of("distilbert")),
 ]
 # fmt: on
 

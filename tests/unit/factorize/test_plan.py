@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
+    DistilBertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -58,6 +59,7 @@ TINY_ENCODER = {
     "intermediate_size": 48,
     "vocab_size": 96,
 }
+DISTILBERT = {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"}
 DECODER_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -102,6 +104,7 @@ def test_llama_target_leaves_narrow_matrices_dense() -> None:
     (BertConfig(**TINY_ENCODER), AutoModel, {"query", "key", "value", "dense"}),
     (RobertaConfig(**TINY_ENCODER), AutoModelForMaskedLM, {"query", "key", "value", "dense"}),
     (XLMRobertaConfig(**TINY_ENCODER), AutoModel, {"query", "key", "value", "dense"}),
+    (DistilBertConfig(dim=32, n_layers=2, n_heads=4, hidden_dim=48, vocab_size=96), AutoModelForMaskedLM, DISTILBERT),
 ])  # fmt: skip
 def test_only_linears_of_the_layers(config: PreTrainedConfig, auto: Any, linears: set[str]) -> None:
     model = meta(config, auto)
@@ -109,7 +112,7 @@ def test_only_linears_of_the_layers(config: PreTrainedConfig, auto: Any, linears
     assert {name.rsplit(".", 1)[1] for name in found} == linears
     assert all(re.search(r"\.\d+\.", f".{name}") for name in found)  # all have a layer number
     assert all(features(model.get_submodule(name)) == shape for name, shape in found.items())
-    per_layer = {"gpt2": 4, "bert": 6, "roberta": 6, "xlm-roberta": 6}.get(config.model_type, 7)
+    per_layer = {"gpt2": 4, "bert": 6, "roberta": 6, "xlm-roberta": 6, "distilbert": 6}.get(config.model_type, 7)
     assert len(found) == 2 * per_layer
 
 

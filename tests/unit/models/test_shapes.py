@@ -321,6 +321,17 @@ def test_slices_of_an_encoder(kind: str) -> None:
         assert torch.equal(getattr(own.embeddings, name).weight, whole[..., :24])
 
 
+def test_slices_of_distilbert_s_head() -> None:
+    student, teacher = sliced("distilbert")
+    assert torch.equal(student.vocab_transform.weight, teacher.vocab_transform.weight[:24, :24])
+    assert torch.equal(student.vocab_transform.bias, teacher.vocab_transform.bias[:24])
+    assert torch.equal(student.vocab_projector.bias, teacher.vocab_projector.bias)
+    own, theirs = student.distilbert.transformer.layer[1], teacher.distilbert.transformer.layer[3]
+    assert torch.equal(own.attention.q_lin.weight, theirs.attention.q_lin.weight[PLAIN][:, :24])
+    assert torch.equal(own.attention.out_lin.weight, theirs.attention.out_lin.weight[:24][:, PLAIN])
+    assert torch.equal(own.ffn.lin1.weight, theirs.ffn.lin1.weight[:48, :24])
+
+
 def test_slices_of_heads() -> None:
     student, teacher = sliced("bert")
     assert torch.equal(student.bert.pooler.dense.weight, teacher.bert.pooler.dense.weight[:24, :24])

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, BertConfig, GPT2Config, LlamaConfig, RobertaConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    GPT2Config,
+    LlamaConfig,
+    RobertaConfig,
+)
 
 from llmdistill.commands.glue import main
 from llmdistill.models.heads import classifier_parameters, read_classifier, set_classifier
@@ -16,6 +23,10 @@ CONFIGS = {
     "roberta": (
         RobertaConfig(**SMALL, num_labels=3),
         {f"classifier.{part}.{name}" for part in ("dense", "out_proj") for name in ("weight", "bias")},
+    ),
+    "distilbert": (
+        DistilBertConfig(dim=8, hidden_dim=16, n_layers=1, n_heads=2, vocab_size=20, num_labels=3),
+        {f"{part}.{name}" for part in ("pre_classifier", "classifier") for name in ("weight", "bias")},
     ),
     "gpt2": (GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, num_labels=3, pad_token_id=0), {"score.weight"}),
     "llama": (LlamaConfig(**SMALL, num_labels=3, pad_token_id=0), {"score.weight"}),
