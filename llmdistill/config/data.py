@@ -32,6 +32,11 @@ class TextConfig:
     """Share of the documents of the training text that is used, above 0 and up to 1: one document out of each
     1/fraction successive ones, drawn by seed. Only these documents are tokenised. The validation text is always used
     as a whole."""
+    sampling_exponent: float | None = None
+    """Sample the parts of the training text, which are the files and folders directly in the folder data.train, one for
+    each language, with probabilities proportional to the power of their size to this exponent, from 0 (all parts
+    alike) to 1 (as they are); XLM-R takes 0.3, so that small languages are seen more often. Default: the folder is one
+    text."""
     valid_sequences: int = 512
     """Number of sequences of data.valid that are used, from its beginning."""
     cache_dir: str | None = None
@@ -44,6 +49,8 @@ class TextConfig:
             raise ValueError(f"data.text.mask_share is {self.mask_share}: give a share between 0 and 1, 0.15 is usual")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"data.text.fraction is {self.fraction}: give a share over 0 and up to 1, 0.1 for a tenth")
+        if self.sampling_exponent is not None and not 0 <= self.sampling_exponent <= 1:
+            raise ValueError(f"data.text.sampling_exponent is {self.sampling_exponent}: give 0 to 1, 0.3 is XLM-R's")
         if self.next_sentence and self.pairs is False:
             raise ValueError(
                 "data.text.next_sentence is true, but data.text.pairs is false: a next sentence needs pairs, leave one "

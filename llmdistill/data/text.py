@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from llmdistill.data.layouts import Objective, TextSequence, lay_out
 from llmdistill.data.masking import mask_tokens, word_starts
 from llmdistill.data.sampler import Share, StepLoader, global_batch_indices
 from llmdistill.errors import UserError
+
+TextInputs = tuple[TextSequence, np.ndarray, np.ndarray]
+"""A sequence, its input tokens, and its labels."""
 
 
 class TextSequences:
@@ -67,7 +71,10 @@ class TextSequences:
 
         A place is epoch * len(self) + index.
         """
-        parts = [self._read(seed, *divmod(place, len(self))) for place in places]
+        return self.collate([self.read(seed, *divmod(place, len(self))) for place in places])
+
+    def collate(self, parts: Sequence[TextInputs]) -> Batch:
+        """The batch of sequences that `read` has made, also those of other texts with the same settings."""
         rows = [shown for _, shown, _ in parts]
         types = [np.arange(len(sequence.ids)) >= sequence.second for sequence, _, _ in parts]
         return Batch(
@@ -79,10 +86,10 @@ class TextSequences:
             sample_ids=tuple((sample_id(shown),) for shown in rows),
         )
 
-    def _read(self, seed: int, epoch: int, index: int) -> tuple[TextSequence, np.ndarray, np.ndarray]:
-        """A sequence, its input tokens, and its labels."""
-        # The last number separates index 0 from the random numbers of (seed, epoch) alone: the order of the epoch.
-        rng = np.random.default_rng((seed, epoch, index, 1))
+    def read(self, seed: int, epoch: int, index: int, *part: int) -> TextInputs:
+        """The sequence at an index, as an epoch sees it; `part` is the number of this text among several."""
+        # The 1 separates index 0 from the random numbers of (seed, epoch) alone: the order of the epoch.
+        rng = np.random.default_rng((seed, epoch, index, 1, *part))
         sequence = self.layout.read(index, rng)
         if not self.masked:
             return sequence, sequence.ids, sequence.ids
@@ -100,6 +107,16 @@ class TextSequences:
         return sequence, shown, labels
 
 
+class Sequences(Protocol):
+    """Sequences by place: those of one text, or a mixture of several."""
+
+    def __len__(self) -> int:
+        """The number of sequences of an epoch."""
+
+    def batch(self, places: Sequence[int], seed: int) -> Batch:
+        """See `TextSequences.batch`."""
+
+
 class TextLoader(StepLoader[int]):
     """The batches of one rank, by step, from a corpus. The loader has no state.
 
@@ -107,7 +124,7 @@ class TextLoader(StepLoader[int]):
     of the sequence. A batch may contain sequences of two epochs.
     """
 
-    def __init__(self, sequences: TextSequences, share: Share) -> None:
+    def __init__(self, sequences: Sequences, share: Share) -> None:
         super().__init__(share, lambda places: sequences.batch(places, share.seed))
         self.sequences = sequences
 

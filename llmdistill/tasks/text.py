@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig
 from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.data.mixture import MixedSequences
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, write_rows
 from llmdistill.data.text import TextLoader, TextSequences, validation_batches
@@ -52,8 +53,14 @@ class Text(Task):
         return Objective(tokens=True, sequences="classes" if wanted else None)
 
     def read(self, models: Models) -> TextData:
-        """See Task. The texts are only read when they are tokenised."""
+        """See Task. The texts are only read when they are tokenised.
+
+        Raises:
+            UserError: the parts of the training text cannot be told apart.
+        """
         config = self.config
+        if self.trains:
+            _parts(config.data)
         return TextData(
             settings=config.data,
             seed=config.seed,
@@ -80,8 +87,8 @@ class TextData(TaskData):
     """Whether a pair has the target whether its second segment follows the first."""
     tokenizer: PreTrainedTokenizerBase
     report: str
-    train: Corpus | None = None
-    """The training text; None until it is tokenised."""
+    train: Mapping[str, Corpus] | None = None
+    """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenised."""
     valid: Corpus | None = None
 
     @property
@@ -115,12 +122,14 @@ class TextData(TaskData):
             return make()
 
         fraction = settings.text.fraction
-        train = tokenised(settings.train, fraction)
+        train = {name: tokenised(part, fraction) for name, part in _parts(settings).items()}
         valid = None if settings.valid is None else tokenised(settings.valid, 1.0)
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
-        data = replace(self, train=train, valid=valid, report=share + train.report())
+        data = replace(self, train=train, valid=valid, report=share + "; ".join(map(_counts, train.items())))
         if self.trains:
-            data._train_sequences()  # raises UserError if the text is too short, also if train.steps is set
+            sequences = data._train_sequences()  # raises UserError if the text is too short, also if steps are given
+            if isinstance(sequences, MixedSequences):
+                return replace(data, report=f"{share}{sequences.report()}")
         return data
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
@@ -134,15 +143,24 @@ class TextData(TaskData):
         """
         return TextLoader(self._train_sequences(), share)
 
-    def _train_sequences(self) -> TextSequences:
+    def _train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenised yet"
+        exponent = self.settings.text.sampling_exponent
         try:
-            return self._sequences(self.train)
+            if exponent is None:
+                return self._sequences(self.train[""])
+            return MixedSequences({name: self._part(name, text) for name, text in self.train.items()}, exponent)
         except UserError as error:
             fraction = self.settings.text.fraction
             if fraction == 1:
                 raise
             raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
+
+    def _part(self, name: str, text: Corpus) -> TextSequences:
+        try:
+            return self._sequences(text)
+        except UserError as error:
+            raise UserError(f"the part {name} of data.train {self.settings.train}: {error}") from error
 
     def validation(self, share: Share) -> list[Batch]:
         if self.valid is None:
@@ -200,6 +218,33 @@ def _reads_pairs(settings: DataConfig, models: Models) -> bool:
     if settings.text.pairs is not None:
         return settings.text.pairs
     return models.objective.sequences is not None or (not models.causal and has_segments(models.student))
+
+
+def _counts(named: tuple[str, Corpus]) -> str:
+    name, corpus = named
+    return f"{name}: {corpus.report()}" if name else corpus.report()
+
+
+def _parts(settings: DataConfig) -> dict[str, str]:
+    """Return the parts of the training text by name, as `sampling_exponent` asks for; else the text, named "".
+
+    Raises:
+        UserError: the training text is no folder, or has no part.
+    """
+    exponent = settings.text.sampling_exponent
+    if exponent is None:
+        return {"": settings.train}
+    folder = Path(settings.train)
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    parts = {each.stem: str(each) for each in found if not each.name.startswith(".")}
+    if len(parts) < 2 or len(parts) < sum(not each.name.startswith(".") for each in found):
+        why = "has two parts of one name" if len(parts) > 1 else f"has {len(parts)} parts"
+        raise UserError(
+            f"data.text.sampling_exponent is {exponent}, but data.train {settings.train} "
+            f"{why if folder.is_dir() else 'is no folder'}: give a folder with a file or folder for each language, or "
+            "leave the exponent out"
+        )
+    return parts
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
 import llmdistill
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
+from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
@@ -114,3 +116,28 @@ def test_who_reads_pairs(
     batch = first_batch(data)
     assert bool((batch.token_type_ids == 1).any()) == pairs
     assert (batch.targets is not None) == next_sentence
+
+
+def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path: Path) -> None:
+    folder = tmp_path / "languages"
+    (folder / "small").mkdir(parents=True)
+    for name, count in (("large.txt", 90), ("small/first.txt", 5), ("small/second.txt", 5)):
+        (folder / name).write_text("\n\n".join(" ".join(TOKENS) for _ in range(count)), encoding="utf-8")
+    settings = ("--method", "minilm", "--data.train", str(folder), "--data.text.pairs", "false")
+
+    plain = data_of(BertConfig(**SIZES), "BertForPreTraining", *settings)
+    mixed = data_of(BertConfig(**SIZES), "BertForPreTraining", *settings, "--data.text.sampling_exponent", "0.3")
+
+    pattern = (
+        r"2 parts: large (.*)% of the text and (.*)% of the batches, small (.*)% of the text and (.*)% of the batches"
+    )
+    large, of_large, small, of_small = map(float, re.fullmatch(pattern, mixed.report).groups())
+    assert large / small == pytest.approx(9, rel=0.1)  # a rest makes a sequence too
+    assert of_large / of_small == pytest.approx((large / small) ** 0.3, rel=0.03)
+    assert abs(mixed.num_steps(1, 8) - plain.num_steps(1, 8)) <= 1
+    assert first_batch(mixed).input_ids.shape == first_batch(plain).input_ids.shape
+    with pytest.raises(UserError, match="leave the exponent out"):
+        data_of(BertConfig(**SIZES), "BertForPreTraining", "--method", "minilm", "--data.text.sampling_exponent", "0.3")
+    (folder / "empty.txt").touch()
+    with pytest.raises(UserError, match=r"empty\.txt: holds no text"):
+        data_of(BertConfig(**SIZES), "BertForPreTraining", *settings, "--data.text.sampling_exponent", "0.3")
