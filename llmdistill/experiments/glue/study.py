@@ -130,7 +130,10 @@ class TaskStudy:
     def _teacher_trial(self) -> Trial:
         """Return the run that only scores the teacher."""
         seed = self.protocol.seeds[0]
-        return Trial(f"{self.task} teacher", {}, seed, self._run("teacher", seed, "teacher", {}))
+        # What a score depends on must be the same for the teacher: windows and languages, but not the training.
+        data = {key: value for key, value in self.config.run_settings.items() if key.startswith("data.")}
+        run = build(changed_values(self._run("teacher", seed, "teacher", {}), data), RunConfig, METHODS)
+        return Trial(f"{self.task} teacher", {}, seed, run)
 
     def _run(self, name: str, seed: int, scored: Any, sections: Mapping[str, Any]) -> RunConfig:
         """Return a run on the task that trains nothing yet."""
