@@ -143,7 +143,7 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model's answers by ROUGE-L, or fine-tune it on GLUE; launcher flags start several ranks."""
+    """Score a model's answers by ROUGE-L, or fine-tune it on tasks; launcher flags start several ranks."""
     launcher, words = split_launcher_flags(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--suite", nargs="?")
@@ -206,7 +206,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "compress": ("factorize a model folder", compress),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("merge a student into a stock model", export),
-    "evaluate": ("score a model: ROUGE-L of its answers, or GLUE after fine-tuning", evaluate),
+    "evaluate": ("score a model: ROUGE-L of its answers, or GLUE and SQuAD after fine-tuning", evaluate),
 }
 """Name of a command -> its description, and the function that runs it with its arguments."""
 

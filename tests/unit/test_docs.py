@@ -108,7 +108,8 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
     assert (ROOT / script).is_file(), script
     if script == "llmdistill/train.py":
         return check_train(arguments)
-    module = {"eval/glue.py": "llmdistill.commands.glue", "eval/instruct.py": "llmdistill.commands.evaluate"}
+    fine_tunes = dict.fromkeys(("eval/glue.py", "eval/squad.py"), "llmdistill.commands.glue")
+    module = {**fine_tunes, "eval/instruct.py": "llmdistill.commands.evaluate"}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         patch.setattr(sys, "argv", [script, *arguments])

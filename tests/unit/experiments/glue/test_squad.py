@@ -117,10 +117,11 @@ def test_a_student_learns_spans_from_a_teacher_by_any_method(evaluate, encoder, 
     for method, terms in {
         "kd": {"sequence_forward_kl", "sequence_label"},
         "makd": {"query", "ffn_up", "attention", "hidden", "sequence_logits"},
-        "minilmv2": {"query", "key", "value", "sequence_label"},
+        "minilmv2": {"relation_qq", "relation_kk", "relation_vv", "sequence_label"},
         "kroneckerbert": {"embedding", "attention", "ffn", "sequence_logits", "sequence_label"},
     }.items():
         taught = ["--tasks", "squad1", "--teacher", teacher, "--method", method, "--epochs", "1"]
+        taught += ["--minilmv2.relation_heads", "2"] if method == "minilmv2" else []
         results, _ = evaluate(*taught, model=small, folder=method)
         task = results["tasks"]["SQuAD1"]
         assert terms <= task["terms"].keys()
