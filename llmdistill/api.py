@@ -37,7 +37,7 @@ from llmdistill.runtime.distributed import TORCH_DTYPES, best_dtype, default_dev
 from llmdistill.runtime.terminal import guest, quiet_libraries
 from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
-from llmdistill.tasks.glue import score_task
+from llmdistill.tasks.benchmark import score_task, scored_benchmark
 from llmdistill.tasks.text import score_texts
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
@@ -263,24 +263,23 @@ def evaluate(
     output: str | Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Score a model: ROUGE-L of its answers, its cross-entropy and perplexity on a text, or the metrics of a GLUE task.
+    """Score a model: ROUGE-L of its answers, its cross-entropy and perplexity on a text, or the metrics of a task.
 
         scores = llmdistill.evaluate(model, rows, decoding="greedy")
         print(scores["rougeL"])
 
     Args:
-        model: a decoder; for text also an encoder with a masked-language-model head; for a task of GLUE a model that
-            is fine-tuned on it (`llmdistill evaluate --suite glue` fine-tunes).
-        data: rows of instructions, texts, or the name of a task of GLUE such as "rte"; or several such sets by name.
-        kind: instructions, text or task; by default it is inferred from the name, the first row or the file extension
-            (.txt).
-        data_dir: for tasks, the folder of GLUE's own download; by default the data set on the Hub.
+        model: a decoder; for text also an encoder with a masked-language-model head; for a task a model that is
+            fine-tuned on it (`llmdistill evaluate --suite glue` fine-tunes).
+        data: rows of instructions, texts, or the name of a task such as "rte"; or several such sets by name.
+        kind: instructions, text or task; by default it follows from the name, the first row or the extension (.txt).
+        data_dir: for tasks, the folder of their own download; by default the data set on the Hub.
         tokenizer: the tokenizer of a model in memory; by default the tokenizer of the folder or name that the model was
             loaded from.
         output: the folder for the predictions, with one file per set.
         settings: fields of `llmdistill.config.GenerationConfig` (decoding, seeds, limit, batch_size,
             no_repeat_ngram_size), and max_prompt_length, max_length and long_prompts of `DataConfig`; tasks use
-            batch_size and max_length, which is 128 by default.
+            batch_size and max_length, by default 128, or 384 for question answering.
 
     Returns:
         For instructions ``{"rougeL": 0-100, "per_seed", "std", "examples", "tokens_per_second", ...}``, for text
@@ -301,10 +300,12 @@ def evaluate(
     if "task" in kinds.values():
         if set(kinds.values()) != {"task"}:
             raise UserError("data holds tasks and other sets, which need different heads: evaluate them one by one")
-        limited = changed(DataConfig(kind="task", task=TaskConfig(name="rte"), max_length=128), limits, key="")
+        scored = scored_benchmark(str(task) for task in sets.values())
+        usual = DataConfig(kind="task", task=TaskConfig(name="rte"), max_length=scored.usual_length)
+        limited = changed(usual, limits, key="")
         of_tasks: dict[str, Any] = {"max_length": limited.max_length, "batch_size": generation.batch_size}
         of_tasks["data_dir"] = None if data_dir is None else str(data_dir)
-        with _evaluating(model, head="sequence") as loaded:
+        with _evaluating(model, head=scored.head) as loaded:
             scores: dict[str, Any] = {
                 name: score_task(
                     loaded, own, str(task), predictions=None if folder is None else folder / name, **of_tasks

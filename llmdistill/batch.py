@@ -2,7 +2,7 @@
 
 Legend of shape letters, used as name suffixes throughout: B batch (sequences), T tokens, W model width,
 H query heads, G key/value heads (G < H under grouped-query attention), D head width, F feed-forward width,
-V vocabulary, N rows (tokens gathered from a batch), R relation heads, C classes.
+V vocabulary, N rows (tokens gathered from a batch), R relation heads, C classes, K targets of a sequence.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ class Outputs:
     """(B, T, V); None if the model has no LM head, or if `lm_head` holds the inputs of the logits instead."""
     taps: Taps
     sequence_logits: Tensor | None = None
-    """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); None without one."""
+    """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); or (B, K, C) of a head
+    for spans, with K = 2 for start and end and C = T, -inf at padding; None without such a head."""
     lm_head: Mapping[Positions, HeadInputs] = field(default_factory=dict)
     """In place of the logits: the inputs and the parameters of the LM head's last linear, for each kind of positions
     at which they are compared."""

@@ -143,7 +143,7 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model by ROUGE-L of its answers, on zero-shot tasks, or on GLUE; launcher flags start several ranks."""
+    """Score a model by ROUGE-L of its answers, on zero-shot tasks, or on tasks after fine-tuning, on several ranks."""
     launcher, words = split_launcher_flags(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--suite", nargs="?")
@@ -212,7 +212,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "compress": ("factorize a model folder", compress),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("merge a student into a stock model", export),
-    "evaluate": ("score models: ROUGE-L of answers, GLUE after fine-tuning, or zero-shot tasks", evaluate),
+    "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),
 }
 """Name of a command -> its description, and the function that runs it with its arguments."""
 

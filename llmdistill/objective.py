@@ -8,10 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Objective:
-    """What the models learn: tokens (at the labels), a target for each sequence, or both."""
+    """What the models learn: tokens (at the labels), a target for each sequence, or both.
+
+    The target of a sequence is a class, a score, or a span: the positions of its first and its last token.
+    """
 
     tokens: bool = True
-    sequences: Literal["classes", "scores"] | None = None
+    sequences: Literal["classes", "scores", "spans"] | None = None
 
     def __post_init__(self) -> None:
         """Assert that the objective is not empty."""

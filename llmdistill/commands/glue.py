@@ -1,4 +1,4 @@
-"""``llmdistill evaluate --suite glue``: fine-tunes a model on GLUE and reports its scores."""
+"""``llmdistill evaluate --suite glue``: fine-tunes a model on tasks of GLUE, SQuAD or MLQA and reports its scores."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def build_parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
-        description="Fine-tune a model on GLUE's tasks, choose learning rate and epochs on dev, and report mean and "
-        "standard deviation over seeds. Finished runs are kept, so the same command continues an interrupted one. "
-        "Under the deepspeed launcher several ranks share each run.",
+        description="Fine-tune a model on tasks of GLUE, SQuAD or MLQA, choose learning rate and epochs on dev, and "
+        "report mean and standard deviation over seeds. Finished runs are kept, so the same command continues an "
+        "interrupted one. Under the deepspeed launcher several ranks share each run.",
     )
     parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher

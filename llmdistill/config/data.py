@@ -64,10 +64,10 @@ class TaskConfig:
     """A task with its own examples, splits and metrics, such as those of GLUE. The student gets a head for it."""
 
     name: str | None = None
-    """The task, such as rte, cola or sst2."""
+    """The task, such as rte, cola, sst2, squad2 or mlqa."""
     dir: str | None = None
-    """Folder of the task's files (for GLUE its own download, with one folder for each task: RTE/train.tsv ...);
-    default: the data set on the hub."""
+    """Folder of the task's files: the one of the task, or one with a folder for each task (GLUE's own download:
+    RTE/train.tsv ...; SQuAD's files: squad2/train-v2.0.json ...); default: the data set on the hub."""
     metric: str | None = None
     """The metric by which settings are chosen on dev, of those that the task has, such as accuracy for mrpc; default:
     the task's first."""
@@ -76,10 +76,23 @@ class TaskConfig:
     copy_classifier: bool | None = None
     """Initialise the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: yes if the method recommends it and both classifiers have the same shape."""
+    stride: int = 128
+    """Question answering: tokens from one window in a long context to the next one; a window has data.max_length."""
+    max_question_length: int = 64
+    """Question answering: tokens of a question; a longer one is cut."""
+    max_answer_length: int = 30
+    """Question answering: largest number of tokens of a predicted answer."""
+    languages: list[str] | None = None
+    """Languages of a multilingual task that are scored, separated by commas, such as en,de,zh; default: all for which
+    the folder has data, and on the hub all of the task."""
+    crossed: bool = False
+    """MLQA: also score questions in one language on contexts in another, for each pair of the languages."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
-        check_least(self, 1, "limit", prefix="data.task.")
+        check_least(self, 1, "limit", "stride", "max_question_length", "max_answer_length", prefix="data.task.")
+        if self.languages is not None and (not self.languages or len(set(self.languages)) < len(self.languages)):
+            raise ValueError(f"data.task.languages is {self.languages}: give one or more, each once, such as en,de")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Settings of fine-tuning on tasks: the trials, the second stage of a run, and the command for GLUE."""
+"""Settings of fine-tuning on tasks: the trials, the second stage of a run, and the command for benchmarks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ class GridConfig:
     """How a model is fine-tuned on a task, and which settings are tried."""
 
     data_dir: str | None = None
-    """Folder with GLUE's own download, one folder for each task (RTE/train.tsv ...); default: the set on the hub."""
+    """Folder with a folder for each task: GLUE's own download (RTE/train.tsv ...), the files of SQuAD
+    (squad2/train-v2.0.json ...) and of MLQA (MLQA/test/test-context-de-question-de.json ...); default: the hub."""
     protocol: ProtocolName = "makd"
     """The settings to try. makd: MaKD's four learning rates x 5 seeds (the paper does not give its epochs: 3 here);
     minilm: MiniLM's four learning rates x 3, 4 and 5 epochs (CoLA, RTE and MRPC 10 too) x 4 seeds;
     minilmv2: MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; kroneckerbert: KroneckerBERT's
     three learning rates x 5, 10 and 15 epochs (CoLA 15, 20, 30; the paper only gives the range), 1 seed; custom:
     2e-5, 3 epochs, 1 seed. All of them use batches of 32, 128 tokens, a warm-up of a tenth of the steps, and weight
-    decay 0.01. The metric of the choice is that of the paper's table. The settings below override the protocol."""
+    decay 0.01. SQuAD and MLQA have 384 tokens, and other settings where a paper gives them: minilmv2 four learning
+    rates x 3 epochs (MLQA two, 512 tokens), kroneckerbert 1e-4 x 1, 7 and 14 epochs, batches of 64. The metric of the
+    choice is that of the paper's table. The settings below override the protocol."""
     learning_rates: list[float] | None = None
     """Peak learning rates to try, separated by commas; the one with the best dev score is used."""
     epochs: list[int] | None = None
@@ -38,7 +41,8 @@ class GridConfig:
     micro_batch_size: int | None = None
     """Sequences per rank and forward pass; default: the whole share of a rank at once."""
     max_length: int | None = None
-    """Largest number of tokens of an example; the longer sentence is cut first."""
+    """Largest number of tokens of an example; the longer sentence is cut first. For questions, the tokens of a window
+    of the context, with the question."""
     warmup_ratio: float | None = None
     """Share of the steps in which the learning rate rises; in the other steps it falls linearly to 0."""
     weight_decay: float | None = None
@@ -94,7 +98,7 @@ class TasksConfig(GridConfig):
     with fine-tuned teachers, in the folder `tasks` inside the run's folder."""
 
     names: list[str] = field(default_factory=list)
-    """Tasks of GLUE such as rte, cola, sst2; without tasks there is no second stage."""
+    """Tasks such as rte, cola, sst2 and squad2; without tasks there is no second stage."""
     rows: list[RowName] = field(default_factory=lambda: ["two_stages"])
     """The rows of KroneckerBERT Table 6 to run. two_stages: the trained student learns from the fine-tuned teacher;
     no_pretraining: the untrained student learns from it; no_kd: the trained student learns from the labels alone."""
@@ -122,7 +126,7 @@ class TasksConfig(GridConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GlueConfig(GridConfig):
-    """The model to fine-tune, the tasks of GLUE, and the settings of the training."""
+    """The model to fine-tune, the tasks, and the settings of the training."""
 
     model: str
     """Folder or hub name of the model: an encoder (dense, factorized or of a smaller shape) or a decoder."""
@@ -132,7 +136,8 @@ class GlueConfig(GridConfig):
     baseline: str | None = None
     """Folder or hub name of a model to compare size and speed with; default: the first task's teacher."""
     tasks: list[str] | None = None
-    """Tasks, separated by commas, such as rte,cola,sst2; default: all nine tasks."""
+    """Tasks, separated by commas, such as rte,cola,sst2 of GLUE, squad1, squad2 and mlqa; default: all nine of
+    GLUE."""
     output_dir: str | None = None
     """Folder for all output; default: runs/glue/MODEL, with the name of the method added if there is a teacher."""
     ds_config: str = "zero1"

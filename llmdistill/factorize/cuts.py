@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.factorize.moments import judged_rows, run_sampled, tapped_output
 from llmdistill.factorize.weighted import Weighted, WeightedSVD
+from llmdistill.losses.divergence import log_softmax
 from llmdistill.models.passes import HookSums
 
 
@@ -148,5 +149,5 @@ def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: I
 def _distance(whole_NK: Tensor, changed_NK: Tensor, classes: bool) -> float:
     if not classes:
         return float((whole_NK - changed_NK).square().sum() / 2)
-    log_whole, log_changed = whole_NK.log_softmax(-1), changed_NK.log_softmax(-1)
+    log_whole, log_changed = log_softmax(whole_NK), log_softmax(changed_NK)
     return float((log_whole.exp() * (log_whole - log_changed)).sum())

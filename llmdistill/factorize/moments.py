@@ -200,12 +200,15 @@ def tapped_output(model: PreTrainedModel) -> TappedModel:
 
 
 def judged_rows(outputs: Outputs, batch: Batch) -> tuple[Tensor, bool, bool]:
-    """Return what a model is judged by in fp32, (N, K), whether these are logits, and whether each row is a token."""
+    """Return what a model is judged by in fp32, (N, K), whether these are logits, and whether each row is a token.
+
+    Of a sequence with several distributions, such as those of start and end, each is a row; they are side by side.
+    """
     mask_BT = batch.attention_mask != 0
     if outputs.logits is not None:
         return outputs.logits[mask_BT].float(), True, True
     if outputs.sequence_logits is not None:
-        return outputs.sequence_logits.float(), outputs.sequence_logits.shape[1] > 1, False
+        return outputs.sequence_logits.float().flatten(0, -2), outputs.sequence_logits.shape[-1] > 1, False
     (hidden_BTW,) = outputs.taps.hidden.values()
     return hidden_BTW[mask_BT].float(), False, True
 
@@ -214,7 +217,8 @@ def _sampled_loss(outputs: Outputs, batch: Batch, seed: int) -> Tensor:
     """The negative log-likelihood of labels sampled from the outputs, summed over the batch."""
     rows_NK, classes, tokens = judged_rows(outputs, batch)
     chances_BTK = _uniform(batch, 1 if classes else rows_NK.shape[1], seed)
-    chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, 0]
+    each = len(rows_NK) // len(chances_BTK)  # the distributions of a sequence: two for a span
+    chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :each].flatten(0, 1)
     if classes:
         return _sampled_nll(rows_NK, chances_NK[:, 0])
     # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.

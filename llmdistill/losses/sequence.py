@@ -1,8 +1,10 @@
-"""Losses on whole sequences: next sentence, class or score.
+"""Losses on whole sequences: next sentence, class, score or span.
 
-Each loss is the sum over the sequences with a target, and their number. Logits are (B, C), scores (B, 1). `has_target`
-is (B,), bool: the sequences to sum over. Sequences without a target are computed too, as zeros: selecting the others
-would make the host wait for the GPU.
+Each loss is the sum over the sequences with a target, and their number. Logits are (B, C), scores (B, 1). A sequence
+with K targets, such as the start and the end of a span, has the logits (B, K, C), and its loss is the mean over the K
+targets, as in BERT. Logits of -inf are classes that the sequence does not have. `has_target` is (B,), bool: the
+sequences to sum over. Sequences without a target are computed too, as zeros: selecting the others would make the host
+wait for the GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ from llmdistill.losses.divergence import SOFT_CROSS_ENTROPY, log_softmax
 
 
 def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
-    """Cross-entropy of the classes; the targets are (B,), int64, IGNORE_INDEX if there is no target."""
-    has_target = targets != IGNORE_INDEX
-    loss = functional.cross_entropy(_cleared(logits, has_target), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    return LossSum(loss, has_target.sum())
+    """Cross-entropy of the classes; the targets are (B,) or (B, K), int64, IGNORE_INDEX if there is no target.
+
+    A sequence has all of its K targets, or none.
+    """
+    assert logits.shape[:-1] == targets.shape, f"{tuple(logits.shape)}, {tuple(targets.shape)}"
+    has_target = targets.flatten(1)[:, 0] != IGNORE_INDEX if targets.dim() > 1 else targets != IGNORE_INDEX
+    loss = functional.cross_entropy(
+        _cleared(logits, has_target).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return LossSum(loss / (targets.shape[1] if targets.dim() > 1 else 1), has_target.sum())
 
 
 def sequence_mse(logits: Tensor, targets: Tensor) -> LossSum:
@@ -47,16 +55,18 @@ def sequence_divergence(
     """A divergence of the softened distributions over classes, times t², as in `output_divergence` over tokens.
 
     Args:
-        student_logits: (B, C).
-        teacher_logits: (B, C).
+        student_logits: (B, C) or (B, K, C).
+        teacher_logits: the same shape.
         has_target: the sequences to sum over.
         divergence: a function of log p (teacher) and log q (student), both (N, C), that returns (N,).
         temperature: t, greater than 0.
     """
-    log_p_BC, log_q_BC = (
-        log_softmax(_cleared(logits, has_target) / temperature) for logits in (teacher_logits, student_logits)
+    log_p_NC, log_q_NC = (
+        log_softmax(_cleared(logits, has_target).flatten(0, -2) / temperature)
+        for logits in (teacher_logits, student_logits)
     )
-    values_B = torch.where(has_target, divergence(log_p_BC, log_q_BC), 0.0)
+    values_B = divergence(log_p_NC, log_q_NC).view(len(has_target), -1).mean(1)
+    values_B = torch.where(has_target, values_B, 0.0)
     return LossSum(temperature**2 * values_B.sum(), has_target.sum())
 
 
@@ -70,6 +80,7 @@ def sequence_soft_cross_entropy(
     return LossSum(loss.sum / temperature**2, loss.count)
 
 
-def _cleared(logits_BC: Tensor, has_target: Tensor) -> Tensor:
+def _cleared(logits: Tensor, has_target: Tensor) -> Tensor:
     """The logits in at least fp32, with zeros for sequences without a target, whose logits may be NaN."""
-    return torch.where(has_target[:, None], logits_BC, 0.0).to(torch.promote_types(logits_BC.dtype, torch.float32))
+    known = has_target.view(-1, *[1] * (logits.dim() - 1))
+    return torch.where(known, logits, 0.0).to(torch.promote_types(logits.dtype, torch.float32))

@@ -37,7 +37,7 @@ class TappedModel:
         """Run the model on a batch, and compute the logits of every token."""
         with self._recorder.recording():
             result = self._run(batch)
-        logits, sequences = self._head_outputs(result)
+        logits, sequences = self._head_outputs(result, batch)
         return Outputs(
             logits=None if logits is None else logits[..., : self._vocabulary],
             taps=self._recorder.take(),
@@ -59,7 +59,7 @@ class TappedModel:
             logits=None,
             taps=self._recorder.take(),
             lm_head=_by_positions(kept[0], batch, lm_head) if kept else {},
-            sequence_logits=self._head_outputs(result)[1],
+            sequence_logits=self._head_outputs(result, batch)[1],
         )
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
@@ -82,7 +82,7 @@ class TappedModel:
         with self._recorder.recording(layers.offer), self._rows(batch, places, use):
             result = self._run(batch)
         self._recorder.take()
-        total, sequences = self._head_outputs(result)
+        total, sequences = self._head_outputs(result, batch)
         if not terms.token_terms:
             # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
             total = 0.0 * torch.stack([each.sum().float() for each in result.values() if torch.is_tensor(each)]).sum()
@@ -134,10 +134,14 @@ class TappedModel:
         with nullcontext() if teacher is None else whole(teacher), without_autocast(labels_N.device):
             return token_losses(head, teacher, labels_N, here, factors, vocabulary=self._vocabulary)
 
-    def _head_outputs(self, result: Any) -> tuple[Tensor | None, Tensor | None]:
+    def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
         if "prediction_logits" in result:
             return result.prediction_logits, result.seq_relationship_logits
+        if "start_logits" in result:
+            # Padding is no place for an answer: the distribution of a sequence must not depend on its batch.
+            spans_B2T = torch.stack([result.start_logits, result.end_logits], dim=1)
+            return None, spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
         logits = result.get("logits")
         return (logits, None) if self._head.is_there else (None, logits)
 

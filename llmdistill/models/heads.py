@@ -1,4 +1,4 @@
-"""Heads: an LM head that runs only on the tokens that predict a label, and classifiers copied from a teacher."""
+"""Heads: an LM head that runs only on the tokens that predict a label, and heads of tasks copied from a teacher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
 from llmdistill.models.families import family_of
-from llmdistill.models.load import build_meta, load_model
+from llmdistill.models.load import Head, build_meta, load_model
 from llmdistill.models.sharded import gathered
 
 
@@ -89,7 +89,7 @@ def _last_linear(model: PreTrainedModel) -> nn.Linear | None:
 
 
 def classifier_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters of a sequence classifier outside its base model, by name; the pooler is part of the base model."""
+    """The parameters of a task's head, a classifier or one for spans, by name; the pooler is part of the base model."""
     base = f"{model.base_model_prefix}."
     return {name: parameter for name, parameter in model.named_parameters() if not name.startswith(base)}
 
@@ -100,16 +100,18 @@ def copies_classifier(
     teacher: PreTrainedConfig | None,
     num_classes: int,
     *,
+    head: Head,
     by_default: bool,
 ) -> bool:
     """Whether a run starts from the teacher's classifier (KroneckerBERT §3.7); never without a teacher.
 
     If the user's setting `wanted` is None, `by_default` decides, and shapes that differ mean no. The student's
-    classifier has `num_classes` outputs. Raises UserError if `wanted` is True, but the shapes differ.
+    classifier has `num_classes` outputs; `head` is the kind of both classifiers. Raises UserError if `wanted` is True,
+    but the shapes differ.
     """
     if teacher is None or wanted is False or (wanted is None and not by_default):
         return False
-    shapes = _shapes(student, num_classes), _shapes(teacher)
+    shapes = _shapes(student, head, num_classes), _shapes(teacher, head)
     if wanted and shapes[0] != shapes[1]:
         student_shapes, teacher_shapes = (
             ", ".join(f"{name} {' x '.join(map(str, size))}" for name, size in each.items()) for each in shapes
@@ -121,17 +123,17 @@ def copies_classifier(
     return shapes[0] == shapes[1]
 
 
-def _shapes(config: PreTrainedConfig, num_classes: int | None = None) -> dict[str, tuple[int, ...]]:
+def _shapes(config: PreTrainedConfig, head: Head, num_classes: int | None = None) -> dict[str, tuple[int, ...]]:
     if num_classes is not None:
         config = copy.deepcopy(config)
         config.num_labels = num_classes
-    parameters = classifier_parameters(build_meta(config, "sequence"))
+    parameters = classifier_parameters(build_meta(config, head))
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
-def read_classifier(path: str) -> dict[str, Tensor]:
+def read_classifier(path: str, head: Head) -> dict[str, Tensor]:
     """The classifier of a fine-tuned model by parameter name, in fp32 on the CPU. Raises UserError if it has none."""
-    model = load_model(path, dtype=torch.float32, head="sequence")
+    model = load_model(path, dtype=torch.float32, head=head)
     return {name: parameter.detach().clone() for name, parameter in classifier_parameters(model).items()}
 
 

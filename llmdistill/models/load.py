@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -27,10 +28,10 @@ from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, is_head
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 
-Head = Literal["lm_head", "pretraining", "sequence", "none", "saved"]
+Head = Literal["lm_head", "pretraining", "sequence", "span", "none", "saved"]
 """The head of a model: lm_head, the LM head (causal for decoders, masked for encoders); pretraining, the LM head and
-BERT's next-sentence head; sequence, a classifier of whole sequences; none, an encoder without a head; saved, the heads
-of the class that saved the model."""
+BERT's next-sentence head; sequence, a classifier of whole sequences; span, the start and the end of an answer in a
+sequence; none, an encoder without a head; saved, the heads of the class that saved the model."""
 
 _GENERATION = ("generation_config.json",)
 _COMPANIONS = (
@@ -47,7 +48,7 @@ _COMPANIONS = (
 
 
 def auto_class(config: PreTrainedConfig, head: Head) -> Any:
-    """The class of transformers that loads a model with a head; a decoder has an LM head or a classifier.
+    """The class of transformers that loads a model with a head; a decoder has an LM head, a classifier or spans.
 
     Raises UserError if the head is the saved one, but config.json names no class of transformers.
     """
@@ -61,6 +62,8 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
         return found
     if head == "sequence":
         return AutoModelForSequenceClassification
+    if head == "span":
+        return AutoModelForQuestionAnswering
     if family_of(config).causal:
         return AutoModelForCausalLM
     return {"lm_head": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining, "none": AutoModel}[head]
@@ -141,6 +144,7 @@ _WITH_HEAD: dict[Head, str] = {
     "weights of those on the output to 0)",
     "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
     "sequence": " with a classifier",
+    "span": " with a head for spans (start and end of an answer)",
     "none": "",
     "saved": "",
 }

@@ -113,7 +113,7 @@ def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
         torch.manual_seed(config.seed)  # initialises a missing head equally on every rank
         student = load_student(plan, student_folder, plan.dtype)
     if plan.copies_classifier:
-        set_classifier(student, read_classifier(str(plan.teacher_path)))
+        set_classifier(student, read_classifier(str(plan.teacher_path), plan.teacher_head))
     if config.student.lora.rank is not None:
         add_lora(student, config.student.lora, config.seed)
     projectors = add_projectors(student, plan.method.projections, config.seed)

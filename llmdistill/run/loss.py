@@ -71,7 +71,8 @@ class DistillationLoss:
         Args:
             teacher: the teacher; it is set to evaluation mode, and its parameters get no gradient.
             student: the model to train. With a classification head (`...ForSequenceClassification`) the labels are
-                classes or scores of whole sequences; with any other head they are tokens.
+                classes or scores of whole sequences, and with a head for spans (`...ForQuestionAnswering`) the batch
+                has start_positions and end_positions (B,); with any other head the labels are tokens.
             method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert or sft.
             also: further methods, whose terms are added.
             vocabulary: the number of tokens that both models share, if they pad the vocabulary to different sizes;
@@ -162,7 +163,10 @@ class DistillationLoss:
         if mask is None:  # several sequences in a row, each starting at position 0; or rows without padding
             mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
         labels, targets = inputs.get("labels"), inputs.get("next_sentence_label")
-        if self.objective.tokens is False:
+        if self.objective.sequences == "spans":
+            labels, keys = None, ("start_positions", "end_positions")
+            targets = torch.stack([inputs[key] for key in keys], dim=1) if inputs.keys() >= set(keys) else None
+        elif self.objective.tokens is False:
             labels, targets = None, labels
             if targets is not None and self.objective.sequences == "scores":
                 targets = targets.float().flatten()
@@ -216,6 +220,8 @@ def _objective_of(student: PreTrainedModel) -> Objective:
     name = type(student).__name__
     if name.endswith("ForSequenceClassification"):
         return Objective(tokens=False, sequences="scores" if student.config.num_labels == 1 else "classes")
+    if name.endswith("ForQuestionAnswering"):
+        return Objective(tokens=False, sequences="spans")
     return Objective(tokens=True, sequences="classes" if name == "BertForPreTraining" else None)
 
 

@@ -244,13 +244,14 @@ def _model_config(task: Task, key: str, reference: str, pending: Mapping[str, Pr
 
 
 def _copies_classifier(config: RunConfig, task: Task, student: PreTrainedConfig, teacher: PreTrainedConfig) -> bool:
-    if task.num_outputs is None:
+    if task.head is None or task.num_outputs is None:
         return False
     return copies_classifier(
         config.data.task.copy_classifier,
         student,
         None if config.teacher.model is None else teacher,
         task.num_outputs,
+        head=task.head,
         by_default=any(METHODS[name].copies_classifier for name in config.methods()),
     )
 

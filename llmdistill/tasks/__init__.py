@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from llmdistill.tasks.base import Task
 
 _GLUE = "llmdistill.tasks.glue:Glue"
+_SQUAD = "llmdistill.tasks.squad:Squad"
 _KINDS = {"instructions", "text"}
 
 TASKS: dict[str, type[Task] | str] = {
     "instructions": "llmdistill.tasks.instructions:Instructions",
     "text": "llmdistill.tasks.text:Text",
     **dict.fromkeys(("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"), _GLUE),
+    **dict.fromkeys(("squad1", "squad2", "mlqa"), _SQUAD),
 }
 """The tasks by data.kind or, for data.kind task, by data.task.name (only letters and digits, in lower case). A value is
 a class or its import path, so that a command imports only the tasks that it needs."""
@@ -40,11 +42,16 @@ def make_task(config: RunConfig, *, trains: bool = True, teacher_writes: bool = 
         UserError: the task does not exist, or its settings are invalid.
     """
     name = config.data.kind if config.data.kind != "task" else task_key(str(config.data.task.name))
-    found = TASKS[name]
+    return task_class(name)(config, trains=trains, teacher_writes=teacher_writes)
+
+
+def task_class(key: str) -> type[Task]:
+    """Return the class of a task by its key in TASKS."""
+    found = TASKS[key]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = cast("type[Task]", getattr(import_module(module), attribute))
-    return found(config, trains=trains, teacher_writes=teacher_writes)
+    return found
 
 
 def task_key(name: str, *, key: str = "data.task.name") -> str:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from llmdistill.batch import Batch, Outputs
 from llmdistill.data.pairs import EncodedPair, PairExample
@@ -18,6 +17,7 @@ from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.runtime.distributed import World
+from llmdistill.tasks.benchmark import gather
 from llmdistill.tasks.glue_files import BEST_SCORE, TABLES, TASKS, GlueTask, Metric, column_of
 
 
@@ -43,12 +43,8 @@ def predict(
             values = logits.argmax(-1) if task.classes else logits[:, 0].float()
             # A batch that only keeps the ranks in step has no indices.
             mine += zip(indices, values.tolist(), strict=False)
-    shares: list[Any] = [mine]
-    if world.size > 1:
-        shares = [None] * world.size
-        dist.all_gather_object(shares, mine)
     predictions = np.full(len(items), -1, dtype=np.int64 if task.classes else np.float64)
-    for index, value in (pair for share in shares for pair in share):
+    for index, value in gather(mine, world):
         predictions[index] = value
     return predictions
 
@@ -160,7 +156,7 @@ def average_of(scores: Mapping[str, Mapping[str, float]], convention: Convention
     """Compute the average over the columns of a paper; other columns are ignored.
 
     The names of the columns are those of `tasks.glue_files.column_of` (MNLI-m, MNLI-mm, CoLA ...) and SQUAD2; each has
-    metrics as task_metrics returns them.
+    metrics as task_metrics and `squad_metrics.squad2_scores` return them.
 
     Returns:
         ``glue``, the average over the available columns of GLUE (None without any); ``overall``, the average including

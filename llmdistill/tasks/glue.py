@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
@@ -17,14 +18,13 @@ from llmdistill.config import RunConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
-from llmdistill.models.families import max_positions
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_key
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions
 from llmdistill.tasks.classification import (
     chance_score,
     main_score,
@@ -32,6 +32,7 @@ from llmdistill.tasks.classification import (
     targets_of,
     task_metrics,
     write_answers,
+    write_submission,
 )
 from llmdistill.tasks.glue_files import (
     TASKS,
@@ -45,18 +46,47 @@ from llmdistill.tasks.glue_files import (
 )
 
 
-class Glue(Task):
+class Glue(Benchmark):
     """One task of GLUE."""
 
     head = "sequence"
-    scored = ("teacher", "student")
+    usual_length = 128
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its folder; raise UserError if there is none."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
-        self.name = glue_name(task_key(str(config.data.task.name)))
+        self.key = task_key(str(config.data.task.name))
+        self.name = glue_name(self.key)
         check_data_dir(config.data.task.dir, [self.name], key="data.task.dir")
         self.metric = _metric_of(self.name, config.data.task.metric)
+
+    @classmethod
+    def title(cls, key: str) -> str:
+        """See Benchmark: GLUE's name, which is that of its folder."""
+        return glue_name(key)
+
+    @classmethod
+    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
+        """See Benchmark."""
+        check_data_dir(folder, [glue_name(key)], key=setting)
+
+    @classmethod
+    def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
+        """See Benchmark: the model has as many classes as the task."""
+        name = glue_name(key)
+        found, wanted = config.num_labels, TASKS[name].num_outputs
+        if found != wanted:
+            raise UserError(
+                f"{named}: it tells {found} classes apart, but {name} has {wanted}"
+                f"{'' if TASKS[name].classes else ' (a score)'}; give one that is fine-tuned on {name}"
+            )
+
+    @classmethod
+    def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
+        """See Benchmark."""
+        config = copy.deepcopy(config)
+        config.num_labels = TASKS[glue_name(key)].num_outputs
+        return config
 
     def read_files(self) -> TaskFiles:
         """Read the examples of all splits; raise UserError for a file that is missing or malformed."""
@@ -76,7 +106,7 @@ class Glue(Task):
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """See Task. The teacher must be fine-tuned on a task with the same number of classes."""
         if key == "teacher.model":
-            check_classes(config, self.name, named=f"{key} {reference}")
+            self.check_fine_tuned(config, self.key, named=f"{key} {reference}")
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: a class or a score for each sequence."""
@@ -101,7 +131,8 @@ class Glue(Task):
         encoded = _encoded(files, str(models.tokenizer_path), max_length)
         for config in (models.student, models.teacher):
             tests = (encode_pairs(examples, tokenizer, max_length) for examples in files.test.values())
-            _check_positions(config, files.name, chain(encoded.values(), tests), max_length)
+            items = chain.from_iterable(chain(encoded.values(), tests))
+            check_positions(config, files.name, map(len, items), max_length)
         return GlueData(
             files=files,
             tokenizer=tokenizer,
@@ -113,9 +144,27 @@ class Glue(Task):
             report=f"{len(files.train):,} examples",
         )
 
+    def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> GlueData:
+        """See Benchmark."""
+        max_length, files = self.config.data.max_length, self.read_files()
+        encoded: dict[str, Sequence[EncodedPair]] = {
+            split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()
+        }
+        check_positions(config, files.name, map(len, chain.from_iterable(encoded.values())), max_length)
+        return GlueData(
+            files=files,
+            tokenizer=tokenizer,
+            metric=self.metric,
+            max_length=max_length,
+            encoded=encoded,
+            batch_size=batch_size,
+            teacher_name="",
+            report="",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class GlueData(TaskData):
+class GlueData(BenchmarkData):
     """The examples of one task of GLUE."""
 
     files: TaskFiles
@@ -129,6 +178,38 @@ class GlueData(TaskData):
     """The number of sequences per rank in a forward pass of scoring."""
     teacher_name: str
     report: str
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """See BenchmarkData: all metrics of GLUE."""
+        return (self.metric, *(each for each in self.files.task.metrics if each != self.metric))
+
+    @property
+    def main_column(self) -> str:
+        """See BenchmarkData: the column of the matched split."""
+        return column_of(self.files.name, "dev")
+
+    @property
+    def chance(self) -> float:
+        """See BenchmarkData."""
+        return chance_score(self.files.name, self.files.dev["dev"], self.metric)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See BenchmarkData."""
+        return {"train": len(self.files.train), **{split: len(rows) for split, rows in self.files.dev.items()}}
+
+    @property
+    def submissions(self) -> dict[str, str]:
+        """See BenchmarkData: the files for the GLUE server."""
+        return {split: f"{column_of(self.files.name, split)}.tsv" for split in self.files.test}
+
+    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
+        """See BenchmarkData."""
+        examples = self.files.test[split]  # type: ignore[index]
+        answers = self._answers(scored, encode_pairs(examples, self.tokenizer, self.max_length))
+        if scored.world.is_main:
+            write_submission(path, self.files.task, examples, answers)
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
@@ -154,21 +235,20 @@ class GlueData(TaskData):
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the task's metrics on a dev split."""
         examples = self.files.dev[name]  # type: ignore[index]
-        tapped = TappedModel(scored.model, Recorder(scored.model, {}))
-        try:
-            answers = predict(
-                tapped,
-                self.encoded[name],
-                self._collate,
-                self.files.task,
-                batch_size=self.batch_size,
-                world=scored.world,
-            )
-        finally:
-            tapped.remove()
+        answers = self._answers(scored, self.encoded[name])
         if scored.world.is_main:
             write_answers(scored.predictions / f"{name}.tsv", examples, answers)
         return {"metrics": task_metrics(self.files.name, answers, targets_of(examples)), "examples": len(examples)}
+
+    def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
+        """Return the model's class or score of each item; every rank must call this method."""
+        tapped = TappedModel(scored.model, Recorder(scored.model, {}))
+        try:
+            return predict(
+                tapped, items, self._collate, self.files.task, batch_size=self.batch_size, world=scored.world
+            )
+        finally:
+            tapped.remove()
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData.
@@ -179,8 +259,7 @@ class GlueData(TaskData):
         """
         name = self.files.name
         dev = {column_of(name, split): scores[split]["metrics"] for split in self.files.dev}
-        chance = chance_score(name, self.files.dev["dev"], self.metric)
-        return {"dev": dev, "score": main_score(name, dev, self.metric), "chance": chance}
+        return {"dev": dev, "score": main_score(name, dev, self.metric), "chance": self.chance}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         shown = "  ".join(
@@ -214,82 +293,12 @@ class GlueData(TaskData):
         )
 
 
-def score_task(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: str,
-    *,
-    data_dir: str | None,
-    max_length: int,
-    batch_size: int,
-    predictions: Path | None = None,
-) -> dict[str, Any]:
-    """Score a fine-tuned classifier in evaluation mode on the dev splits of a task, in this process alone.
-
-    `task` is as the user wrote it, such as rte or SST-2; data_dir None takes the data set on the hub, and predictions
-    None keeps none. The result is that of `GlueData.summary`.
-
-    Raises:
-        UserError: the task does not exist, the model has no classifier for it, or a file is missing or malformed.
-    """
-    name = glue_name(task_key(task, key="data"), key="data")
-    check_data_dir(data_dir, [name], key="data_dir")
-    if not type(model).__name__.endswith("ForSequenceClassification"):
-        raise UserError(f"model is a {type(model).__name__} without classifier: give one that is fine-tuned on {name}")
-    check_classes(model.config, name, named="model")
-    files = read_task(name, data_dir, None)
-    encoded: dict[str, Sequence[EncodedPair]] = {
-        split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()
-    }
-    _check_positions(model.config, name, encoded.values(), max_length)
-    data = GlueData(
-        files=files,
-        tokenizer=tokenizer,
-        metric=_metric_of(name, None),
-        max_length=max_length,
-        encoded=encoded,
-        batch_size=batch_size,
-        teacher_name="",
-        report="",
-    )
-    world = World(rank=0, size=1, device=model.device)
-    with TemporaryDirectory() as scratch:
-        folder = Path(scratch) if predictions is None else predictions
-        scored = ScoredModel(model=model, tokenizer=tokenizer, predictions=folder, world=world, sharded=False)
-        return data.summary({split: data.score_set(split, scored) for split in data.sets})
-
-
 def _metric_of(task: str, name: str | None) -> Metric:
     """The metric by which settings are chosen; raise UserError if the task has no metric of this name."""
     metrics = {metric: metric for metric in TASKS[task].metrics}
     if name is not None and name not in metrics:
         raise UserError(f"data.task.metric is {name}: {task} has {', '.join(metrics)}; name one of them")
-    return TASKS[task].metrics[0] if name is None else metrics[name]  # type: ignore[index]
-
-
-def check_classes(config: PreTrainedConfig, task: str, *, named: str) -> None:
-    """Check that a fine-tuned model has as many classes as the task; raise UserError with `named` in it otherwise."""
-    found, wanted = config.num_labels, TASKS[task].num_outputs
-    if found != wanted:
-        raise UserError(
-            f"{named}: it tells {found} classes apart, but {task} has {wanted}"
-            f"{'' if TASKS[task].classes else ' (a score)'}; give one that is fine-tuned on {task}"
-        )
-
-
-def _check_positions(
-    config: PreTrainedConfig, task: str, sets: Iterable[Sequence[EncodedPair]], max_length: int
-) -> None:
-    """Check that a model has a position for each token of the examples; the sets are read only if it may lack one."""
-    positions = max_positions(config, max_length)
-    if positions == max_length:
-        return
-    longest = max(len(item) for items in sets for item in items)
-    if longest > positions:
-        raise UserError(
-            f"data.max_length is {max_length}: an example of {task} has {longest} tokens, but a model has "
-            f"positions for {positions}; give {positions} or less"
-        )
+    return TASKS[task].metrics[0] if name is None else metrics[name]
 
 
 @lru_cache(maxsize=2)  # the trials of a study in one process use the same examples

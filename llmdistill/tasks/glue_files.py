@@ -12,7 +12,6 @@ import yaml
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
-from llmdistill.tasks import task_key
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -92,31 +91,9 @@ class TaskFiles:
         return TASKS[self.name]
 
 
-def find_tasks(names: Sequence[str] | None, *, key: str) -> list[str]:
-    """Return GLUE's names of the tasks that the user typed (rte, sst2, STS-B) as the setting `key`; all tasks for None.
-
-    Raises:
-        UserError: a task does not exist, or is named twice.
-    """
-    if names is None:
-        return list(TASKS)
-    found = [glue_name(task_key(name, key=key), key=key) for name in names]
-    twice = next((name for name in found if found.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"{key}: {twice} is named twice; name each task once")
-    return found
-
-
-def glue_name(task: str, *, key: str = "data.task.name") -> str:
-    """Return GLUE's name for a task in `tasks.TASKS`, such as SST-2 for sst2.
-
-    Raises:
-        UserError: the task is not a task of GLUE.
-    """
-    named = {glue.hub: name for name, glue in TASKS.items()}
-    if task not in named:
-        raise UserError(f"{key}: {task} is no task of GLUE (these are {', '.join(named)})")
-    return named[task]
+def glue_name(task: str) -> str:
+    """Return GLUE's name for one of its tasks in `tasks.TASKS`, such as SST-2 for sst2."""
+    return next(name for name, glue in TASKS.items() if glue.hub == task)
 
 
 def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> None:

@@ -1,15 +1,17 @@
-"""The settings that are tried on a task of GLUE, and the fine-tuned teachers."""
+"""The settings that are tried on a benchmark, and the fine-tuned teachers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmdistill.config.tasks import GlueConfig, ProtocolName
 from llmdistill.errors import UserError
+from llmdistill.tasks import task_key
 from llmdistill.tasks.classification import CONVENTIONS
-from llmdistill.tasks.glue_files import TASKS, Metric, column_of
+from llmdistill.tasks.glue_files import TASKS, column_of
 
 BEST = "best"
 """The folder of a task's best model, inside the task's folder."""
@@ -51,13 +53,27 @@ PROTOCOLS: dict[ProtocolName, Protocol] = {
     "custom": Protocol(learning_rates=[2e-5], epochs=[3], seeds=[1]),
 }
 
-LONGER: dict[tuple[ProtocolName, str], list[int]] = {
-    **{("minilm", task): [3, 4, 5, 10] for task in ("CoLA", "RTE", "MRPC")},
-    ("minilmv2", "CoLA"): [25],
-    ("kroneckerbert", "CoLA"): [15, 20, 30],
+_SQUAD_LENGTH = {"max_length": 384}
+_MINILMV2_SQUAD = {"learning_rates": [3e-5, 6e-5, 8e-5, 9e-5], "epochs": [3], **_SQUAD_LENGTH}
+_KRONECKERBERT_SQUAD = {"learning_rates": [1e-4], "epochs": [1, 7, 14], "batch_size": 64, **_SQUAD_LENGTH}
+
+DIFFERENT: dict[tuple[ProtocolName, str], dict[str, Any]] = {
+    # MiniLM app. C; it gives no length for question answering.
+    **{("minilm", task): {"epochs": [3, 4, 5, 10]} for task in ("CoLA", "RTE", "MRPC")},
+    # MiniLMv2 app. C, which gives no settings for SQuAD 1.1.
+    ("minilmv2", "CoLA"): {"epochs": [25]},
+    ("minilmv2", "SQuAD1"): _MINILMV2_SQUAD,
+    ("minilmv2", "SQuAD2"): _MINILMV2_SQUAD,
+    ("minilmv2", "MLQA"): {"learning_rates": [5e-5, 6e-5], "epochs": [3], "max_length": 512},
+    # KroneckerBERT app. A.1, which gives only ranges of epochs: 15 to 30 for CoLA, 1 to 14 for SQuAD.
+    ("kroneckerbert", "CoLA"): {"epochs": [15, 20, 30]},
+    ("kroneckerbert", "SQuAD1"): _KRONECKERBERT_SQUAD,
+    ("kroneckerbert", "SQuAD2"): _KRONECKERBERT_SQUAD,
+    # The papers do not give these lengths; 384 is that of the other papers and of BERT.
+    ("kroneckerbert", "MLQA"): _SQUAD_LENGTH,
+    **{(name, task): _SQUAD_LENGTH for name in ("makd", "minilm", "custom") for task in ("SQuAD1", "SQuAD2", "MLQA")},
 }
-"""Epochs of tasks that differ from the other tasks of the protocol (MiniLM and MiniLMv2 app. C, KroneckerBERT app.
-A.1)."""
+"""The settings of tasks that differ from those of the other tasks of the protocol."""
 
 SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 """The settings that all runs of a protocol share."""
@@ -68,13 +84,13 @@ def protocol_of(config: GlueConfig, task: str) -> Protocol:
     protocol = PROTOCOLS[config.protocol]
     given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
     given = {key: value for key, value in given.items() if value is not None}
-    return replace(protocol, **{"epochs": LONGER.get((config.protocol, task), protocol.epochs), **given})
+    return replace(protocol, **{**DIFFERENT.get((config.protocol, task), {}), **given})
 
 
-def metric_of(protocol: ProtocolName, task: str) -> Metric:
-    """Return the metric by which settings are chosen: the paper's, as in its table, or else the task's first."""
-    columns: Mapping[str, Metric] = dict(CONVENTIONS).get(protocol, {})  # type: ignore[call-overload]
-    return columns.get(column_of(task, "dev"), TASKS[task].metrics[0])
+def metric_of(protocol: ProtocolName, task: str) -> str | None:
+    """Return the metric by which settings are chosen, that of the paper's table; None for the task's own first one."""
+    columns: Mapping[str, Mapping[str, str]] = {**CONVENTIONS}
+    return columns.get(protocol, {}).get(column_of(task, "dev")) if task in TASKS else None
 
 
 def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:
@@ -86,7 +102,7 @@ def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> st
         UserError: the folder has no model for the task, or a single model is given for several tasks.
     """
     if "{task}" in teacher:
-        spellings = [task, task.lower(), TASKS[task].hub]
+        spellings = [task, task.lower(), task_key(task)]
         paths = [teacher.replace("{task}", spelling) for spelling in spellings]
         return next((path for path in paths if Path(path).is_dir()), paths[-1])
     folder = Path(teacher)

@@ -1,4 +1,4 @@
-"""The results of a GLUE study: results.json, the table on the terminal, and report.md."""
+"""The results of a study of benchmarks: results.json, the table on the terminal, and report.md."""
 
 from __future__ import annotations
 
@@ -14,31 +14,38 @@ from llmdistill.experiments.trials import Result
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, chance_score
-from llmdistill.tasks.glue_files import TASKS, Metric, TaskFiles, column_of
+from llmdistill.tasks.benchmark import BenchmarkData
+from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
+from llmdistill.tasks.glue_files import TASKS
 
 NAMES: dict[Convention, str] = {
-    "makd": "average (MaKD's)",
-    "minilmv2": "average (MiniLMv2's, without SQuAD 2.0)",
-    "minilm": "average (MiniLM's, without SQuAD 2.0)",
-    "kroneckerbert": "average (KroneckerBERT's)",
+    "makd": "MaKD's",
+    "minilmv2": "MiniLMv2's",
+    "minilm": "MiniLM's",
+    "kroneckerbert": "KroneckerBERT's",
 }
-"""The averages that a table may show; the table shows the protocol's own, else the first, whose columns all exist."""
+"""The averages that a table may show: the protocol's own, else the first, whose columns of GLUE all exist, and rather
+one whose SQuAD 2.0 was run too."""
 
 
-def summarise(files: TaskFiles, metric: Metric, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
-    """Return a task's part of results.json, as plain JSON values; `metric` is the one of the choice."""
-    metrics = [result.metrics["student"]["dev"] for result in choice.results if result.metrics is not None]
+def summarise(data: BenchmarkData, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
+    """Return a task's part of results.json, as plain JSON values."""
+    students = [result.metrics["student"] for result in choice.results if result.metrics is not None]
+    metrics = [student["dev"] for student in students]
+    thresholds = [student["threshold"] for student in students if "threshold" in student]
     return {
-        "metric": metric,
+        "metric": data.metrics[0],
+        "shown": list(data.shown),
+        "main_column": data.main_column,
         **_settings(choice.results),
         "seeds": [result.trial.seed for result in choice.results],
         "best_run": choice.best.trial.folder.name,
         "dev": {
-            column: {name: over_seeds([dev[column][name] for dev in metrics]) for name in files.task.metrics}
+            column: {metric: over_seeds([dev[column][metric] for dev in metrics]) for metric in data.metrics}
             for column in metrics[0]
         },
-        "chance": chance_score(files.name, files.dev["dev"], metric),
+        "threshold": over_seeds(thresholds) if thresholds else None,
+        "chance": data.chance,
         "grid": [
             {
                 **_settings(group),
@@ -47,7 +54,7 @@ def summarise(files: TaskFiles, metric: Metric, choice: Choice, results: Sequenc
             for group in by_settings(results)
             if len(group) == len(choice.results)
         ],
-        "examples": {"train": len(files.train), **{split: len(rows) for split, rows in files.dev.items()}},
+        "examples": dict(data.sizes),
         "seconds": sum(result.metrics["run"]["seconds"] for result in results if result.metrics is not None),
     }
 
@@ -72,7 +79,7 @@ def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    plain = statistics.fmean(scores[column_of(name, "dev")][task["metric"]] for name, task in tasks.items())
+    plain = statistics.fmean(scores[task["main_column"]][task["metric"]] for task in tasks.values())
     # The conventions for test sets do not apply to dev scores.
     dev = [name for name in CONVENTIONS if not name.endswith("_test")]
     return {"plain": plain, **{name: average_of(scores, name) for name in dev}}
@@ -82,23 +89,33 @@ def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
     """Return the name and the value of the average that the table shows."""
     found = results["averages"][role]
     own = results["protocol"]
-    for convention, name in sorted(NAMES.items(), key=lambda item: item[0] != own):
+    names = sorted(NAMES.items(), key=lambda item: item[0] != own)
+    for convention, name in names:
+        if found[convention]["overall"] is not None and not found[convention]["missing"]:
+            return f"average ({name})", found[convention]["overall"]
+    for convention, name in names:
         if not set(found[convention]["missing"]) - {SQUAD2}:
-            return name, found[convention]["glue"]
+            lacks = ", without SQuAD 2.0" if found[convention]["missing"] else ""
+            return f"average ({name}{lacks})", found[convention]["glue"]
     count = len(results["tasks"])
     return (f"average of these {count}" if count > 1 else "average"), found["plain"]
 
 
 def table_cells(results: Mapping[str, Any]) -> Texts:
     """Return the header and the rows as text: the baseline and the teacher, if they exist, and the model."""
-    columns = [(task, column) for task in results["tasks"].values() for column in task["dev"]]
+    columns = [
+        (task, column, metric)
+        for task in results["tasks"].values()
+        for column in task["dev"]
+        for metric in task["shown"]
+    ]
     has_average, has_speed = len(results["tasks"]) > 1, len(results["params"]) > 1 and results["speed"] is not None
-    header = ["", "params", "embedding", "transformer", *(f"{column} {task['metric']}" for task, column in columns)]
+    header = ["", "params", "embedding", "transformer", *(f"{column} {metric}" for _, column, metric in columns)]
     header += [_shown_average(results, "model")[0]] * has_average + ["speed-up"] * has_speed
     rows = []
     for role, sizes in results["params"].items():
         row = [role, *(f"{sizes[part]:,}" for part in ("total", "embedding", "transformer"))]
-        row += [_score(task, column, role) for task, column in columns]
+        row += [_score(task, column, metric, role) for task, column, metric in columns]
         if has_average:
             row.append("" if role == "baseline" else f"{_shown_average(results, role)[1]:.1f}")
         if has_speed:
@@ -107,10 +124,10 @@ def table_cells(results: Mapping[str, Any]) -> Texts:
     return header, rows
 
 
-def _score(task: Mapping[str, Any], column: str, role: str) -> str:
+def _score(task: Mapping[str, Any], column: str, metric: str, role: str) -> str:
     if role == "model":
-        return show_seeds(task["dev"][column][task["metric"]])
-    return f"{task['teacher']['dev'][column][task['metric']]:.1f}" if role == "teacher" else ""
+        return show_seeds(task["dev"][column][metric])
+    return f"{task['teacher']['dev'][column][metric]:.1f}" if role == "teacher" else ""
 
 
 def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
@@ -121,7 +138,13 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
 def _title(results: Mapping[str, Any]) -> str:
     seeds = count_seeds(max(len(task["seeds"]) for task in results["tasks"].values()))
     limit = "" if results["limit"] is None else f", only {results['limit']} training examples"
-    return f"GLUE dev sets x 100, {seeds}{limit}"
+    return f"{_named(results)} dev sets x 100, {seeds}{limit}"
+
+
+def _named(results: Mapping[str, Any]) -> str:
+    """Return "GLUE" if all tasks are GLUE's, else the names of the tasks."""
+    tasks = results["tasks"]
+    return "GLUE" if tasks.keys() <= TASKS.keys() else ", ".join(tasks)
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
@@ -130,7 +153,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
         folder / "report.md",
         "glue.md.j2",
         **results,
-        title=f"GLUE: {results['model']}",
+        title=f"{_named(results)}: {results['model']}",
         legend=_title(results),
         table=table_cells(results),
         all_tasks=list(TASKS),

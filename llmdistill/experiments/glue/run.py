@@ -32,8 +32,8 @@ from llmdistill.runtime.distributed import World, init_distributed, on_main, shu
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.speed import measure_speed, parameter_split
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
-from llmdistill.tasks.glue import check_classes
-from llmdistill.tasks.glue_files import check_data_dir, find_tasks
+from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
+from llmdistill.tasks.glue_files import TASKS as GLUE
 
 _CPU_REPEATS, _GPU_REPEATS = 5, 20
 """How often a forward pass is timed."""
@@ -132,8 +132,10 @@ def output_dir(config: GlueConfig) -> Path:
 
 def _prepare(config: GlueConfig, prefix: str) -> dict[str, TaskStudy]:
     """Return the study of each task; all studies are checked before the first one runs."""
-    tasks = find_tasks(config.tasks, key=f"{prefix}tasks")
-    check_data_dir(config.data_dir, tasks, key=f"{prefix}data_dir")
+    tasks = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
+    for task in tasks:
+        found, key = named_benchmark(task)
+        found.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
     studies = {
         task: TaskStudy(
             config=config,
@@ -145,7 +147,7 @@ def _prepare(config: GlueConfig, prefix: str) -> dict[str, TaskStudy]:
         for task in tasks
     }
     for study in studies.values():
-        study.plan.task.read(study.plan.models)
+        assert study.data is not None  # reads and checks the examples
     return studies
 
 
@@ -154,13 +156,21 @@ def _drawn(config: GlueConfig, task: str, tasks: list[str], prefix: str) -> dict
     if config.tsne is None:
         return {}
     root, key = output_dir(config), f"{prefix}tsne_layer"
+    check_drawable(task, setting=f"{prefix}tsne")
+    benchmark, name = named_benchmark(task)
     models = [teacher_of(folder, task, tasks, key=f"{prefix}tsne") for folder in config.tsne]
     for path in models:
         found = load_config(path)
-        check_classes(found, task, named=f"{prefix}tsne {path}")
+        benchmark.check_fine_tuned(found, name, named=f"{prefix}tsne {path}")
         check_layer(config.tsne_layer, found, named=path, key=key)
     check_layer(config.tsne_layer, load_config(config.model), named=config.model, key=key)
     return dict(zip(short_names([*config.tsne, str(root)]), [*models, str(root / task / BEST)], strict=True))
+
+
+def check_drawable(task: str, *, setting: str) -> None:
+    """Raises UserError if a task has no classes that t-SNE could colour."""
+    if not named_benchmark(task)[0].has_classes:
+        raise UserError(f"{setting}: t-SNE draws the classes of examples, and {task} has none; leave it out for {task}")
 
 
 def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key: str) -> None:

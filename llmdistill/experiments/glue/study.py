@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedConfig
 
 from llmdistill.artifacts import RESULT_FILE, read_result, write_result
@@ -25,7 +24,6 @@ from llmdistill.config import (
 )
 from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.tasks import GlueConfig
-from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import BEST, SHARED, Protocol, metric_of, protocol_of
 from llmdistill.experiments.glue.results import summarise
@@ -35,18 +33,17 @@ from llmdistill.experiments.trials import Progress, Result, Trial, changed_value
 from llmdistill.files import new_folder
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
-from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
-from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
-from llmdistill.tasks.classification import predict, write_submission
-from llmdistill.tasks.glue_files import Metric, TaskFiles, column_of, read_task
+from llmdistill.tasks.base import ScoredModel
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
+from llmdistill.tasks.glue import GlueData
 
 SUBMISSION = "predictions"
-"""The folder of the files for the GLUE server."""
+"""The folder of the files for a benchmark's server."""
 
 
 def dev_score(result: Result) -> float:
@@ -61,7 +58,7 @@ class TaskStudy:
 
     config: GlueConfig
     task: str
-    """The name of the task in GLUE."""
+    """The title of the task, such as RTE or SQuAD2."""
     root: Path
     teacher: str | None
     """Folder or hub name of the teacher; None without a teacher."""
@@ -80,15 +77,22 @@ class TaskStudy:
         """The settings that are tried."""
         return protocol_of(self.config, self.task)
 
-    @property
-    def metric(self) -> Metric:
-        """The metric by which settings are chosen."""
-        return metric_of(self.config.protocol, self.task)
-
     @cached_property
-    def files(self) -> TaskFiles:
-        """The task's examples."""
-        return read_task(self.task, self.config.data_dir, self.config.limit)
+    def data(self) -> BenchmarkData:
+        """The task's examples.
+
+        Raises:
+            UserError: a file is missing or malformed, or examples do not fit the models.
+        """
+        data = self.benchmark.read(self.plan.models)
+        assert isinstance(data, BenchmarkData)
+        return data
+
+    @property
+    def benchmark(self) -> Benchmark:
+        """The task of the runs."""
+        assert isinstance(self.plan.task, Benchmark)
+        return self.plan.task
 
     @cached_property
     def plan(self) -> Plan:
@@ -128,7 +132,10 @@ class TaskStudy:
     def _teacher_trial(self) -> Trial:
         """Return the run that only scores the teacher."""
         seed = self.protocol.seeds[0]
-        return Trial(f"{self.task} teacher", {}, seed, self._run("teacher", seed, "teacher", {}))
+        # What a score depends on must be the same for the teacher: windows and languages, but not the training.
+        data = {key: value for key, value in self.config.run_settings.items() if key.startswith("data.")}
+        run = build(changed_values(self._run("teacher", seed, "teacher", {}), data), RunConfig, METHODS)
+        return Trial(f"{self.task} teacher", {}, seed, run)
 
     def _run(self, name: str, seed: int, scored: Any, sections: Mapping[str, Any]) -> RunConfig:
         """Return a run on the task that trains nothing yet."""
@@ -136,7 +143,7 @@ class TaskStudy:
         task = TaskConfig(
             name=self.task,
             dir=config.data_dir,
-            metric=self.metric,
+            metric=metric_of(config.protocol, self.task),
             limit=config.limit,
             copy_classifier=config.copy_classifier,
         )
@@ -181,7 +188,7 @@ class TaskStudy:
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
         self._keep(choice, runner, world)
         return {
-            **summarise(self.files, self.metric, choice, results),
+            **summarise(self.data, choice, results),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,
@@ -193,6 +200,7 @@ class TaskStudy:
     def _progress(self, total: int) -> Progress:
         """Return what follows the trials: it prints their scores, and removes models that can no longer be the best."""
         ended: list[Result] = []
+        metric = self.data.metrics[0]
 
         def drop(result: Result) -> None:
             ended.append(result)
@@ -201,7 +209,7 @@ class TaskStudy:
                 if not self.config.keep_models:
                     shutil.rmtree(folder / "student", ignore_errors=True)
 
-        return Progress(total, lambda metrics: f"{self.metric} {metrics['student']['score']:.2f} on dev", drop)
+        return Progress(total, lambda metrics: f"{metric} {metrics['student']['score']:.2f} on dev", drop)
 
     def _keep(self, choice: Choice, runner: Runner, world: World) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
@@ -220,8 +228,8 @@ class TaskStudy:
                 raise UserError(f"{trial.folder}: {again.error}")
 
         def keep() -> None:
-            for split in self.files.test:  # the files of the previous best model
-                self._submission(split).unlink(missing_ok=True)
+            for name in self.data.submissions.values():  # the files of the previous best model
+                (self.root / SUBMISSION / name).unlink(missing_ok=True)
             shutil.rmtree(best, ignore_errors=True)
             with new_folder(best) as partial_folder:
                 shutil.copytree(student, partial_folder, dirs_exist_ok=True)
@@ -231,29 +239,22 @@ class TaskStudy:
 
         on_main(keep, world)
 
-    def _submission(self, split: Any) -> Path:
-        return self.root / SUBMISSION / f"{column_of(self.task, split)}.tsv"
-
     def _submit(self, world: World) -> list[str]:
-        """Write the best model's files for the GLUE server if the test split exists; returns their paths."""
-        paths = {split: self._submission(split) for split in self.files.test}
-        for split, path in paths.items():
-            if not on_main(path.is_file, world):
-                answers = self._answers(self.files.test[split], world)
-                on_main(partial(write_submission, path, self.files.task, self.files.test[split], answers), world)
+        """Write the best model's files for the benchmark's server, if there are test splits; returns their paths."""
+        paths = {split: self.root / SUBMISSION / name for split, name in self.data.submissions.items()}
+        missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)
+        if missing:
+            best = self._best(world)
+            for split in missing:
+                self.data.submit(split, best, paths[split])
         return [str(path.relative_to(self.root)) for path in paths.values()]
 
-    def _answers(self, examples: Any, world: World) -> np.ndarray:
-        """Return the best model's answers; every rank must call this method."""
+    def _best(self, world: World) -> ScoredModel:
+        """Load the best model."""
         tokenizer: Any = load_tokenizer(self.config.model)
-        model = load_model(self.folder / BEST, dtype=self.plan.dtype, device=world.device, head="sequence")
-        return predict(
-            TappedModel(model, Recorder(model, {})),
-            encode_pairs(examples, tokenizer, self.protocol.max_length),
-            partial(collate_pairs, pad_token_id=tokenizer.pad_token_id),
-            self.files.task,
-            batch_size=self.config.micro_batch_size or self.protocol.batch_size,
-            world=world,
+        model = load_model(self.folder / BEST, dtype=self.plan.dtype, device=world.device, head=self.benchmark.head)
+        return ScoredModel(
+            model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, world=world, sharded=False
         )
 
     def _draw(self, world: World) -> dict[str, Any]:
@@ -267,10 +268,12 @@ class TaskStudy:
         """Plot the features of a layer of models on the task's dev set; see `tsne.draw`."""
         from llmdistill.experiments.glue.tsne import draw  # scikit-learn's manifolds take a second to import
 
+        assert isinstance(self.data, GlueData), "only classes and scores are drawn"
+        files = self.data.files
         return on_main(
             lambda: draw(
                 models,
-                self.files,
+                files,
                 folder=folder,
                 name=name,
                 layer=self.config.tsne_layer,

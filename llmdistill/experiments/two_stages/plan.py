@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from llmdistill.config import RunConfig, command_line
 from llmdistill.config.tasks import GlueConfig, GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import BEST, teacher_of
-from llmdistill.experiments.glue.run import check_layer, evaluate
+from llmdistill.experiments.glue.run import check_drawable, check_layer, evaluate
 from llmdistill.experiments.glue.study import TaskStudy
 from llmdistill.experiments.two_stages.table import ROWS, TEACHER, collect, print_rows, write_rows
 from llmdistill.methods import METHODS
@@ -26,8 +23,7 @@ from llmdistill.models.tokenizer import check_tokens
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
-from llmdistill.tasks.glue import check_classes
-from llmdistill.tasks.glue_files import TASKS, check_data_dir, find_tasks
+from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +35,7 @@ class TasksPlan:
     last: Plan
     """The last run of the first stage; its student is fine-tuned."""
     tasks: list[str]
-    """The names of the tasks in GLUE."""
+    """The titles of the tasks, such as RTE or SQuAD2."""
     configs: Mapping[str, GlueConfig]
     """The fine-tuning settings of each row, in order."""
     studies: Mapping[str, Mapping[str, TaskStudy]]
@@ -126,8 +122,12 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
             f"tasks.names is {settings.names}, but method {last.config.method} trains no student for a second stage: "
             "take another method, or fine-tune a model by eval/glue.py"
         )
-    tasks = find_tasks(settings.names, key="tasks.names")
-    check_data_dir(settings.data_dir, tasks, key="tasks.data_dir")
+    tasks = find_benchmarks(settings.names, setting="tasks.names")
+    for task in tasks:
+        found, key = named_benchmark(task)
+        found.check_folder(settings.data_dir, key, setting="tasks.data_dir")
+        if settings.tsne:
+            check_drawable(task, setting="tasks.tsne")
     configs = _row_configs(plans, tasks)
     taught = any(config.teacher is not None for config in configs.values())
     named = settings.teacher if taught else None
@@ -146,22 +146,15 @@ def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mappin
     student = first.teacher_config if config.model == own else last.student_config
     if last.config.tasks.tsne:
         check_layer(config.tsne_layer, student, named=config.model, key="tasks.tsne_layer")
-    pending = {config.model: student}
+    pending, (benchmark, key) = {config.model: student}, named_benchmark(task)
     teacher = None
     if config.teacher is not None:
         teacher = given.get(task, str(Path(config.teacher) / task / BEST))
         if task in given:
-            check_classes(load_config(given[task]), task, named=f"tasks.teacher {given[task]}")
+            benchmark.check_fine_tuned(load_config(given[task]), key, named=f"tasks.teacher {given[task]}")
         else:
-            pending[teacher] = _fine_tuned(first.teacher_config, task)
+            pending[teacher] = benchmark.fine_tuned(first.teacher_config, key)
     return TaskStudy(config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, pending=pending)
-
-
-def _fine_tuned(config: PreTrainedConfig, task: str) -> PreTrainedConfig:
-    """Return the config of a teacher that is not fine-tuned on the task yet."""
-    config = copy.deepcopy(config)
-    config.num_labels = TASKS[task].num_outputs
-    return config
 
 
 def tasks_folder(plan: Plan) -> Path:

@@ -37,7 +37,7 @@ ROWS: dict[str, Row] = {
 
 
 def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
-    """Return the rows of GLUE results and the t-SNE figure of each task as plain JSON values; `run` is a folder."""
+    """Return the rows of the results and the t-SNE figure of each task as plain JSON values; `run` is a folder."""
     found = {
         row: {
             **ROWS[row]._asdict(),
@@ -52,9 +52,10 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
         found[TEACHER] = _given_teacher(taught)
     last = list(results.values())[-1]
     columns = [
-        {"task": name, "column": column, "metric": task["metric"], "train": task["examples"]["train"]}
+        {"task": name, "column": column, "metric": metric, "train": task["examples"]["train"]}
         for name, task in last["tasks"].items()
         for column in task["dev"]
+        for metric in task["shown"]
     ]
     return {
         "name": run,

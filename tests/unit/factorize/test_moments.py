@@ -7,6 +7,7 @@ import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertModel,
     GPT2Config,
@@ -168,6 +169,23 @@ def test_a_classifier_is_sampled_once_a_sequence():
     def loss(row, outputs):
         log = outputs.logits[0].log_softmax(-1)
         return -log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[0, 0]))]
+
+    name = "bert.encoder.layer.1.output.dense"
+    found = measure_moments(model, [name], [batch])[name]
+    _, g = naive(model, name, batch, loss)
+    torch.testing.assert_close(found.gradients.double(), g, rtol=1e-4, atol=1e-6 * float(g.abs().max()))
+
+
+def test_a_head_for_spans_is_sampled_at_start_and_end():
+    model, batch = bert(BertForQuestionAnswering).eval(), make_batch()
+
+    def loss(row, outputs):
+        total = 0.0
+        for place, logits in enumerate((outputs.start_logits[0], outputs.end_logits[0])):
+            real = len(logits) if batch.attention_mask[row].all() else int(batch.attention_mask[row].sum())
+            log = logits[:real].log_softmax(-1)
+            total = total - log[sample(log.exp().detach(), float(chances(batch, row, 1, 0)[place, 0]))]
+        return total
 
     name = "bert.encoder.layer.1.output.dense"
     found = measure_moments(model, [name], [batch])[name]

@@ -130,3 +130,55 @@ def test_without_any_target_the_loss_is_zero_and_has_a_gradient() -> None:
         assert loss.sum.item() == loss.count.item() == 0
         assert student.grad is not None
         assert not student.grad.any()
+
+
+SPANS = torch.tensor([[1, 3], [IGNORE_INDEX] * 2, [0, 0], [2, 4]])
+REAL = torch.tensor([4, 5, 1, 5])
+"""The real tokens of each sequence of five; the others are padding."""
+
+
+def make_spans(seed: int, padding: float = -math.inf) -> Tensor:
+    logits = 2 * torch.randn(4, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    is_padding = torch.arange(5)[None] >= REAL[:, None]
+    return logits.masked_fill(is_padding[:, None], padding)
+
+
+def test_a_span_is_the_mean_of_start_and_end() -> None:
+    logits = make_spans(0)
+    expected = sum(
+        -math.log(probabilities(logits[b, end, : REAL[b]])[SPANS[b, end]]) / 2 for b in COUNTED for end in (0, 1)
+    )
+    check(sequence_cross_entropy(logits, SPANS), expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_the_teacher_s_spans(temperature: float) -> None:
+    student, teacher = make_spans(0), make_spans(1)
+    kl = cross = 0.0
+    for b in COUNTED:
+        for end in (0, 1):
+            q, p = (probabilities(each[b, end, : REAL[b]], temperature) for each in (student, teacher))
+            kl += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)) / 2
+            cross -= sum(x * math.log(y) for x, y in zip(p, q, strict=True)) / 2
+    found = sequence_divergence(student, teacher, HAS_TARGET, divergence=forward_kl, temperature=temperature)
+    check(found, temperature**2 * kl)
+    check(sequence_soft_cross_entropy(student, teacher, HAS_TARGET, temperature=temperature), cross)
+    same = sequence_divergence(student, student, HAS_TARGET, divergence=forward_kl, temperature=temperature)
+    assert same.sum.item() == pytest.approx(0, abs=1e-12)
+
+
+def test_spans_have_gradients_at_real_tokens_alone() -> None:
+    is_padding = torch.arange(5)[None] >= REAL[:, None]
+    teacher = make_spans(1)
+
+    def losses(raw: Tensor) -> Tensor:
+        logits = raw.masked_fill(is_padding[:, None], -math.inf)
+        soft = sequence_divergence(logits, teacher, HAS_TARGET, divergence=forward_kl, temperature=1.7)
+        return sequence_cross_entropy(logits, SPANS).sum + soft.sum
+
+    raw = make_spans(0, padding=math.nan).requires_grad_()
+    losses(raw).backward()
+    assert raw.grad is not None
+    assert (raw.grad[~HAS_TARGET] == 0).all()
+    assert (raw.grad.transpose(1, 2)[is_padding] == 0).all()
+    assert torch.autograd.gradcheck(losses, make_spans(0, padding=0.0).requires_grad_())

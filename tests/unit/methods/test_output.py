@@ -23,6 +23,7 @@ from llmdistill.objective import Objective
 
 TOKENS, CLASSES, SCORES = Objective(), Objective(tokens=False, sequences="classes"), Objective(False, "scores")
 BOTH = Objective(tokens=True, sequences="classes")
+SPANS = Objective(tokens=False, sequences="spans")
 
 MAKD = MakdConfig(matrix_layers="none", layer_layers="none", logits=0.8, label=0.3, temperature=2.0)
 TINYBERT = TinybertConfig(attention=0.0, hidden=0.0, embedding=0.0, soft=0.8, temperature=2.0)
@@ -54,19 +55,26 @@ WEIGHTS = {
     ("kroneckerbert", SCORES): {"sequence_logits": 0.8, "sequence_label": 0.3},
     ("kroneckerbert", BOTH): {"logits": 0.8, "sequence_logits": 0.8, "label": 0.3, "sequence_label": 0.3},
 }
+WEIGHTS |= {(method, SPANS): WEIGHTS[method, CLASSES] for method in dict.fromkeys(name for name, _ in WEIGHTS)}
+"""A span is two classes, the tokens of its start and its end."""
 every_case = pytest.mark.parametrize(
     ("method", "objective"), WEIGHTS, ids=[f"{m}-{o.tokens}-{o.sequences}" for m, o in WEIGHTS]
 )
 
 LABELS = torch.tensor([[IGNORE_INDEX, 2, 3], [IGNORE_INDEX, IGNORE_INDEX, 1], [IGNORE_INDEX, 4, IGNORE_INDEX]])
-TARGETS = {"classes": torch.tensor([1, IGNORE_INDEX, 0]), "scores": torch.tensor([2.5, math.nan, 0.5])}
+TARGETS = {
+    "classes": torch.tensor([1, IGNORE_INDEX, 0]),
+    "scores": torch.tensor([2.5, math.nan, 0.5]),
+    "spans": torch.tensor([[1, 2], [IGNORE_INDEX, IGNORE_INDEX], [0, 0]]),
+}
 WITH_TARGET = [0, 2]
 
 
 def outputs(seed: int, objective: Objective) -> Outputs:
     generator = torch.Generator().manual_seed(seed)
     words = torch.randn(3, 3, 5, generator=generator)
-    sequences = torch.randn(3, 1 if objective.sequences == "scores" else 2, generator=generator)
+    shape = {"scores": (3, 1), "classes": (3, 2), "spans": (3, 2, 3), None: (3, 2)}[objective.sequences]
+    sequences = torch.randn(*shape, generator=generator)
     return Outputs(
         words if objective.tokens else None,
         Taps(),
@@ -92,11 +100,15 @@ def build(method: str, objective: Objective, bert: Any) -> Any:
     return METHODS[method].build(settings.get(method), config, config, objective)
 
 
-def naive(method: str, name: str, student: Outputs, teacher: Outputs, scores: bool) -> float:
-    """Every term as the mean over what it counts."""
+def naive(method: str, name: str, student: Outputs, teacher: Outputs, objective: Objective) -> float:
+    """Every term as the mean over what it counts; start and end of a span count as one half each."""
+    scores = objective.sequences == "scores"
     if name.startswith("sequence_"):
         rows = [(student.sequence_logits[b], teacher.sequence_logits[b] if teacher else None) for b in WITH_TARGET]
-        targets = TARGETS["scores" if scores else "classes"][WITH_TARGET]
+        targets = TARGETS[objective.sequences][WITH_TARGET]
+        if objective == SPANS:
+            rows = [(mine[k], None if theirs is None else theirs[k]) for mine, theirs in rows for k in (0, 1)]
+            targets = targets.flatten()
     else:
         places = (LABELS >= 0).nonzero().tolist()
         rows = [(student.logits[b, i], teacher.logits[b, i] if teacher else None) for b, i in places]
@@ -139,7 +151,7 @@ def test_terms(method: str, objective: Objective, models) -> None:
     for name, term in terms.items():
         assert term.count == (2 if name.startswith("sequence_") else 4)
         assert term.count == counts[built.positions[name]]
-        expected = naive(method, name, student, teacher, objective.sequences == "scores")
+        expected = naive(method, name, student, teacher, objective)
         assert (term.sum / term.count).item() == pytest.approx(expected, rel=1e-5)
 
 

@@ -6,6 +6,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
@@ -13,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmdistill.batch import Batch
+from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.losses.terms import RunningTerms
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.forward import TappedModel
@@ -62,6 +63,24 @@ def test_each_head_gives_what_it_has(kind: type[PreTrainedModel], lm_head: str |
         if given is not None:
             assert torch.equal(given, expected[name])
     assert not torch.equal(expected[0], model(input_ids=ids)[0]), "the segments are not looked at"
+
+
+def test_spans_do_not_depend_on_padding() -> None:
+    model = bert(BertForQuestionAnswering)
+    tapped = TappedModel(model, Recorder(model, {}))
+    ids = torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    both = tapped(Batch(ids, mask, torch.full_like(ids, IGNORE_INDEX))).sequence_logits
+    first = ids[:1, :3]
+    alone = tapped(Batch(first, torch.ones_like(first), torch.full_like(first, IGNORE_INDEX))).sequence_logits
+    assert both is not None
+    assert alone is not None
+    assert both.shape == (2, 2, 5)
+    assert torch.allclose(both[:1].softmax(-1)[..., :3], alone.softmax(-1), atol=1e-6)
+    assert (both[0, :, 3:] == -torch.inf).all()
+    stock = model(input_ids=first)
+    assert torch.equal(alone[0, 0], stock.start_logits[0])
+    assert torch.equal(alone[0, 1], stock.end_logits[0])
 
 
 def test_a_total_without_terms_on_tokens_reaches_every_parameter() -> None:

@@ -12,6 +12,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForPreTraining,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -254,6 +255,28 @@ class TestDistillationLoss:
             log_p, log_q = (model(**inputs).logits.log_softmax(-1) for model in (teacher, student))
             expected = 0.5 * (log_p.exp() * (log_p - log_q)).sum(-1).mean() + 0.5 * student(**batch).loss
         assert float(result.loss.detach()) == pytest.approx(float(expected), rel=1e-4)
+
+    def test_an_encoder_with_a_head_for_spans(self):
+        def make(seed):
+            torch.manual_seed(seed)
+            sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+            return BertForQuestionAnswering(BertConfig(vocab_size=VOCABULARY, **sizes)).eval()
+
+        teacher, student = make(0), make(1)
+        inputs = {key: make_batch()[key] for key in ("input_ids", "attention_mask")}
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        spans = {"start_positions": torch.tensor([0, 2, 1]), "end_positions": torch.tensor([0, 3, 3])}
+        result = DistillationLoss(teacher, student, "kd", ratio=0.25, temperature=2.0)({**inputs, **spans})
+        with torch.no_grad():
+            theirs, mine = teacher(**inputs), student(**inputs, **spans)
+            kl = 0.0
+            for name in ("start_logits", "end_logits"):
+                log_p, log_q = ((each[name] / 2).log_softmax(-1) for each in (theirs, mine))
+                kl += 4 * (log_p.exp() * (log_p - log_q)).sum(-1).mean() / 2
+            expected = 0.25 * kl + 0.75 * mine.loss
+        assert float(result.loss.detach()) == pytest.approx(float(expected), rel=1e-4)
+        result.loss.backward()
+        assert student.qa_outputs.weight.grad is not None
 
     def test_bert_before_any_task(self):
         torch.manual_seed(0)

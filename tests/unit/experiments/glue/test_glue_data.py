@@ -3,15 +3,16 @@ from __future__ import annotations
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.tasks.glue_files import TASKS, check_data_dir, find_tasks, read_task
+from llmdistill.tasks.benchmark import find_benchmarks
+from llmdistill.tasks.glue_files import TASKS, check_data_dir, read_task
 
 
 def test_tasks_by_what_users_type() -> None:
-    assert find_tasks(["rte", "cola", "sst2", "STS-B", "mnli"], key="--tasks") == [
+    assert find_benchmarks(["rte", "cola", "sst2", "STS-B", "mnli"], setting="--tasks") == [
         *("RTE", "CoLA", "SST-2", "STS-B", "MNLI")
     ]
-    assert find_tasks(None, key="--tasks") == list(TASKS)
-    assert [find_tasks([task.hub], key="--tasks") for task in TASKS.values()] == [[name] for name in TASKS]
+    assert find_benchmarks(["squad2", "SQuAD1", "MLQA"], setting="--tasks") == ["SQuAD2", "SQuAD1", "MLQA"]
+    assert [find_benchmarks([task.hub], setting="--tasks") for task in TASKS.values()] == [[name] for name in TASKS]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ def test_tasks_by_what_users_type() -> None:
 )
 def test_tasks_that_are_none(names, said) -> None:
     with pytest.raises(UserError, match=said):
-        find_tasks(names, key="--tasks")
+        find_benchmarks(names, setting="--tasks")
 
 
 def test_folders_that_are_not_there(data) -> None:

@@ -24,6 +24,9 @@ def task(name: str, score: float, *, teacher: float | None = None, seeds: int = 
 
     return {
         "metric": named.metrics[0],
+        "shown": list(named.metrics[:1]),
+        "main_column": columns[0],
+        "threshold": None,
         "learning_rate": 2e-5,
         "epochs": 3,
         "seeds": list(range(seeds)),

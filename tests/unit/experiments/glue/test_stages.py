@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from question_files import write_tasks
 from safetensors.torch import load_file, save_file
 
 from llmdistill.config import FactorizeConfig
@@ -81,6 +82,26 @@ def test_a_dry_run_says_what_will_follow(arguments, capsys, tmp_path) -> None:
     assert said["rows"]["no_kd"]["teacher"] is None
     assert said["copy_classifier"] is True
     assert not (tmp_path / "run").exists()
+
+
+def test_questions_are_tasks_of_the_second_stage(arguments, first_stage, engine, tmp_path) -> None:
+    questions = write_tasks(tmp_path / "questions", train=20, dev=6)
+    settings = "{data.task.stride: 4, data.task.max_question_length: 4}"
+    tasks = f"names: [squad2], rows: [two_stages], run_settings: {settings}"
+    given = arguments(tasks, "--tasks.data_dir", str(questions))
+    second_stage(given)
+    table = read(first_stage / "tasks/report.json")
+    assert [(column["column"], column["metric"]) for column in table["columns"]] == [
+        ("SQuAD2", "best_f1"),
+        ("SQuAD2", "best_em"),
+    ]
+    assert list(table["rows"]) == ["teacher", "two_stages"]
+    for row, shown in table["rows"].items():
+        results = read(first_stage / "tasks" / row / "results.json")
+        assert shown["dev"] == results["tasks"]["SQuAD2"]["dev"]
+    learnt = read(first_stage / "tasks/two_stages/results.json")["tasks"]["SQuAD2"]
+    assert {"ffn", "sequence_logits", "sequence_label"} <= learnt["terms"].keys()
+    assert engine.built == 2
 
 
 def test_without_tasks_nothing_follows(arguments, capsys) -> None:

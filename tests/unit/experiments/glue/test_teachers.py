@@ -10,7 +10,7 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import teacher_of as find_teacher
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
-from llmdistill.tasks.glue import check_classes
+from llmdistill.tasks.benchmark import named_benchmark
 
 teacher_of = partial(find_teacher, key="--teacher")
 
@@ -48,9 +48,12 @@ def test_teachers_that_are_none(tmp_path) -> None:
 )
 def test_a_teacher_must_know_the_classes(encoder, task, said) -> None:
     config = load_config(encoder)
-    check_classes(config, "RTE", named="--teacher here")
+    rte, key = named_benchmark("RTE")
+    rte.check_fine_tuned(config, key, named="--teacher here")
+    found, key = named_benchmark(task)
     with pytest.raises(UserError, match=f"--teacher here: it {said}|{said}"):
-        check_classes(config, task, named="--teacher here")
+        found.check_fine_tuned(config, key, named="--teacher here")
+    found.check_fine_tuned(found.fine_tuned(config, key), key, named="--teacher here")
 
 
 def test_a_teacher_must_see_the_student_s_tokens(encoder, make_encoder) -> None:

@@ -1,0 +1,219 @@
+"""Questions with their contexts as sliding windows of tokens, whose target is the span of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.errors import UserError
+
+NO_ANSWER = 0
+"""The position of start and end where a window holds no answer: the first token, [CLS] or <s>, as in BERT."""
+
+_AT_ONCE = 1000
+"""Questions that are tokenised together; more would keep the tokenizer's own objects of all windows in memory."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer in a context."""
+
+    text: str
+    start: int
+    """The position of its first character in the context."""
+
+
+@dataclass(frozen=True)
+class QuestionExample:
+    """A question about a context."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+    """The right answers; none if the context does not answer the question. The first one is learnt."""
+
+    @property
+    def is_located(self) -> bool:
+        """Whether the context has the first answer where the data set says, up to spaces; also without any answer."""
+        if not self.answers:
+            return True
+        first = self.answers[0]
+        end = first.start + len(first.text)
+        return bool(first.text.strip()) and self.context[first.start : end].split() == first.text.split()
+
+
+@dataclass(frozen=True)
+class WindowLimits:
+    """The sizes of the windows, in tokens."""
+
+    max_length: int
+    """Question, part of the context and special tokens together."""
+    stride: int
+    """From the beginning of one window in the context to that of the next one."""
+    max_question_length: int
+    """A longer question is cut at its end."""
+
+
+@dataclass(frozen=True)
+class EncodedWindow:
+    """The tokens of a question with a part of its context; T is the number of tokens."""
+
+    input_ids: np.ndarray
+    """(T,), int32."""
+    token_type_ids: np.ndarray | None
+    """(T,), 0 in the question and 1 in the context; None for models without segments."""
+    target: tuple[int, int]
+    """The first and the last token of the answer, NO_ANSWER twice if the window does not hold it; IGNORE_INDEX twice if
+    the windows are only answered."""
+    question: int
+    """The index of the example."""
+    characters: np.ndarray | None
+    """(T, 2), the characters from and up to which a token stands in the context, -1 at other tokens; None if the window
+    is only learnt."""
+
+    @cached_property
+    def sample_id(self) -> int:
+        """The id of the sample; see `data.collate.sample_id`."""
+        return sample_id(self.input_ids, [] if self.token_type_ids is None else self.token_type_ids)
+
+    def __len__(self) -> int:
+        """The number of tokens, special tokens included."""
+        return len(self.input_ids)
+
+
+def encode_windows(
+    examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learnt: bool
+) -> list[EncodedWindow]:
+    """Tokenise each question with its context, in windows that slide over a context that is too long (Devlin et al.).
+
+    Learnt windows have the first answer of their example as the target, NO_ANSWER if the window holds only a part of
+    it; the other windows know the characters of their tokens.
+
+    Raises:
+        UserError: the tokenizer does not tell the characters of its tokens, or a window has no room for the context.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} does not tell the characters of its tokens: save it as "
+            "tokenizer.json, by transformers' AutoTokenizer"
+        )
+    marks = tokenizer.num_special_tokens_to_add(pair=True)
+    if limits.max_length <= limits.max_question_length + marks:
+        raise UserError(
+            f"data.max_length is {limits.max_length}: a question may have {limits.max_question_length} tokens "
+            f"(data.task.max_question_length) and the tokenizer's own marks take {marks}; give more, 384 is usual"
+        )
+    windows: list[EncodedWindow] = []
+    for start in range(0, len(examples), _AT_ONCE):
+        indices = range(start, min(start + _AT_ONCE, len(examples)))
+        windows += _encode(examples, indices, tokenizer, limits, learnt)
+    return windows
+
+
+def _encode(
+    examples: Sequence[QuestionExample],
+    indices: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    limits: WindowLimits,
+    learnt: bool,
+) -> list[EncodedWindow]:
+    texts = [examples[index].question.strip() for index in indices]
+    questions = _cut(texts, tokenizer, limits.max_question_length)
+    windows: dict[int, list[EncodedWindow]] = {index: [] for index in indices}
+    # The tokenizer slides by its own measure, the overlap, which depends on the length of the question.
+    order = sorted(indices, key=lambda index: questions[index - indices[0]][1])
+    for length, group in groupby(order, key=lambda index: questions[index - indices[0]][1]):
+        members = list(group)
+        room = limits.max_length - length - tokenizer.num_special_tokens_to_add(pair=True)
+        encoded = tokenizer(
+            [questions[index - indices[0]][0] for index in members],
+            [examples[index].context for index in members],
+            truncation="only_second",
+            max_length=limits.max_length,
+            stride=max(0, room - limits.stride),
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        for member, window in _windows(encoded):
+            index = members[member]
+            windows[index].append(_window(window, index, examples[index], learnt))
+    return [window for index in indices for window in windows[index]]
+
+
+def _cut(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[tuple[str, int]]:
+    """Return each text, cut after `limit` tokens, with its number of tokens."""
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    cut = []
+    for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        cut.append((text if len(ids) <= limit else text[: offsets[limit - 1][1]], min(len(ids), limit)))
+    return cut
+
+
+def _windows(encoded: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield each window with the place of its example in the batch."""
+    types = encoded.get("token_type_ids")
+    for row, member in enumerate(encoded["overflow_to_sample_mapping"]):
+        in_context = np.array([part == 1 for part in encoded.sequence_ids(row)])
+        characters = np.array(encoded["offset_mapping"][row], dtype=np.int32)
+        # Some tokenizers have tokens of no character, such as the space in front of the text.
+        in_context &= characters[:, 0] < characters[:, 1]
+        yield (
+            int(member),
+            {
+                "input_ids": np.array(encoded["input_ids"][row], dtype=np.int32),
+                "token_type_ids": None if types is None else np.array(types[row], dtype=np.int8),
+                "characters": np.where(in_context[:, None], characters, -1),
+            },
+        )
+
+
+def _window(window: Mapping[str, Any], index: int, example: QuestionExample, learnt: bool) -> EncodedWindow:
+    target = _target(window["characters"], example) if learnt else (IGNORE_INDEX, IGNORE_INDEX)
+    return EncodedWindow(
+        input_ids=window["input_ids"],
+        token_type_ids=window["token_type_ids"],
+        target=target,
+        question=index,
+        characters=None if learnt else window["characters"],
+    )
+
+
+def _target(characters: np.ndarray, example: QuestionExample) -> tuple[int, int]:
+    """Return the first and the last token of the first answer, NO_ANSWER twice if the window lacks a part of it."""
+    if not example.answers:
+        return NO_ANSWER, NO_ANSWER
+    answer = example.answers[0]
+    spaces = len(answer.text) - len(answer.text.lstrip())
+    first, last = answer.start + spaces, answer.start + len(answer.text.rstrip()) - 1
+    context = characters[characters[:, 0] >= 0]
+    if len(context) == 0 or first < context[0, 0] or last >= context[-1, 1]:
+        return NO_ANSWER, NO_ANSWER
+    is_inside = (characters[:, 0] >= 0) & (characters[:, 1] > first) & (characters[:, 0] <= last)
+    tokens = is_inside.nonzero()[0]
+    return (int(tokens[0]), int(tokens[-1])) if len(tokens) else (NO_ANSWER, NO_ANSWER)
+
+
+def collate_windows(items: Sequence[EncodedWindow], pad_token_id: int) -> Batch:
+    """Collate windows into a right-padded batch (B, T) with the targets (B, 2), start and end; no labels."""
+    rows = [item.input_ids for item in items]
+    input_ids = padded(rows, pad_token_id)
+    has_types = items[0].token_type_ids is not None
+    return Batch(
+        input_ids,
+        padding_mask(rows),
+        labels=torch.full_like(input_ids, IGNORE_INDEX),
+        token_type_ids=padded([item.token_type_ids for item in items], 0) if has_types else None,  # type: ignore[misc]
+        targets=torch.tensor([item.target for item in items], dtype=torch.long),
+        sample_ids=tuple((item.sample_id,) for item in items),
+    )

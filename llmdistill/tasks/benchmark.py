@@ -1,0 +1,211 @@
+"""What a study of fine-tuning asks of a task: its title, its metrics on dev, and the models that are fine-tuned on it.
+
+Such a task is a class of `Benchmark`. One class may serve several tasks, which differ in their names.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, cast
+
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.errors import UserError
+from llmdistill.models.families import max_positions
+from llmdistill.models.load import Head
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks import task_class, task_key
+from llmdistill.tasks.base import ScoredModel, Task, TaskData
+
+
+class BenchmarkData(TaskData):
+    """The examples of a benchmark."""
+
+    @property
+    @abstractmethod
+    def metrics(self) -> Sequence[str]:
+        """The metrics of each column; settings are chosen by the first one."""
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """The metrics of each column that the table of a study shows."""
+        return self.metrics[:1]
+
+    @property
+    @abstractmethod
+    def main_column(self) -> str:
+        """The column that stands for the task in an average over tasks."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """The first metric of the best constant answer to the dev split, from 0 to 100."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Mapping[str, int]:
+        """The number of examples of each split, `train` first."""
+
+    @property
+    def submissions(self) -> Mapping[str, str]:
+        """The name of the file for a benchmark's server by test split; empty without such a split."""
+        return {}
+
+    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
+        """Write the file of one of `submissions`; every rank must call this method."""
+        raise AssertionError(f"{type(self).__name__} has no test split")
+
+
+class Benchmark(Task):
+    """A task with labels, a dev split and metrics, on which a model with a new head is fine-tuned."""
+
+    scored = ("teacher", "student")
+    head: ClassVar[Head]
+    usual_length: ClassVar[int]
+    """The usual maximum number of tokens of an example."""
+    has_classes: ClassVar[bool] = True
+    """Whether the targets are classes or scores of whole examples, which a figure may colour."""
+
+    @classmethod
+    @abstractmethod
+    def title(cls, key: str) -> str:
+        """Return the name of a task in tables, in folders and on the command line, by its key in `tasks.TASKS`."""
+
+    @classmethod
+    @abstractmethod
+    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
+        """Check that a folder has the files of a task; None is the data set on the hub.
+
+        Raises:
+            UserError: the folder or a file does not exist; the message names the setting.
+        """
+
+    @classmethod
+    @abstractmethod
+    def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
+        """Check by its config that a model is fine-tuned on a task.
+
+        Raises:
+            UserError: it has another head; the message contains `named`.
+        """
+
+    @classmethod
+    @abstractmethod
+    def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
+        """Return the config that a model will have once it is fine-tuned on a task."""
+
+    @abstractmethod
+    def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> BenchmarkData:
+        """Read the dev split for scoring a model in memory.
+
+        Raises:
+            UserError: a file is missing or malformed, or an example does not fit the model.
+        """
+
+
+def benchmark_class(key: str) -> type[Benchmark]:
+    """Return the class of a task in `tasks.TASKS`, without the tasks that are kinds of data (instructions, text)."""
+    found = task_class(key)
+    assert issubclass(found, Benchmark), f"{key} is no benchmark"
+    return found
+
+
+def find_benchmarks(names: Iterable[str], *, setting: str) -> list[str]:
+    """Return the titles of the tasks that the user typed (rte, sst2, squad2) as a setting.
+
+    Raises:
+        UserError: a task does not exist, or is named twice.
+    """
+    keys = [task_key(name, key=setting) for name in names]
+    found = [benchmark_class(key).title(key) for key in keys]
+    twice = next((name for name in found if found.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{setting}: {twice} is named twice; name each task once")
+    return found
+
+
+def named_benchmark(title: str) -> tuple[type[Benchmark], str]:
+    """Return the class of a task and its key in `tasks.TASKS` by its title."""
+    key = task_key(title)
+    return benchmark_class(key), key
+
+
+def check_positions(config: PreTrainedConfig, task: str, lengths: Iterable[int], max_length: int) -> None:
+    """Check that a model has a position for each token of the examples; the lengths are read only if it may lack one.
+
+    Raises:
+        UserError: an example has more tokens than the model has positions.
+    """
+    positions = max_positions(config, max_length)
+    if positions == max_length:
+        return
+    longest = max(lengths)
+    if longest > positions:
+        raise UserError(
+            f"data.max_length is {max_length}: an example of {task} has {longest} tokens, but a model has "
+            f"positions for {positions}; give {positions} or less"
+        )
+
+
+def gather(mine: Sequence[tuple[int, Any]], world: World) -> list[tuple[int, Any]]:
+    """Return the indexed results of all ranks on every rank; every rank must call this function."""
+    shares: list[Any] = [mine]
+    if world.size > 1:
+        shares = [None] * world.size
+        dist.all_gather_object(shares, mine)
+    return [pair for share in shares for pair in share]
+
+
+def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
+    """Return the class of the tasks that one model is scored on.
+
+    Raises:
+        UserError: a task does not exist, or the tasks need different heads.
+    """
+    found = {benchmark_class(task_key(name, key="data")) for name in names}
+    if len({each.head for each in found}) > 1:
+        raise UserError("data holds tasks that need different heads: evaluate them one by one")
+    return found.pop()
+
+
+def score_task(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    *,
+    data_dir: str | None,
+    max_length: int,
+    batch_size: int,
+    predictions: Path | None = None,
+) -> dict[str, Any]:
+    """Score a fine-tuned model in evaluation mode on the dev splits of a task, in this process alone.
+
+    `task` is as the user wrote it, such as rte or SST-2; data_dir None takes the data set on the hub, and predictions
+    None keeps none. The result is that of the task's `TaskData.summary`.
+
+    Raises:
+        UserError: the task does not exist, the model has no head for it, or a file is missing or malformed.
+    """
+    key = task_key(task, key="data")
+    found = benchmark_class(key)
+    found.check_folder(data_dir, key, setting="data_dir")
+    ending = {"sequence": "ForSequenceClassification", "span": "ForQuestionAnswering"}[found.head]
+    if not type(model).__name__.endswith(ending):
+        head = {"sequence": "classifier", "span": "head for spans"}[found.head]
+        raise UserError(
+            f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {found.title(key)}"
+        )
+    found.check_fine_tuned(model.config, key, named="model")
+    settings = DataConfig(kind="task", max_length=max_length, task=TaskConfig(name=key, dir=data_dir))
+    benchmark = cast(Benchmark, found(RunConfig(ds_config="", data=settings), trains=False))
+    data = benchmark.dev_data(tokenizer, model.config, batch_size)
+    world = World(rank=0, size=1, device=model.device)
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) if predictions is None else predictions
+        scored = ScoredModel(model=model, tokenizer=tokenizer, predictions=folder, world=world, sharded=False)
+        return data.summary({name: data.score_set(name, scored) for name in data.sets})

@@ -1,0 +1,345 @@
+"""SQuAD 1.1, SQuAD 2.0 and MLQA: a model with a head for spans is fine-tuned, and its answers are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from statistics import fmean
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
+
+from llmdistill.batch import Batch
+from llmdistill.config import RunConfig
+from llmdistill.data.sampler import Share, TrainLoader
+from llmdistill.data.windows import EncodedWindow, WindowLimits, collate_windows, encode_windows
+from llmdistill.errors import UserError
+from llmdistill.files import write_json
+from llmdistill.models.families import family_of
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.objective import Objective
+from llmdistill.tasks import task_key
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions
+from llmdistill.tasks.spans import Spans, predict_spans
+from llmdistill.tasks.squad_files import TASKS, QuestionSet, SquadFiles, check_files, read_files, read_sets
+from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
+
+_NAMED = 3
+"""The number of skipped questions that a warning names."""
+
+
+class Squad(Benchmark):
+    """One task of question answering, whose answers are spans of the context."""
+
+    head = "span"
+    usual_length = 384
+    has_classes = False
+
+    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
+        """Find the task and its files; raise UserError if there is none."""
+        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
+        self.key = task_key(str(config.data.task.name))
+        check_files(config.data.task.dir, self.key, setting="data.task.dir")
+
+    @classmethod
+    def title(cls, key: str) -> str:
+        """See Benchmark: SQuAD1, SQuAD2 or MLQA."""
+        return TASKS[key].title
+
+    @classmethod
+    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
+        """See Benchmark."""
+        check_files(folder, key, setting=setting)
+
+    @classmethod
+    def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
+        """See Benchmark: the model has a head for spans."""
+        name = (config.architectures or [""])[0]
+        if not name.endswith("ForQuestionAnswering"):
+            raise UserError(
+                f"{named}: it is a {name or config.model_type} without head for spans; give a model that is fine-tuned "
+                f"on {TASKS[key].title}"
+            )
+
+    @classmethod
+    def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
+        """See Benchmark."""
+        config = type(config).from_dict(config.to_dict())
+        config.num_labels = 2
+        config.architectures = [MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES[config.model_type]]
+        return config
+
+    @property
+    def num_outputs(self) -> int:
+        """The outputs of the head at each token: its chances to be the start, and to be the end."""
+        return 2
+
+    def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """See Task. Both models are encoders; the teacher is fine-tuned."""
+        if family_of(config).causal:
+            raise UserError(
+                f"{key} {reference}: {TASKS[self.key].title} needs an encoder, because the tokens of a "
+                f"{config.model_type} do not see those after them; give a model such as BERT or RoBERTa"
+            )
+        if key == "teacher.model":
+            self.check_fine_tuned(config, self.key, named=f"{key} {reference}")
+
+    def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
+        """See Task: the start and the end of a span."""
+        return Objective(tokens=False, sequences="spans")
+
+    def configure(self, model: PreTrainedModel) -> None:
+        """See Task: the outputs are no classes, whatever the model was fine-tuned on before."""
+        model.config.problem_type = None
+
+    def read(self, models: Models) -> SquadData:
+        """See Task.
+
+        Raises:
+            UserError: a file is missing or malformed, or a window has more tokens than a model has positions.
+        """
+        files, limits = read_files(self.key, self.config.data.task), self._limits()
+        tokenizer = load_tokenizer(models.tokenizer_path)
+        train = _encoded(files, str(models.tokenizer_path), limits)
+        sets = {name: _Encoded.of(each, tokenizer, limits) for name, each in files.sets.items()}
+        windows = [train, *(each.windows for each in sets.values())]
+        for config in (models.student, models.teacher):
+            check_positions(config, files.task.title, map(len, chain.from_iterable(windows)), limits.max_length)
+        data = self._data(tokenizer, sets, self.config.train.micro_batch_size or self.config.train.global_batch_size)
+        return replace(
+            data,
+            train=train,
+            files=files,
+            teacher_name=str(self.config.teacher.model),
+            report=f"{len(files.train):,} questions in {len(train):,} windows",
+        )
+
+    def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> SquadData:
+        """See Benchmark."""
+        limits = self._limits()
+        found = read_sets(self.key, self.config.data.task)
+        sets = {name: _Encoded.of(each, tokenizer, limits) for name, each in found.items()}
+        lengths = (len(window) for each in sets.values() for window in each.windows)
+        check_positions(config, TASKS[self.key].title, lengths, limits.max_length)
+        return self._data(tokenizer, sets, batch_size)
+
+    def _limits(self) -> WindowLimits:
+        settings = self.config.data.task
+        return WindowLimits(self.config.data.max_length, settings.stride, settings.max_question_length)
+
+    def _data(self, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, _Encoded], batch_size: int) -> SquadData:
+        return SquadData(
+            key=self.key,
+            tokenizer=tokenizer,
+            limits=self._limits(),
+            max_answer_length=self.config.data.task.max_answer_length,
+            encoded=sets,
+            batch_size=batch_size,
+            report="",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    """A set that models are scored on, with its windows."""
+
+    set: QuestionSet
+    windows: list[EncodedWindow]
+
+    @classmethod
+    def of(cls, found: QuestionSet, tokenizer: PreTrainedTokenizerBase, limits: WindowLimits) -> _Encoded:
+        """Encode a set."""
+        return cls(set=found, windows=encode_windows(found.questions, tokenizer, limits, learnt=False))
+
+    @property
+    def references(self) -> dict[str, list[str]]:
+        """The right answers by the id of the question."""
+        return {question.id: [answer.text for answer in question.answers] for question in self.set.questions}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadData(BenchmarkData):
+    """The questions of one task."""
+
+    key: str
+    tokenizer: PreTrainedTokenizerBase
+    limits: WindowLimits
+    max_answer_length: int
+    encoded: Mapping[str, _Encoded]
+    """The sets that models are scored on."""
+    batch_size: int
+    """The number of windows per rank in a forward pass of scoring."""
+    files: SquadFiles | None = None
+    """The files; None if the data only score."""
+    train: Sequence[EncodedWindow] = ()
+    teacher_name: str = ""
+    report: str
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """See BenchmarkData: the scores at the best threshold, if some questions have no answer, come first."""
+        return ("best_f1", "best_em", "f1", "em") if TASKS[self.key].has_unanswerable else ("f1", "em")
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """See BenchmarkData: F1 and exact match."""
+        return self.metrics[:2]
+
+    @property
+    def main_column(self) -> str:
+        """See BenchmarkData: for MLQA the mean over the languages."""
+        return TASKS[self.key].title
+
+    @property
+    def chance(self) -> float:
+        """See BenchmarkData: the share of questions without an answer, which never answering gets right."""
+        return 100 * fmean(not question.answers for question in self.encoded["dev"].set.questions)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See BenchmarkData: questions."""
+        sets = {name: len(each.set.questions) for name, each in self.encoded.items()}
+        return {"train": 0 if self.files is None else len(self.files.train), **sets}
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See TaskData: dev, and for MLQA the test set of each language or pair of languages."""
+        asked = {
+            "examples": None if self.files is None else self.files.digest,
+            "max_length": self.limits.max_length,
+            "stride": self.limits.stride,
+            "max_question_length": self.limits.max_question_length,
+            "max_answer_length": self.max_answer_length,
+        }
+        return dict.fromkeys(self.encoded, asked)
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See TaskData: passes over the windows. The steps of each epoch are rounded up, as in GLUE."""
+        return epochs * -(-len(self.train) // global_batch_size)
+
+    def loader(self, share: Share) -> TrainLoader[EncodedWindow]:
+        return TrainLoader(self.train, share, self._collate)
+
+    def _collate(self, items: Sequence[EncodedWindow]) -> Batch:
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_windows(items, padding)
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See TaskData: no batches, because dev is scored by exact match and F1."""
+        return []
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See TaskData: the metrics, and the predictions in the formats of the official scripts.
+
+        predictions.json has the answers by the id of the question. For SQuAD 2.0 an answer is "" where the null odds
+        are above 0; null_odds.json has the null odds, and spans.json the answers as if every question had one.
+        """
+        encoded = self.encoded[name]
+        tapped = TappedModel(scored.model, Recorder(scored.model, {}))
+        try:
+            spans = predict_spans(
+                tapped,
+                encoded.windows,
+                self._collate,
+                encoded.set.questions,
+                max_answer_length=self.max_answer_length,
+                batch_size=self.batch_size,
+                world=scored.world,
+            )
+        finally:
+            tapped.remove()
+        if scored.world.is_main:
+            self._write(scored, name, spans)
+        scores: dict[str, Any]
+        if TASKS[self.key].has_unanswerable:
+            scores = squad2_scores(spans.texts, spans.null_odds, encoded.references).to_dict()
+        else:
+            scores = squad1_scores(spans.texts, encoded.references, language=encoded.set.language)
+        return {"metrics": scores, "examples": len(encoded.set.questions)}
+
+    def _write(self, scored: ScoredModel, name: str, spans: Spans) -> None:
+        folder = scored.predictions / name
+        answers = spans.texts
+        if TASKS[self.key].has_unanswerable:
+            answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
+            write_json(folder / "null_odds.json", spans.null_odds)
+            write_json(folder / "spans.json", spans.texts)
+        write_json(folder / "predictions.json", answers)
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See TaskData.
+
+        Returns:
+            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric that chooses settings, "chance": that of never
+            answering}``, for SQuAD 2.0 also ``"threshold"``, the null odds above which an answer is left out for the
+            best F1, and ``"official"``, all scores of the official script. MLQA's columns are its dev set, each test
+            set, and ``MLQA``, the mean over the languages.
+        """
+        columns = {each.set.column: self._metrics(scores[name]["metrics"]) for name, each in self.encoded.items()}
+        if TASKS[self.key].is_multilingual:
+            same = [columns[each.set.column] for each in self.encoded.values() if each.set.is_averaged]
+            columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.metrics}
+        dev = self.encoded["dev"].set.column
+        summary = {"dev": columns, "score": columns[dev][self.metrics[0]], "chance": self.chance}
+        if TASKS[self.key].has_unanswerable:
+            official = dict(scores["dev"]["metrics"])
+            summary |= {"threshold": official["best_f1_threshold"], "official": official}
+        return summary
+
+    def _metrics(self, scores: Mapping[str, float]) -> dict[str, float]:
+        return {name: scores[name] for name in self.metrics}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        shown = "  ".join(
+            f"{column} {metric} {value:.2f}"
+            for column, metrics in summary["dev"].items()
+            for metric, value in metrics.items()
+        )
+        threshold = f"  threshold {summary['threshold']:.3f}" if "threshold" in summary else ""
+        return f"Dev scores of the {model}: {shown}{threshold}"
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See TaskData: skipped questions, and a teacher that is not better than never answering."""
+        found = []
+        skipped = [] if self.files is None else self.files.skipped
+        if skipped:
+            more = f" and {len(skipped) - _NAMED:,} more" if len(skipped) > _NAMED else ""
+            found.append(
+                f"{len(skipped):,} training questions are skipped, because their answer is not in the context where "
+                f"answer_start says: {', '.join(skipped[:_NAMED])}{more}"
+            )
+        if teacher is not None and teacher["score"] <= teacher["chance"]:
+            found.append(
+                f"the teacher {self.teacher_name} is not better than never answering on {TASKS[self.key].title}: "
+                f"{self.metrics[0]} {teacher['score']:.1f} on dev, where that gets {teacher['chance']:.1f}. Nothing "
+                "can be learnt from it: fine-tune it first"
+            )
+        return found
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        dev = next(iter(results.values()))["dev"] if results else {}
+        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
+        title = TASKS[self.key].title
+        legend = f"{title}: F1 and exact match as in the official script, x 100; {self.sizes['train']:,} questions."
+        if TASKS[self.key].has_unanswerable:
+            legend += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
+        return ScoreTable(
+            title="Dev sets x 100",
+            columns=[f"{column} {metric}" for column, metric in columns],
+            rows={
+                name: [f"{result['dev'][column][metric]:.1f}" for column, metric in columns]
+                for name, result in results.items()
+            },
+            legend=legend,
+        )
+
+
+@lru_cache(maxsize=2)  # the trials of a study in one process use the same questions
+def _encoded(files: SquadFiles, tokenizer: str, limits: WindowLimits) -> list[EncodedWindow]:
+    return encode_windows(files.train, load_tokenizer(tokenizer), limits, learnt=True)

@@ -1,0 +1,315 @@
+"""The questions of SQuAD 1.1 and 2.0 and of MLQA, from files in the official format or from the Hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmdistill.config.data import TaskConfig
+from llmdistill.data.windows import Answer, QuestionExample
+from llmdistill.errors import UserError
+from llmdistill.tasks import task_folder
+from llmdistill.tasks.squad_metrics import LANGUAGES
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadTask:
+    """The properties of a task of question answering."""
+
+    title: str
+    hub: str
+    """The data set on the Hub."""
+    has_unanswerable: bool = False
+    """Whether some questions have no answer in their context."""
+    is_multilingual: bool = False
+    """Whether the training set is English, and the test sets are in LANGUAGES."""
+
+
+TASKS: dict[str, SquadTask] = {
+    "squad1": SquadTask(title="SQuAD1", hub="rajpurkar/squad"),
+    "squad2": SquadTask(title="SQuAD2", hub="rajpurkar/squad_v2", has_unanswerable=True),
+    "mlqa": SquadTask(title="MLQA", hub="facebook/mlqa", is_multilingual=True),
+}
+"""The tasks of question answering, by their keys in `tasks.TASKS`."""
+
+_ENGLISH = "en"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The languages of a set of MLQA."""
+
+    context: str
+    """The language of the context and so of the answer."""
+    question: str
+
+    @property
+    def column(self) -> str:
+        """The column of the pair in tables: MLQA-de, or MLQA-de-en for English questions on German contexts."""
+        return f"MLQA-{self.context}" if self.context == self.question else f"MLQA-{self.context}-{self.question}"
+
+    def file(self, split: str) -> str:
+        """The name of a file in MLQA's own download."""
+        return f"{split}-context-{self.context}-question-{self.question}.json"
+
+
+ENGLISH = Pair(_ENGLISH, _ENGLISH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionSet:
+    """A set of questions that models are scored on."""
+
+    column: str
+    """The column of its scores in tables."""
+    language: str | None
+    """The language of the answers for MLQA's normalisation; None for that of SQuAD."""
+    is_averaged: bool = False
+    """Whether the column counts in MLQA's average over languages, in which question and context have one language."""
+    questions: list[QuestionExample]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadFiles:
+    """A task with its questions. Two instances are equal if their questions are equal."""
+
+    key: str
+    train: list[QuestionExample] = field(compare=False)
+    """Without the skipped ones."""
+    skipped: list[str] = field(compare=False)
+    """The ids of training questions whose answer is not in the context."""
+    sets: dict[str, QuestionSet] = field(compare=False)
+    """The sets by name: dev, by which settings are chosen, and the test sets of MLQA by pair of languages."""
+    digest: str
+
+    @property
+    def task(self) -> SquadTask:
+        """The properties of the task."""
+        return TASKS[self.key]
+
+
+def check_files(folder: str | None, key: str, *, setting: str) -> None:
+    """Check that a folder has the files of a task.
+
+    Raises:
+        UserError: the folder or a file does not exist.
+    """
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"{setting} {folder}: no such folder; give that of {TASKS[key].title}'s files, or none for the hub"
+        )
+    _train_file(folder, key)
+    _dev_file(folder, key)
+
+
+def read_files(key: str, settings: TaskConfig) -> SquadFiles:
+    """Read the questions of a task; `settings.limit` counts training questions.
+
+    Raises:
+        UserError: a file is missing or malformed, holds no question, or a language has no data.
+    """
+    sets = read_sets(key, settings)
+    source = "squad1" if TASKS[key].is_multilingual else key
+    place = TASKS[source].hub + ", train" if settings.dir is None else str(_train_file(settings.dir, key))
+    rows = _hub_rows(source, "train", None) if settings.dir is None else _file_rows(Path(place))
+    train = _checked(rows, place, key)[: settings.limit]
+    skipped = [question.id for question in train if not question.is_located]
+    train = [question for question in train if question.is_located]
+    if not train:
+        raise UserError(f"{place}: no training question has its answer in its context; take the official file")
+    digest = hashlib.sha256()
+    for question in (question for part in (train, *(each.questions for each in sets.values())) for question in part):
+        digest.update(repr(question).encode())
+    return SquadFiles(key=key, train=train, skipped=skipped, sets=sets, digest=digest.hexdigest()[:16])
+
+
+def read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:
+    """Read the sets that models are scored on.
+
+    Raises:
+        UserError: a file is missing or malformed, holds no question, or a language has no data.
+    """
+    task = TASKS[key]
+    if not task.is_multilingual:
+        if settings.languages is not None:
+            raise UserError(f"data.task.languages is {settings.languages}, but {task.title} is English: leave it out")
+        rows, place = _split_rows(key, settings.dir, "dev", None)
+        return {"dev": QuestionSet(column=task.title, language=None, questions=_checked(rows, place, key))}
+    sets = {}
+    for name, split, pair in [("dev", "dev", ENGLISH), *((each.column, "test", each) for each in _pairs(settings))]:
+        rows, place = _split_rows(key, settings.dir, split, pair)
+        column = f"{pair.column} dev" if name == "dev" else name
+        sets[name] = QuestionSet(
+            column=column,
+            language=pair.context,
+            is_averaged=name != "dev" and pair.context == pair.question,
+            questions=_checked(rows, place, key),
+        )
+    return sets
+
+
+def _pairs(settings: TaskConfig) -> list[Pair]:
+    """Return the pairs of languages that are scored, those of one language first.
+
+    Raises:
+        UserError: a language has no data.
+    """
+    folder = None if settings.dir is None else _mlqa_folder(settings.dir, "test")
+    there = [each for each in LANGUAGES if folder is None or (folder / Pair(each, each).file("test")).is_file()]
+    languages = there if settings.languages is None else settings.languages
+    missing = [each for each in languages if each not in there]
+    if missing or not languages:
+        where = "MLQA" if folder is None else str(folder)
+        lacking = missing[0] if missing else LANGUAGES[0]
+        raise UserError(
+            f"data.task.languages: {where} has no data for {lacking} ({Pair(lacking, lacking).file('test')}), only for "
+            f"{', '.join(there) or 'none'}; add the file, or name languages that are there"
+        )
+    crossed = [Pair(one, other) for one in languages for other in languages if one != other]
+    return [*(Pair(each, each) for each in languages), *(crossed if settings.crossed else [])]
+
+
+_Rows = Iterator[tuple[Mapping[str, Any], str]]
+"""Each question as a row of the Hub, with its place."""
+
+
+def _split_rows(key: str, folder: str | None, split: str, pair: Pair | None) -> tuple[_Rows, str]:
+    if folder is None:
+        name = "" if pair is None else f" {pair.column}"
+        return _hub_rows(key, split, pair), f"{TASKS[key].hub}{name}, {split}"
+    path = _dev_file(folder, key) if pair is None else _mlqa_folder(folder, split) / pair.file(split)
+    return _file_rows(path), str(path)
+
+
+def _checked(rows: _Rows, place: str, key: str) -> list[QuestionExample]:
+    questions = [_question(row, where) for row, where in rows]
+    if not questions:
+        raise UserError(f"{place}: holds no question; take the official file, whole")
+    ids: set[str] = set()
+    for question in questions:
+        if question.id in ids:
+            raise UserError(f"{place}: two questions have the id {question.id}; give each its own")
+        ids.add(question.id)
+        if not question.answers and not TASKS[key].has_unanswerable:
+            raise UserError(
+                f"{place}: question {question.id} has no answer, but every question of {TASKS[key].title} has one; "
+                "for SQuAD 2.0 name the task squad2"
+            )
+    return questions
+
+
+def _question(row: Mapping[str, Any], place: str) -> QuestionExample:
+    answers = row.get("answers")
+    texts, starts = (answers.get("text"), answers.get("answer_start")) if isinstance(answers, Mapping) else (None, None)
+    fields = [row.get("id"), row.get("question"), row.get("context")]
+    is_right = (
+        all(isinstance(each, str) and each.strip() for each in fields)
+        and isinstance(texts, list)
+        and isinstance(starts, list)
+        and len(texts) == len(starts)
+        and all(isinstance(each, str) for each in texts)
+        and all(isinstance(each, int) and each >= 0 for each in starts)
+    )
+    if not is_right:
+        raise UserError(
+            f"{place}: expected id, question and context as text, and answers with text and answer_start, as in the "
+            f"official files; it has {', '.join(row) or 'nothing'}"
+        )
+    found = tuple(Answer(text, start) for text, start in zip(texts or [], starts or [], strict=True))
+    return QuestionExample(str(fields[0]), str(fields[1]), str(fields[2]), found)
+
+
+def _file_rows(path: Path) -> _Rows:
+    """Yield the questions of a file in the official format.
+
+    Raises:
+        UserError: the file does not exist, or has another format.
+    """
+    try:
+        articles = json.loads(path.read_text(encoding="utf-8-sig"))["data"]
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; take the official download, whole, or none for the hub's") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error}); mend or replace it") from error
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: has no list under 'data', which the official format has; take such a file") from error
+    for number, article in enumerate(_list(articles, str(path)), start=1):
+        place = f"{path}: article {number}"
+        for paragraph in _list(_under(article, "paragraphs", place), place):
+            context = _under(paragraph, "context", place)
+            for question in _list(_under(paragraph, "qas", place), place):
+                listed = _list(_under(question, "answers", place), place)
+                answers = {key: [_under(each, key, place) for each in listed] for key in ("text", "answer_start")}
+                where = f"{place}, question {question.get('id')}"
+                yield {**question, "context": context, "answers": answers}, where
+
+
+def _under(value: Any, key: str, place: str) -> Any:
+    if not isinstance(value, Mapping) or key not in value:
+        found = ", ".join(value) if isinstance(value, Mapping) else type(value).__name__
+        raise UserError(f"{place}: has no {key}, only {found}; take a file in the official format")
+    return value[key]
+
+
+def _list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f"{place}: a {type(value).__name__} where the official format has a list; mend the file")
+    return value
+
+
+def _train_file(folder: str, key: str) -> Path:
+    """Return the training file; MLQA's is that of SQuAD 1.1, in its own folder or in MLQA's."""
+    if not TASKS[key].is_multilingual:
+        return _only_file(task_folder(folder, key), "train*.json")
+    inside = [task_folder(folder, "squad1"), task_folder(folder, key), folder]
+    return _only_file(next((each for each in inside if any(Path(each).glob("train*.json"))), folder), "train*.json")
+
+
+def _dev_file(folder: str, key: str) -> Path:
+    """Return the file by which settings are chosen."""
+    if TASKS[key].is_multilingual:
+        path = _mlqa_folder(folder, "dev") / ENGLISH.file("dev")
+        if not path.is_file():
+            raise UserError(f"{path}: no such file, by which settings are chosen; take MLQA's own download, whole")
+        return path
+    return _only_file(task_folder(folder, key), "dev*.json")
+
+
+def _mlqa_folder(folder: str, split: str) -> Path:
+    """Return the folder of a split: MLQA's own download has the folders dev and test."""
+    own = Path(task_folder(folder, "mlqa"))
+    return own / split if (own / split).is_dir() else own
+
+
+def _only_file(folder: str, pattern: str) -> Path:
+    found: Sequence[Path] = sorted(Path(folder).glob(pattern))
+    if len(found) != 1:
+        there = ", ".join(path.name for path in found) or "no such file"
+        raise UserError(
+            f"{folder}: expected one file {pattern} of the official download, found {there}; leave one there"
+        )
+    return found[0]
+
+
+def _hub_rows(key: str, split: str, pair: Pair | None) -> _Rows:
+    import datasets
+
+    named = TASKS[key].hub if pair is None else f"{TASKS[key].hub}, mlqa.{pair.context}.{pair.question}"
+    config = None if pair is None else f"mlqa.{pair.context}.{pair.question}"
+    name = split.replace("dev", "validation")
+    try:
+        rows: Any = list(datasets.load_dataset(TASKS[key].hub, config, split=name))
+    except Exception as error:  # the datasets library passes on any exception of its readers and of the network
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UserError(
+            f"{named}, {name}: not loaded from the hub ({reason}); check the network, or give the folder of the "
+            "official download as the data folder"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield row, f"{named}, {name}: row {number}"

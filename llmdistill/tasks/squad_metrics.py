@@ -1,0 +1,219 @@
+"""Exact match and F1 of answers, as in the official scripts of SQuAD 1.1 and 2.0 and of MLQA (Lewis et al. 2020)."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+Normalise = Callable[[str], str]
+"""Maps an answer to the words that are compared, separated by one space."""
+
+_ARTICLES: dict[str, str] = {
+    "en": r"\b(a|an|the)\b",
+    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
+    "vi": r"\b(của|là|cái|chiếc|những)\b",
+    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
+    "ar": "ال",
+}
+"""The words that MLQA leaves out; in Arabic the article is no word of its own, and its letters go wherever they are."""
+
+LANGUAGES: tuple[str, ...] = ("en", "es", "de", "ar", "hi", "vi", "zh")
+"""The languages of MLQA."""
+
+_CHINESE = re.compile("([\u4e00-\u9fa5])")
+
+
+def normalise(text: str) -> str:
+    """Return an answer in lower case without ASCII punctuation, English articles and extra spaces (SQuAD)."""
+    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(_ARTICLES["en"], " ", kept).split())
+
+
+def normalise_mlqa(text: str, language: str) -> str:
+    """Return an answer in lower case without punctuation of any script, articles of the language and extra spaces.
+
+    Each Chinese character is a word. `language` is one of LANGUAGES.
+    """
+    kept = "".join(letter for letter in text.lower() if not _is_punctuation(letter))
+    if language in _ARTICLES:
+        kept = re.sub(_ARTICLES[language], " ", kept)
+    if language == "zh":
+        kept = _CHINESE.sub(r" \1 ", kept)
+    return " ".join(kept.split())
+
+
+def _is_punctuation(letter: str) -> bool:
+    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
+
+
+def normalise_in(language: str | None) -> Normalise:
+    """Return the normalisation of SQuAD (None), or that of MLQA in a language."""
+    return normalise if language is None else partial(normalise_mlqa, language=language)
+
+
+def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
+    """Return the F1 of the common words of two answers, each word as often as it occurs in both: 0 to 1."""
+    common = sum((Counter(prediction) & Counter(reference)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(prediction), common / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+@dataclass(frozen=True)
+class RawScore:
+    """The scores of one answer against the best of its references, from 0 to 1."""
+
+    em: float
+    f1: float
+
+
+def score_answer(prediction: str, references: Sequence[str], normalised: Normalise) -> RawScore:
+    """Score an answer against at least one reference (SQuAD 1.1, MLQA)."""
+    mine, theirs = normalised(prediction), [normalised(each) for each in references]
+    return RawScore(float(mine in theirs), max(token_f1(mine.split(), each.split()) for each in theirs))
+
+
+def score_answer2(prediction: str, references: Sequence[str]) -> RawScore:
+    """Score an answer, "" for none, against any number of references (SQuAD 2.0).
+
+    References without a word do not count; without any other one the right answer is "".
+    """
+    mine = normalise(prediction)
+    theirs = [text for text in map(normalise, references) if text] or [""]
+    exact = float(mine in theirs)
+    if not mine or theirs == [""]:
+        return RawScore(exact, exact)
+    return RawScore(exact, max(token_f1(mine.split(), each.split()) for each in theirs))
+
+
+def squad1_scores(
+    answers: Mapping[str, str], references: Mapping[str, Sequence[str]], *, language: str | None = None
+) -> dict[str, float]:
+    """Return `em` and `f1` (0-100) as the script of SQuAD 1.1, or in a language as that of MLQA.
+
+    Args:
+        answers: the text of each answer by the id of its question.
+        references: the right answers, at least one for each question, in any order of questions.
+        language: the language of the answers (one of LANGUAGES); None for SQuAD.
+
+    Raises:
+        ValueError: there is no question, or a question has no reference or no answer.
+    """
+    _check(answers, references)
+    if not all(references.values()):
+        raise ValueError("a question has no reference")
+    scores = [score_answer(answers[key], texts, normalise_in(language)) for key, texts in references.items()]
+    return {name: 100 * sum(getattr(each, name) for each in scores) / len(scores) for name in ("f1", "em")}
+
+
+@dataclass(frozen=True)
+class Squad2Scores:
+    """The scores of SQuAD 2.0, in percent; in the official script `em` is called exact, and `threshold` thresh."""
+
+    f1: float
+    """With a question unanswered where its null odds are above the given threshold."""
+    em: float
+    best_f1: float
+    """At the best threshold of these questions; a question is unanswered where its null odds are above it."""
+    best_f1_threshold: float
+    best_em: float
+    best_em_threshold: float
+    has_answer_f1: float | None
+    """Of the questions that have an answer; None if there are none."""
+    has_answer_em: float | None
+    no_answer_f1: float | None
+    """Of the questions that have no answer, which is the share that is left unanswered; None if there are none."""
+    total: int
+    """The number of questions."""
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the scores as plain JSON values."""
+        return asdict(self)
+
+
+def squad2_scores(
+    answers: Mapping[str, str],
+    null_odds: Mapping[str, float],
+    references: Mapping[str, Sequence[str]],
+    *,
+    threshold: float = 0.0,
+) -> Squad2Scores:
+    """Return the scores as the script of SQuAD 2.0 with `--na-prob-file`.
+
+    Args:
+        answers: the best span of each question by its id, also where the null odds are high.
+        null_odds: how much more probable no answer is than the span; any measure that rises with it.
+        references: the right answers of each question; none if it has no answer.
+        threshold: f1 and em leave a question unanswered where its null odds are above it.
+
+    Raises:
+        ValueError: there is no question, or one has no answer or no null odds.
+    """
+    _check(answers, references)
+    _check(null_odds, references)
+    raw = {key: score_answer2(answers[key], texts) for key, texts in references.items()}
+    final = {
+        key: score if null_odds[key] <= threshold else RawScore(*[float(not references[key])] * 2)
+        for key, score in raw.items()
+    }
+    means = {name: _means(final, references, name) for name in ("f1", "em")}
+    best = {name: _best(raw, answers, null_odds, references, name) for name in ("f1", "em")}
+    return Squad2Scores(
+        f1=100 * sum(each.f1 for each in final.values()) / len(final),
+        em=100 * sum(each.em for each in final.values()) / len(final),
+        best_f1=best["f1"][0],
+        best_f1_threshold=best["f1"][1],
+        best_em=best["em"][0],
+        best_em_threshold=best["em"][1],
+        has_answer_f1=means["f1"][0],
+        has_answer_em=means["em"][0],
+        no_answer_f1=means["f1"][1],
+        total=len(raw),
+    )
+
+
+def _check(found: Mapping[str, object], references: Mapping[str, object]) -> None:
+    if not references:
+        raise ValueError("no questions to score")
+    missing = sorted(references.keys() - found.keys())
+    if missing:
+        raise ValueError(f"{len(missing)} questions have no answer, such as {missing[0]}")
+
+
+def _means(
+    scores: Mapping[str, RawScore], references: Mapping[str, Sequence[str]], name: str
+) -> tuple[float | None, float | None]:
+    """Return the mean score of the questions with and of those without an answer."""
+    parts = [[getattr(scores[key], name) for key in scores if bool(references[key]) is has] for has in (True, False)]
+    first, second = (100 * sum(part) / len(part) if part else None for part in parts)
+    return first, second
+
+
+def _best(
+    raw: Mapping[str, RawScore],
+    answers: Mapping[str, str],
+    null_odds: Mapping[str, float],
+    references: Mapping[str, Sequence[str]],
+    name: str,
+) -> tuple[float, float]:
+    """Return the best score in percent, and its threshold.
+
+    With the lowest threshold every question is unanswered, and those without an answer are right. Each step answers one
+    more question, in the order of the null odds: it gains the score of its span, or loses one point if it has none.
+    """
+    score = best = float(sum(not texts for texts in references.values()))
+    threshold = 0.0
+    for key in sorted(references, key=lambda key: null_odds[key]):
+        if references[key]:
+            score += getattr(raw[key], name)
+        elif answers[key]:
+            score -= 1
+        if score > best:
+            best, threshold = score, null_odds[key]
+    return 100 * best / len(references), threshold

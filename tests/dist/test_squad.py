@@ -1,0 +1,100 @@
+"""Question answering as an ordinary run: two ranks, a sharded teacher, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from question_files import write_tasks
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForMaskedLM
+
+from llmdistill.embedded import locate
+
+from support import largest_difference, weights
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = (
+    *("--recipe", "finetune", "--ds_config", "ds_configs/zero2.json", "--train.dtype", "fp32", "--data.max_length", "30"),
+    *("--data.task.name", "squad2", "--data.task.stride", "8", "--data.task.max_question_length", "8"),
+    *("--train.global_batch_size", "8", "--train.epochs", "1", "--train.learning_rate", "3e-3", "--train.save_every", "3"),
+)
+
+
+SHIFTS = ("key.bias", "layer.1.output.LayerNorm.bias", "qa_outputs.bias")
+"""Parameters that shift all tokens alike, which changes no distribution over tokens: their gradient is rounding alone,
+and Adam makes whole steps of it."""
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    """A random BERT without dropout, whose masks differ between ranks, with the embedded tokenizer."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    source = locate("embedded:teacher")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    vocabulary = len(AutoTokenizer.from_pretrained(source))
+    config = BertConfig(vocab_size=vocabulary, max_position_embeddings=32, initializer_range=0.3, **sizes, **dropout)
+    BertForMaskedLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finetune(launch, encoder, tmp_path_factory):
+    questions = write_tasks(tmp_path_factory.mktemp("questions"), train=40, dev=13)
+
+    def run(folder: Path, *arguments: str, ranks: int = 1) -> Path:
+        given = ("--student.model", str(encoder), "--data.task.dir", str(questions), "--output_dir", str(folder))
+        launch(*SETTINGS, *given, *arguments, ranks=ranks)
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def teacher(finetune, tmp_path_factory) -> Path:
+    """A run of the labels alone."""
+    return finetune(tmp_path_factory.mktemp("run") / "teacher")
+
+
+def metrics(run: Path) -> dict:
+    return json.loads((run / "metrics.json").read_text())
+
+
+def test_two_ranks_learn_and_answer_as_one(finetune, teacher, tmp_path) -> None:
+    learns = ("--method", "kd", "--teacher.model", str(teacher / "student"))
+    one = finetune(tmp_path / "one", *learns)
+    two = finetune(tmp_path / "two", *learns, "--teacher.sharding", "zero3", ranks=2)
+    first, second = weights(one), weights(two)
+    assert max(float((first[name] - second[name]).abs().max()) for name in first if not name.endswith(SHIFTS)) < 1e-5
+    names = ("spans", "null_odds", "predictions")
+    files = [[json.loads((run / f"predictions/teacher/dev/{name}.json").read_text()) for name in names] for run in (one, two)]
+    assert files[0][0] == files[1][0]
+    assert files[0][1] == pytest.approx(files[1][1], abs=1e-4)
+    assert metrics(one)["teacher"]["dev"] == metrics(two)["teacher"]["dev"]
+    assert metrics(one)["student"]["dev"].keys() == {"SQuAD2"}
+    assert "| SQuAD2 best_f1 |" in (one / "report.md").read_text()
+    model = AutoModelForQuestionAnswering.from_pretrained(one / "student")
+    assert type(model).__name__ == "BertForQuestionAnswering"
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, teacher, tmp_path) -> None:
+    stopped = tmp_path / "stopped"
+    shutil.copytree(teacher, stopped)
+    for name in ("metrics.json", "report.md"):
+        (stopped / name).unlink()
+    checkpoints = sorted(stopped.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))
+    for path in (*checkpoints[1:], *(stopped / name for name in ("student", "scores", "predictions"))):
+        shutil.rmtree(path)
+    assert len(checkpoints) > 1
+    (stopped / "checkpoints/latest").write_text(checkpoints[0].name)
+    finetune(stopped)
+    assert largest_difference(teacher, stopped) == 0
+    assert metrics(stopped)["student"]["dev"] == metrics(teacher)["student"]["dev"]

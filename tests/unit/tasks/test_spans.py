@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmdistill.batch import IGNORE_INDEX, Outputs, Taps
+from llmdistill.data.windows import EncodedWindow, QuestionExample, collate_windows
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.spans import best_spans, predict_spans
+
+COLLATE = partial(collate_windows, pad_token_id=0)
+QUESTIONS = [QuestionExample(f"q{n}", "who", " ".join(f"{n}w{i}" for i in range(12)), ()) for n in range(3)]
+
+
+def window(question: int, first: int, count: int, number: int) -> EncodedWindow:
+    """[CLS] who [SEP], then `count` words of the context from `first` on, then [SEP]; the first token is its number."""
+    context = QUESTIONS[question].context
+    starts = [context.index(f"{question}w{i}") for i in range(first, first + count)]
+    characters = [(start, start + len(context[start:].split()[0])) for start in starts]
+    ids = [number, 101, 102, *range(103, 103 + count), 102]
+    return EncodedWindow(
+        np.array(ids, dtype=np.int32),
+        None,
+        (IGNORE_INDEX, IGNORE_INDEX),
+        question,
+        np.array([(-1, -1)] * 3 + characters + [(-1, -1)], dtype=np.int32),
+    )
+
+
+WINDOWS = [window(0, 0, 5, 1), window(0, 3, 9, 2), window(1, 0, 12, 3), window(2, 0, 2, 4), window(2, 1, 4, 5)]
+
+
+def forward(batch) -> Outputs:
+    """Random logits of a window, by its number: padding has -inf, as the head gives it."""
+    rows = []
+    for ids in batch.input_ids:
+        generator = torch.Generator().manual_seed(int(ids[0]))
+        rows.append(4 * torch.randn(2, 40, generator=generator)[:, : len(ids)])
+    logits = torch.stack(rows).masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
+    return Outputs(None, Taps(), logits)
+
+
+def naive(longest: int) -> tuple[dict[str, str], dict[str, float]]:
+    """Every pair of tokens in every window of a question."""
+    texts, odds = {}, {}
+    for number, question in enumerate(QUESTIONS):
+        found, null = [], []
+        for each in (each for each in WINDOWS if each.question == number):
+            (starts, ends), places = forward(COLLATE([each])).sequence_logits[0].tolist(), each.characters
+            null.append(starts[0] + ends[0])
+            for first in range(len(each)):
+                for last in range(first, min(first + longest, len(each))):
+                    if places[first, 0] >= 0 and places[last, 0] >= 0:
+                        text = question.context[places[first, 0] : places[last, 1]]
+                        found.append((starts[first] + ends[last], text))
+        score, texts[question.id] = max(found)
+        odds[question.id] = min(null) - score
+    return texts, odds
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(rank=rank, size=size, device=torch.device("cpu"))
+
+
+def predict(longest: int = 4, batch_size: int = 2, **where: int):
+    return predict_spans(
+        forward, WINDOWS, COLLATE, QUESTIONS, max_answer_length=longest, batch_size=batch_size, world=world(**where)
+    )
+
+
+@pytest.mark.parametrize("longest", [1, 2, 4, 30])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_the_best_span_of_all_windows(longest: int, batch_size: int) -> None:
+    found = predict(longest, batch_size)
+    texts, odds = naive(longest)
+    assert found.texts == texts
+    assert list(found.null_odds) == ["q0", "q1", "q2"]
+    assert found.null_odds == pytest.approx(odds, abs=1e-5)
+
+
+def test_ranks_put_their_answers_together(monkeypatch) -> None:
+    shares: list[list] = []
+    monkeypatch.setattr(
+        dist,
+        "all_gather_object",
+        lambda into, mine: shares.append(mine) or into.__setitem__(slice(None), [mine for _ in into]),
+    )
+    for rank in (0, 1):
+        with suppress(KeyError):  # a rank alone may not know all questions
+            predict(batch_size=1, rank=rank, size=2)
+    assert sorted(index for part in shares for index, _ in part) == list(range(len(WINDOWS)))
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), shares))
+    assert predict(batch_size=1, rank=0, size=2) == predict(batch_size=1, rank=1, size=2) == predict()
+
+
+def test_a_window_without_context() -> None:
+    lonely = EncodedWindow(np.array([1, 2], dtype=np.int32), None, (0, 0), 0, np.full((2, 2), -1, dtype=np.int32))
+    ((no_answer, score, *_),) = best_spans(torch.tensor([[[1.0, 9.0], [2.0, 9.0]]]), [lonely], 4)
+    assert (no_answer, score) == (3.0, float("-inf"))

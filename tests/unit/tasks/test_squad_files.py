@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from question_files import rows, write_file, write_tasks
+
+from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.data.windows import Answer
+from llmdistill.errors import UserError
+from llmdistill.tasks import make_task
+from llmdistill.tasks.squad_files import read_files, read_sets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("questions"), train=12, dev=6)
+
+
+def settings(folder: Path, **more: Any) -> TaskConfig:
+    return TaskConfig(name="squad2", dir=str(folder), **more)
+
+
+@pytest.mark.parametrize(("key", "own"), [("squad1", "squad1"), ("squad2", "squad2")])
+def test_the_official_files_are_read(folder, key, own) -> None:
+    files = read_files(key, settings(folder))
+    raw = rows(12, seed=0, unanswerable=key == "squad2")
+    assert [question.id for question in files.train] == [row["id"] for row in raw]
+    assert [question.context for question in files.train] == [row["context"] for row in raw]
+    right = [tuple(Answer(each["text"], each["answer_start"]) for each in row["answers"]) for row in raw]
+    assert [question.answers for question in files.train] == right
+    assert len(files.sets["dev"].questions) == 6
+    assert files.skipped == []
+    assert read_files(key, settings(folder / own)) == files, "the folder of the task itself"
+    limited = read_files(key, settings(folder, limit=3))
+    assert [question.id for question in limited.train] == ["q0", "q1", "q2"]
+    assert limited.digest != files.digest
+
+
+def test_the_real_files(folder) -> None:
+    import os
+
+    data = os.environ.get("LLMDISTILL_DATA")
+    if data is None:
+        pytest.skip("LLMDISTILL_DATA is not set")
+    files = read_files("squad2", settings(Path(data)))
+    dev = files.sets["dev"].questions
+    assert (len(files.train) + len(files.skipped), len(dev)) == (4205, 1200)
+    assert sum(not question.answers for question in dev) == 595
+
+
+def test_mlqa_learns_english_and_is_scored_by_language(folder) -> None:
+    files = read_files("mlqa", settings(folder))
+    assert list(files.sets) == ["dev", "MLQA-en", "MLQA-de", "MLQA-zh"]
+    assert [each.language for each in files.sets.values()] == ["en", "en", "de", "zh"]
+    assert [each.is_averaged for each in files.sets.values()] == [False, True, True, True]
+    assert files.train == read_files("squad1", settings(folder)).train
+    assert list(read_sets("mlqa", settings(folder, languages=["zh", "en"]))) == ["dev", "MLQA-zh", "MLQA-en"]
+
+
+def official(*questions: dict[str, Any], context: Any = "w1 w2") -> dict[str, Any]:
+    return {"data": [{"paragraphs": [{"context": context, "qas": list(questions)}]}]}
+
+
+RIGHT = {"id": "a", "question": "w0", "answers": [{"text": "w1", "answer_start": 0}]}
+UNANSWERED = {"id": "b", "question": "w0", "answers": []}
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ({"rows": []}, "has no list under 'data'"),
+        ([RIGHT], "has no list under 'data'"),
+        ({"data": {"a": 1}}, "a dict where the official format has a list"),
+        ({"data": [{"title": "x"}]}, "article 1: has no paragraphs, only title"),
+        (official({"id": "a", "question": "w0"}), "article 1: has no answers, only id, question"),
+        (official({**RIGHT, "answers": [{"text": "w1"}]}), "has no answer_start, only text"),
+        (official({**RIGHT, "question": 7}), "article 1, question a: expected id, question and context as text"),
+        (official({**RIGHT, "answers": [{"text": "w1", "answer_start": "0"}]}), "question a: expected id, question"),
+        (official(RIGHT, context="  "), "question a: expected id, question and context as text"),
+        (official(RIGHT, RIGHT), "two questions have the id a"),
+        (official(UNANSWERED), "question b has no answer, but every question of SQuAD1 has one"),
+        (official(), "holds no question"),
+        ("{", "cannot be read as JSON"),
+    ],
+)
+def test_a_dev_file_that_cannot_be_read(folder, tmp_path, file, said) -> None:
+    write_file(tmp_path / "train-v1.1.json", rows(4, seed=0, unanswerable=False))
+    path = tmp_path / "dev-v1.1.json"
+    path.write_text(file if isinstance(file, str) else json.dumps(file))
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*{re.escape(said)}"):
+        read_files("squad1", settings(tmp_path))
+
+
+def test_files_and_languages_that_are_not_there(folder, tmp_path) -> None:
+    def task(name: str, where: Path, **more: Any) -> Any:
+        data = DataConfig(kind="task", max_length=14, task=TaskConfig(name=name, dir=str(where), **more))
+        return make_task(RunConfig(ds_config="", data=data))
+
+    with pytest.raises(UserError, match=r"data.task.dir .*nowhere: no such folder"):
+        task("squad2", tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"expected one file train\*.json .* found no such file"):
+        task("squad2", tmp_path)
+    write_tasks(tmp_path, train=4, dev=4)
+    write_file(tmp_path / "squad2/train-old.json", rows(4, seed=0, unanswerable=True))
+    with pytest.raises(UserError, match=r"found train-old\.json, train-v2\.0\.json; leave one there"):
+        task("squad2", tmp_path)
+    with pytest.raises(UserError, match=r"test has no data for hi \(test-.*json\), only for en, de, zh"):
+        read_files("mlqa", settings(tmp_path, languages=["en", "hi"]))
+    with pytest.raises(UserError, match="SQuAD1 is English: leave it out"):
+        read_files("squad1", settings(folder, languages=["en"]))
+    (tmp_path / "MLQA/dev/dev-context-en-question-en.json").unlink()
+    with pytest.raises(UserError, match=r"dev-context-en-question-en.json: no such file"):
+        task("mlqa", tmp_path)
+    with pytest.raises(ValueError, match=r"data\.task\.languages is .*each once"):
+        TaskConfig(languages=["en", "en"])
+    with pytest.raises(ValueError, match=r"data\.task\.stride is 0"):
+        TaskConfig(stride=0)
+
+
+def test_a_training_set_without_a_located_answer(tmp_path) -> None:
+    broken = rows(3, seed=0, unanswerable=False)
+    for row in broken:
+        row["answers"][0]["text"] = "elsewhere"
+    write_file(tmp_path / "train.json", broken)
+    write_file(tmp_path / "dev.json", broken)
+    with pytest.raises(UserError, match="no training question has its answer in its context"):
+        read_files("squad1", settings(tmp_path))
+    write_file(tmp_path / "train.json", [*broken, {**rows(1, seed=3, unanswerable=False)[0], "id": "right"}])
+    files = read_files("squad1", settings(tmp_path))
+    assert files.skipped == ["q0", "q1", "q2"]
+    assert [question.id for question in files.train] == ["right"]
+    assert len(files.sets["dev"].questions) == 3, "the official script scores them all the same"
