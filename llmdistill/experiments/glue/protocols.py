@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,10 @@ def protocol_of(config: GlueConfig, task: str) -> Protocol:
 
 def metric_of(protocol: ProtocolName, task: str) -> str | None:
     """Return the metric by which settings are chosen, that of the paper's table; None for the task's own first one."""
-    columns: Mapping[str, Mapping[str, str]] = {**CONVENTIONS}
-    return columns.get(protocol, {}).get(column_of(task, "dev")) if task in TASKS else None
+    if task not in TASKS:
+        return None
+    columns = {} if protocol == "custom" else CONVENTIONS[protocol]
+    return columns.get(column_of(task, "dev"), TASKS[task].metrics[0])
 
 
 def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:
