@@ -136,7 +136,11 @@ class TaskStudy:
         """Return a run on the task that trains nothing yet."""
         config = self.config
         task = TaskConfig(
-            name=self.task, dir=config.data_dir, limit=config.limit, copy_classifier=config.copy_classifier
+            name=self.task,
+            dir=config.data_dir,
+            limit=config.limit,
+            copy_classifier=config.copy_classifier,
+            out_of_domain=config.out_of_domain,
         )
         return RunConfig(
             ds_config=config.ds_config,
