@@ -99,8 +99,9 @@ def _languages(settings: TaskConfig, sets: Mapping[str, Mapping[str, list[PairEx
     missing = next((each for each in asked if each not in there), None)
     if missing is not None or not asked:
         raise UserError(
-            f"data.task.languages: {settings.dir or _HUB} has no dev and test examples for {missing or 'any language'}, "
-            f"only for {', '.join(there) or 'none'}; add them, or name languages that are there"
+            f"data.task.languages: {settings.dir or _HUB} has no dev and test examples for "
+            f"{missing or 'any language'}, only for {', '.join(there) or 'none'}; add them, or name languages that are "
+            "there"
         )
     return asked
 
