@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from llmdistill.errors import check_least
 
@@ -64,7 +64,7 @@ class TaskConfig:
     """A task with its own examples, splits and metrics, such as those of GLUE. The student gets a head for it."""
 
     name: str | None = None
-    """The task, such as rte, cola, sst2, squad2 or mlqa."""
+    """The task, such as rte, cola, sst2, squad2, mlqa or xnli."""
     dir: str | None = None
     """Folder of the task's files: the one of the task, or one with a folder for each task (GLUE's own download:
     RTE/train.tsv ...; SQuAD's files: squad2/train-v2.0.json ...); default: the data set on the hub."""
@@ -85,6 +85,13 @@ class TaskConfig:
     languages: list[str] | None = None
     """Languages of a multilingual task that are scored, separated by commas, such as en,de,zh; default: all for which
     the folder has data, and on the hub all of the task."""
+    out_of_domain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Sets of other data on which a classifier is scored too (KroneckerBERT Table 9), by the names of their columns.
+    PAWS (for MRPC), IMDb (SST-2) and HANS (RTE) need nothing, {HANS: {}}, or the place of the data, {HANS: {data:
+    hans/heuristics_evaluation_set.txt}}. Any other set also needs its task, its columns, and the label of the set that
+    each class of the task stands for: {Reviews: {task: sst2, data: reviews.tsv, sentences: [text], label: stars,
+    labels: {"0": ["1", "2"], "1": ["4", "5"]}}}. data is a file (TSV with a header, CSV, JSONL, JSON, Parquet) or a
+    name on the hub."""
     crossed: bool = False
     """MLQA: also score questions in one language on contexts in another, for each pair of the languages."""
 

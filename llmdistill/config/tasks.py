@@ -49,6 +49,9 @@ class GridConfig:
     """AdamW's weight decay; biases and norms have no weight decay."""
     limit: int | None = None
     """Train only on the first so many training examples of each task, for a quick test."""
+    out_of_domain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Sets of other data on which the fine-tuned models are scored too, as in data.task.out_of_domain of a run: {PAWS:
+    {}, IMDb: {}, HANS: {}}."""
     copy_classifier: bool | None = None
     """Initialise the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: with method kroneckerbert, if both classifiers have the same shape."""

@@ -24,6 +24,7 @@ TASKS: dict[str, type[Task] | str] = {
     "instructions": "llmdistill.tasks.instructions:Instructions",
     "text": "llmdistill.tasks.text:Text",
     **dict.fromkeys(("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"), _GLUE),
+    "xnli": "llmdistill.tasks.xnli:Xnli",
     **dict.fromkeys(("squad1", "squad2", "mlqa"), _SQUAD),
 }
 """The tasks by data.kind or, for data.kind task, by data.task.name (only letters and digits, in lower case). A value is

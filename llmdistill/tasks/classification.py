@@ -18,7 +18,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.benchmark import gather
-from llmdistill.tasks.glue_files import BEST_SCORE, TABLES, TASKS, GlueTask, Metric, column_of
+from llmdistill.tasks.glue_files import BEST_SCORE, TABLES, TASKS, GlueTask, Metric
 
 
 def predict(
@@ -129,11 +129,6 @@ def _metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float
 def targets_of(examples: Sequence[PairExample]) -> np.ndarray:
     """Return the target of each example: (examples,)."""
     return np.array([example.target for example in examples])
-
-
-def main_score(task: str, scores: Mapping[str, Mapping[str, float]], metric: Metric) -> float:
-    """Return the metric by which settings are chosen; for MNLI it is that of the matched split."""
-    return scores[column_of(task, "dev")][metric]
 
 
 def chance_score(task: str, examples: Sequence[PairExample], metric: Metric) -> float:

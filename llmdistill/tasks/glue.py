@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,7 +27,6 @@ from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions
 from llmdistill.tasks.classification import (
     chance_score,
-    main_score,
     predict,
     targets_of,
     task_metrics,
@@ -38,12 +37,15 @@ from llmdistill.tasks.glue_files import (
     TASKS,
     GlueTask,
     Metric,
+    Split,
     TaskFiles,
     check_data_dir,
     column_of,
     glue_name,
     read_task,
+    with_further,
 )
+from llmdistill.tasks.out_of_domain import read_further
 
 
 class Glue(Benchmark):
@@ -57,7 +59,7 @@ class Glue(Benchmark):
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         self.key = task_key(str(config.data.task.name))
         self.name = glue_name(self.key)
-        check_data_dir(config.data.task.dir, [self.name], key="data.task.dir")
+        self.check_folder(config.data.task.dir, self.key, setting="data.task.dir")
         self.metric = _metric_of(self.name, config.data.task.metric)
 
     @classmethod
@@ -91,7 +93,11 @@ class Glue(Benchmark):
     def read_files(self) -> TaskFiles:
         """Read the examples of all splits; raise UserError for a file that is missing or malformed."""
         settings = self.config.data.task
-        return read_task(self.name, settings.dir, settings.limit)
+        files = read_task(self.name, settings.dir, settings.limit)
+        task = self.task
+        if not task.classes:
+            return files
+        return with_further(files, read_further(settings.out_of_domain, self.name, task.classes, len(task.sentences)))
 
     @property
     def task(self) -> GlueTask:
@@ -133,7 +139,7 @@ class Glue(Benchmark):
             tests = (encode_pairs(examples, tokenizer, max_length) for examples in files.test.values())
             items = chain.from_iterable(chain(encoded.values(), tests))
             check_positions(config, files.name, map(len, items), max_length)
-        return GlueData(
+        return self.make_data(
             files=files,
             tokenizer=tokenizer,
             metric=self.metric,
@@ -144,14 +150,18 @@ class Glue(Benchmark):
             report=f"{len(files.train):,} examples",
         )
 
+    def make_data(self, **values: Any) -> GlueData:
+        """Return the examples with the fields of GlueData; a task with further columns has a class of its own."""
+        return GlueData(**values)
+
     def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> GlueData:
         """See Benchmark."""
         max_length, files = self.config.data.max_length, self.read_files()
         encoded: dict[str, Sequence[EncodedPair]] = {
-            split: encode_pairs(examples, tokenizer, max_length) for split, examples in files.dev.items()
+            split: encode_pairs(examples, tokenizer, max_length) for split, examples in _scored(files).items()
         }
         check_positions(config, files.name, map(len, chain.from_iterable(encoded.values())), max_length)
-        return GlueData(
+        return self.make_data(
             files=files,
             tokenizer=tokenizer,
             metric=self.metric,
@@ -187,7 +197,11 @@ class GlueData(BenchmarkData):
     @property
     def main_column(self) -> str:
         """See BenchmarkData: the column of the matched split."""
-        return column_of(self.files.name, "dev")
+        return self.column("dev")
+
+    def column(self, name: str) -> str:
+        """Return the column of one of `sets` in tables."""
+        return name if name in self.files.further else column_of(self.files.name, cast(Split, name))
 
     @property
     def chance(self) -> float:
@@ -197,7 +211,7 @@ class GlueData(BenchmarkData):
     @property
     def sizes(self) -> dict[str, int]:
         """See BenchmarkData."""
-        return {"train": len(self.files.train), **{split: len(rows) for split, rows in self.files.dev.items()}}
+        return {"train": len(self.files.train), **{name: len(rows) for name, rows in _scored(self.files).items()}}
 
     @property
     def submissions(self) -> dict[str, str]:
@@ -213,9 +227,9 @@ class GlueData(BenchmarkData):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: the dev splits."""
+        """See TaskData: the dev splits, and the further sets."""
         asked = {"examples": self.files.digest, "max_length": self.max_length}
-        return {split: asked for split in self.files.dev}
+        return {name: asked for name in _scored(self.files)}
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         """See TaskData. The steps of each epoch are rounded up, as in the papers."""
@@ -233,12 +247,17 @@ class GlueData(BenchmarkData):
         return []
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See TaskData: the task's metrics on a dev split."""
-        examples = self.files.dev[name]  # type: ignore[index]
+        """See TaskData: the task's metrics on a dev split, the accuracy of the labels on a further set."""
+        examples, further = _scored(self.files)[name], self.files.further.get(name)
         answers = self._answers(scored, self.encoded[name])
+        if further is not None:
+            answers = np.array(further.labels)[answers]
         if scored.world.is_main:
             write_answers(scored.predictions / f"{name}.tsv", examples, answers)
-        return {"metrics": task_metrics(self.files.name, answers, targets_of(examples)), "examples": len(examples)}
+        targets = targets_of(examples)
+        if further is not None:
+            return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(examples)}
+        return {"metrics": task_metrics(self.files.name, answers, targets), "examples": len(examples)}
 
     def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
         """Return the model's class or score of each item; every rank must call this method."""
@@ -257,9 +276,8 @@ class GlueData(BenchmarkData):
             ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric that chooses settings, "chance": that of the best
             constant answer}``.
         """
-        name = self.files.name
-        dev = {column_of(name, split): scores[split]["metrics"] for split in self.files.dev}
-        return {"dev": dev, "score": main_score(name, dev, self.metric), "chance": self.chance}
+        dev = {self.column(split): scores[split]["metrics"] for split in _scored(self.files)}
+        return {"dev": dev, "score": dev[self.column("dev")][self.metrics[0]], "chance": self.chance}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         shown = "  ".join(
@@ -280,16 +298,19 @@ class GlueData(BenchmarkData):
         ]
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        columns = [column_of(self.files.name, split) for split in self.files.dev]
-        metrics = self.files.task.metrics
+        dev = next(iter(results.values()))["dev"] if results else {}
+        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
+        legend = f"GLUE's metrics on dev, x 100; {len(self.files.train):,} training examples."
+        if self.files.further:
+            legend += f" Accuracy on {', '.join(self.files.further)}, for which nothing was fine-tuned or chosen."
         return ScoreTable(
             title="Dev sets x 100",
-            columns=[f"{column} {metric}" for column in columns for metric in metrics],
+            columns=[f"{column} {metric}" for column, metric in columns],
             rows={
-                name: [f"{result['dev'][column][metric]:.1f}" for column in columns for metric in metrics]
+                name: [f"{result['dev'][column][metric]:.1f}" for column, metric in columns]
                 for name, result in results.items()
             },
-            legend=f"GLUE's metrics on dev, x 100; {len(self.files.train):,} training examples.",
+            legend=legend,
         )
 
 
@@ -301,8 +322,14 @@ def _metric_of(task: str, name: str | None) -> Metric:
     return TASKS[task].metrics[0] if name is None else metrics[name]
 
 
+def _scored(files: TaskFiles) -> dict[str, list[PairExample]]:
+    """Return the examples of the dev splits and of the further sets."""
+    found: dict[str, list[PairExample]] = {split: rows for split, rows in files.dev.items()}
+    return found | {name: each.examples for name, each in files.further.items()}
+
+
 @lru_cache(maxsize=2)  # the trials of a study in one process use the same examples
 def _encoded(files: TaskFiles, tokenizer: str, max_length: int) -> Mapping[str, Sequence[EncodedPair]]:
     loaded = load_tokenizer(tokenizer)
-    splits: list[tuple[str, Sequence[PairExample]]] = [("train", files.train), *files.dev.items()]
+    splits: list[tuple[str, Sequence[PairExample]]] = [("train", files.train), *_scored(files).items()]
     return {split: encode_pairs(examples, loaded, max_length) for split, examples in splits}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import yaml
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
+from llmdistill.tasks.out_of_domain import FurtherSet
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -64,8 +66,11 @@ def _task(fields: dict[str, Any]) -> GlueTask:
     return GlueTask(**values)
 
 
-TASKS: dict[str, GlueTask] = {name: _task(fields) for name, fields in TABLES["tasks"].items()}
-"""The tasks of GLUE by name."""
+GLUE: tuple[str, ...] = tuple(TABLES["tasks"])
+"""The names of the tasks of GLUE."""
+
+TASKS: dict[str, GlueTask] = {name: _task(fields) for name, fields in {**TABLES["tasks"], **TABLES["others"]}.items()}
+"""The tasks on sentences and pairs of sentences by name: those of GLUE, and others."""
 
 BEST_SCORE = 5.0
 """The maximum score of STS-B; the minimum is 0."""
@@ -82,8 +87,10 @@ class TaskFiles:
     """The split dev, and dev_mismatched if the task has it."""
     test: dict[Split, list[PairExample]] = field(compare=False)
     """The split test, and test_mismatched if the task has it; empty without test files."""
+    further: dict[str, FurtherSet] = field(default_factory=dict, compare=False)
+    """Sets on which models are scored, and by which no settings are chosen, by the names of their columns."""
     digest: str
-    """A digest of the training and dev examples."""
+    """A digest of the examples of training, dev and further sets."""
 
     @property
     def task(self) -> GlueTask:
@@ -92,7 +99,7 @@ class TaskFiles:
 
 
 def glue_name(task: str) -> str:
-    """Return GLUE's name for one of its tasks in `tasks.TASKS`, such as SST-2 for sst2."""
+    """Return the name in TASKS of a task in `tasks.TASKS`, such as SST-2 for sst2."""
     return next(name for name, glue in TASKS.items() if glue.hub == task)
 
 
@@ -104,7 +111,7 @@ def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> N
         raise UserError(f"{key} {data_dir}: no such folder; give that of GLUE's own download, or none for the hub")
     missing = [name for name in names if not (Path(data_dir) / name).is_dir()]
     if missing:
-        there = [name for name in TASKS if (Path(data_dir) / name).is_dir()]
+        there = [name for name in GLUE if (Path(data_dir) / name).is_dir()]
         raise UserError(
             f"{key} {data_dir}: it has no folder {missing[0]} (of GLUE's tasks it has "
             f"{', '.join(there) or 'none'}); add it, or name a task that is there"
@@ -129,10 +136,23 @@ def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
     dev = {split: read_split(name, split, data_dir) for split in _DEV[:splits]}
     has_test = data_dir is None or _has_test(Path(data_dir) / name)
     test = {split: read_split(name, split, data_dir) for split in _TEST[:splits]} if has_test else {}
+    return TaskFiles(name=name, train=train, dev=dev, test=test, digest=examples_digest([train, *dev.values()]))
+
+
+def with_further(files: TaskFiles, further: Mapping[str, FurtherSet]) -> TaskFiles:
+    """Return the files with further sets."""
+    if not further:
+        return files
+    parts = [[name, files.digest, each.labels, examples_digest([each.examples])] for name, each in further.items()]
+    return replace(files, further=dict(further), digest=hashlib.sha256(repr(parts).encode()).hexdigest()[:16])
+
+
+def examples_digest(sets: Iterable[Sequence[PairExample]]) -> str:
+    """Return a digest of the examples of several sets."""
     digest = hashlib.sha256()
-    for example in (example for examples in (train, *dev.values()) for example in examples):
+    for example in chain.from_iterable(sets):
         digest.update(repr((example.sentence1, example.sentence2, example.target)).encode())
-    return TaskFiles(name=name, train=train, dev=dev, test=test, digest=digest.hexdigest()[:16])
+    return digest.hexdigest()[:16]
 
 
 def _has_test(folder: Path) -> bool:

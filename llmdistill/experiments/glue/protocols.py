@@ -65,6 +65,7 @@ DIFFERENT: dict[tuple[ProtocolName, str], dict[str, Any]] = {
     ("minilmv2", "SQuAD1"): _MINILMV2_SQUAD,
     ("minilmv2", "SQuAD2"): _MINILMV2_SQUAD,
     ("minilmv2", "MLQA"): {"learning_rates": [5e-5, 6e-5], "epochs": [3], "max_length": 512},
+    ("minilmv2", "XNLI"): {"learning_rates": [5e-5, 6e-5], "epochs": [5], "batch_size": 128},
     # KroneckerBERT app. A.1, which gives only ranges of epochs: 15 to 30 for CoLA, 1 to 14 for SQuAD.
     ("kroneckerbert", "CoLA"): {"epochs": [15, 20, 30]},
     ("kroneckerbert", "SQuAD1"): _KRONECKERBERT_SQUAD,

@@ -16,7 +16,7 @@ from llmdistill.report.spread import count_seeds, over_seeds, show_seeds, spread
 from llmdistill.report.tables import Texts, print_table
 from llmdistill.tasks.benchmark import BenchmarkData
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
-from llmdistill.tasks.glue_files import TASKS
+from llmdistill.tasks.glue_files import GLUE
 
 NAMES: dict[Convention, str] = {
     "makd": "MaKD's",
@@ -41,7 +41,7 @@ def summarise(data: BenchmarkData, choice: Choice, results: Sequence[Result]) ->
         "seeds": [result.trial.seed for result in choice.results],
         "best_run": choice.best.trial.folder.name,
         "dev": {
-            column: {metric: over_seeds([dev[column][metric] for dev in metrics]) for metric in data.metrics}
+            column: {metric: over_seeds([dev[column][metric] for dev in metrics]) for metric in metrics[0][column]}
             for column in metrics[0]
         },
         "threshold": over_seeds(thresholds) if thresholds else None,
@@ -101,13 +101,18 @@ def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
     return (f"average of these {count}" if count > 1 else "average"), found["plain"]
 
 
+def shown_metrics(task: Mapping[str, Any], column: str) -> list[str]:
+    """Return the metrics of a column that tables show; a further set has the accuracy alone, whatever the task."""
+    return [each for each in task["shown"] if each in task["dev"][column]] or list(task["dev"][column])
+
+
 def table_cells(results: Mapping[str, Any]) -> Texts:
     """Return the header and the rows as text: the baseline and the teacher, if they exist, and the model."""
     columns = [
         (task, column, metric)
         for task in results["tasks"].values()
         for column in task["dev"]
-        for metric in task["shown"]
+        for metric in shown_metrics(task, column)
     ]
     has_average, has_speed = len(results["tasks"]) > 1, len(results["params"]) > 1 and results["speed"] is not None
     header = ["", "params", "embedding", "transformer", *(f"{column} {metric}" for _, column, metric in columns)]
@@ -144,7 +149,7 @@ def _title(results: Mapping[str, Any]) -> str:
 def _named(results: Mapping[str, Any]) -> str:
     """Return "GLUE" if all tasks are GLUE's, else the names of the tasks."""
     tasks = results["tasks"]
-    return "GLUE" if tasks.keys() <= TASKS.keys() else ", ".join(tasks)
+    return "GLUE" if set(tasks) <= set(GLUE) else ", ".join(tasks)
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> None:
@@ -156,6 +161,6 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
         title=f"{_named(results)}: {results['model']}",
         legend=_title(results),
         table=table_cells(results),
-        all_tasks=list(TASKS),
+        all_tasks=list(GLUE),
         record=results["run"],
     )

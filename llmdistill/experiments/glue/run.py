@@ -33,7 +33,7 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.speed import measure_speed, parameter_split
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
-from llmdistill.tasks.glue_files import TASKS as GLUE
+from llmdistill.tasks.glue_files import GLUE
 
 _CPU_REPEATS, _GPU_REPEATS = 5, 20
 """How often a forward pass is timed."""

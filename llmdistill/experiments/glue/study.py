@@ -146,6 +146,7 @@ class TaskStudy:
             metric=metric_of(config.protocol, self.task),
             limit=config.limit,
             copy_classifier=config.copy_classifier,
+            out_of_domain=config.out_of_domain,
         )
         return RunConfig(
             ds_config=config.ds_config,

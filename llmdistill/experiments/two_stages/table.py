@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from llmdistill.experiments.glue.results import shown_metrics
 from llmdistill.files import write_json
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
@@ -55,7 +56,7 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
         {"task": name, "column": column, "metric": metric, "train": task["examples"]["train"]}
         for name, task in last["tasks"].items()
         for column in task["dev"]
-        for metric in task["shown"]
+        for metric in shown_metrics(task, column)
     ]
     return {
         "name": run,

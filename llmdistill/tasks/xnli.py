@@ -1,0 +1,181 @@
+"""XNLI: a model is fine-tuned on English pairs of sentences and scored on the test sets of fifteen languages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from llmdistill.config.data import TaskConfig
+from llmdistill.data.pairs import PairExample
+from llmdistill.errors import UserError
+from llmdistill.tasks import task_folder
+from llmdistill.tasks.glue import Glue, GlueData
+from llmdistill.tasks.glue_files import TASKS, TaskFiles, examples_digest
+from llmdistill.tasks.out_of_domain import FurtherSet, table_rows
+
+NAME = "XNLI"
+LANGUAGES = ("ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
+_HUB = "facebook/xnli"
+_SPLITS = {"dev": "xnli.dev.tsv", "test": "xnli.test.tsv"}
+_TRAIN = (("xnli", "multinli.train.en.tsv"), ("xnli", "train.tsv"), ("mnli", "train.tsv"))
+"""The task in whose folder a training file may be, and its name, the first one first."""
+_SYNONYMS = {"contradictory": "contradiction"}
+_COLUMNS = (("sentence1", "sentence2", "gold_label"), ("premise", "hypo", "label"))
+"""The columns of XNLI and MNLI, and of XNLI's own copy of the training set."""
+
+
+class Xnli(Glue):
+    """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
+
+    @classmethod
+    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
+        """See Benchmark."""
+        if folder is None:
+            return
+        if not Path(folder).is_dir():
+            raise UserError(f"{setting} {folder}: no such folder; give that of XNLI's files, or none for the hub")
+        _train_file(folder)
+        for split in _SPLITS:
+            _split_file(folder, split)
+
+    def read_files(self) -> TaskFiles:
+        """See Glue."""
+        return read_xnli(self.config.data.task)
+
+    def make_data(self, **values: Any) -> GlueData:
+        """See Glue."""
+        return XnliData(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class XnliData(GlueData):
+    """The examples of XNLI."""
+
+    @property
+    def main_column(self) -> str:
+        """See BenchmarkData: the mean over the languages."""
+        return NAME
+
+    def column(self, name: str) -> str:
+        """See GlueData."""
+        return f"{NAME} {name}" if name == "dev" else name
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See GlueData; the column XNLI is the mean over the test sets of the languages."""
+        found = super().summary(scores)
+        mean = fmean(found["dev"][column]["accuracy"] for column in self.files.further)
+        return {**found, "dev": {**found["dev"], NAME: {"accuracy": mean}}}
+
+
+def read_xnli(settings: TaskConfig) -> TaskFiles:
+    """Read the English training set, the joint dev set, and the test set of each language.
+
+    Raises:
+        UserError: a file is missing or malformed, or a language has no data.
+    """
+    folder = settings.dir
+    train_rows = _hub_rows("en", "train") if folder is None else _file_rows(_train_file(folder))
+    train = [_example(row, place, number) for number, (row, place) in enumerate(train_rows)]
+    sets = {split: _by_language(split, settings) for split in _SPLITS}
+    languages = _languages(settings, sets)
+    for where, rows in ((folder or _HUB, train), *((folder or _HUB, sets["dev"][each]) for each in languages)):
+        if not rows:
+            raise UserError(f"{where}: holds no example of XNLI; take the official files, whole")
+    dev = [example for language in languages for example in sets["dev"][language]]
+    classes = tuple(range(len(TASKS[NAME].classes)))
+    further = {f"{NAME}-{each}": FurtherSet(examples=sets["test"][each], labels=classes) for each in languages}
+    train = train[: settings.limit]
+    digest = examples_digest([train, dev, *(each.examples for each in further.values())])
+    return TaskFiles(name=NAME, train=train, dev={"dev": dev}, test={}, further=further, digest=digest)
+
+
+def _languages(settings: TaskConfig, sets: Mapping[str, Mapping[str, list[PairExample]]]) -> list[str]:
+    """Return the languages that are scored: those asked for, or all that both splits have."""
+    there = [each for each in LANGUAGES if all(each in found for found in sets.values())]
+    asked = there if settings.languages is None else settings.languages
+    missing = next((each for each in asked if each not in there), None)
+    if missing is not None or not asked:
+        raise UserError(
+            f"data.task.languages: {settings.dir or _HUB} has no dev and test examples for "
+            f"{missing or 'any language'}, only for {', '.join(there) or 'none'}; add them, or name languages that are "
+            "there"
+        )
+    return asked
+
+
+def _by_language(split: str, settings: TaskConfig) -> dict[str, list[PairExample]]:
+    found: dict[str, list[PairExample]] = {}
+    if settings.dir is None:
+        for language in settings.languages or LANGUAGES:
+            if language in LANGUAGES:
+                rows = _hub_rows(language, split)
+                found[language] = [_example(row, place, number) for number, (row, place) in enumerate(rows)]
+        return found
+    path = _split_file(settings.dir, split)
+    for row, place in _file_rows(path):
+        if not row.get("language"):
+            raise UserError(f"{place}: has no language, only {', '.join(row)}; take XNLI's own file")
+        examples = found.setdefault(row["language"], [])
+        examples.append(_example(row, place, len(examples)))
+    return found
+
+
+def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
+    columns = next((each for each in _COLUMNS if all(row.get(key) is not None for key in each)), None)
+    if columns is None:
+        raise UserError(f"{place}: expected {', '.join(_COLUMNS[0])}, it has {', '.join(row)}; take the official file")
+    first, second, label = (str(row[key]) for key in columns)
+    classes = TASKS[NAME].classes
+    label = _SYNONYMS.get(label, label)
+    if label not in classes:
+        raise UserError(f"{place}: label {label!r}, expected one of {', '.join(classes)}; mend the line")
+    return PairExample(first, second, classes.index(label), number)
+
+
+def _file_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    return table_rows(str(path))
+
+
+def _train_file(folder: str) -> Path:
+    paths = [Path(task_folder(folder, task)) / name for task, name in _TRAIN]
+    found = next((path for path in paths if path.is_file()), None)
+    if found is None:
+        raise UserError(
+            f"{folder}: it has no training set of XNLI, {' or '.join(name for _, name in _TRAIN[:2])} in a folder "
+            "XNLI or train.tsv in a folder MNLI; add one of them"
+        )
+    return found
+
+
+def _split_file(folder: str, split: str) -> Path:
+    path = Path(task_folder(folder, NAME)) / _SPLITS[split]
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; take XNLI's own download, whole, or none for the hub")
+    return path
+
+
+def _hub_rows(language: str, split: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    import datasets
+
+    name = split.replace("dev", "validation")
+    try:
+        rows: Any = list(datasets.load_dataset(_HUB, language, split=name))
+    except Exception as error:  # the datasets library passes on any exception of its readers and of the network
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UserError(
+            f"{_HUB}, {language}, {name}: not loaded from the hub ({reason}); check the network, or give the folder of "
+            "XNLI's own files as the data folder"
+        ) from error
+    classes = TASKS[NAME].classes
+    for number, row in enumerate(rows, start=1):
+        label = row.get("label")
+        known = isinstance(label, int) and 0 <= label < len(classes)
+        named = {
+            "premise": row.get("premise"),
+            "hypo": row.get("hypothesis"),
+            "label": classes[label] if known else label,
+        }
+        yield named, f"{_HUB}, {language}, {name}: row {number}"
