@@ -3,4 +3,4 @@
 # and scores every method. What is finished is kept. Further arguments go to the comparison.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 deepspeed --num_gpus "${NUM_GPUS:-8}" llmdistill/train.py --ds_config ds_configs/zero2.json --recipe gpt2_dolly_teacher
-exec llmdistill compare --num_gpus "${NUM_GPUS:-8}" --recipe gpt2_dolly --suite table5 --learning_rates 5e-4,1e-4,5e-5 "$@"
+exec llmdistill compare --num_gpus "${NUM_GPUS:-8}" --recipe gpt2_dolly --suite makd-table5 --learning_rates 5e-4,1e-4,5e-5 "$@"

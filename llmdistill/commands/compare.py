@@ -38,7 +38,7 @@ class CompareConfig:
     methods: str | None = None
     """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd."""
     suite: str | None = None
-    """A table of the papers, given instead of methods: table3, table4 or table5."""
+    """A list of methods by name, given instead of methods: makd-table3-decoder, makd-table4-decoder or makd-table5."""
     starts: str | None = None
     """Ways to make the untrained student, separated by commas: plain (plain SVD, one rank), activations or gradients
     (weighted by them, one rank), loss (weighted by gradients, ranks by predicted loss). Every method is trained from

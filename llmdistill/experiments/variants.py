@@ -1,18 +1,18 @@
-"""The variants of a comparison: methods by name, the suites of the papers' tables (suites/*.yaml), and starts."""
+"""The variants of a comparison: methods by name, the suites that list methods (suites/*.yaml), and starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from typing import Any, TypeVar
 
-import yaml
-
 from llmdistill.errors import UserError
+from llmdistill.experiments.tables import read_suite, suite_files
 from llmdistill.methods import METHODS
 
-_SUITES = resources.files("llmdistill") / "suites"
+_FORMER = {"table3": "makd-table3-decoder", "table4": "makd-table4-decoder", "table5": "makd-table5"}
+"""The former names of suites, which still work."""
+
 _Entry = TypeVar("_Entry")
 
 
@@ -93,8 +93,8 @@ class Suite:
 
 
 def suite_names() -> list[str]:
-    """Return the names of the suites that are part of the package."""
-    return sorted(item.name.removesuffix(".yaml") for item in _SUITES.iterdir() if item.name.endswith(".yaml"))
+    """Return the names of the suites that are part of the package; the papers' tables are `tables.table_names`."""
+    return suite_files("methods")
 
 
 def method_names() -> list[str]:
@@ -108,9 +108,10 @@ def load_suite(name: str) -> Suite:
     Raises:
         UserError: there is no suite with this name.
     """
+    name = _FORMER.get(name, name)
     if name not in suite_names():
         raise UserError(f"--suite {name}: there is no such suite; there are {', '.join(suite_names())}")
-    content = yaml.safe_load((_SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
+    content = read_suite(name)
     listed = content["methods"]
     if isinstance(listed, list):
         variants = load_methods(listed)

@@ -38,9 +38,18 @@ def test_every_method_comes_from_every_start_under_a_key_of_its_own() -> None:
 
 
 def test_unknown_suite_names_the_known_ones() -> None:
-    assert suite_names() == ["table3", "table4", "table5"]
-    with pytest.raises(UserError, match="table3, table4, table5"):
+    assert suite_names() == ["makd-table3-decoder", "makd-table4-decoder", "makd-table5"]
+    with pytest.raises(UserError, match="makd-table3-decoder, makd-table4-decoder, makd-table5"):
         load_suite("table9")
+
+
+def test_former_names_of_suites_still_work() -> None:
+    for former, name in (
+        ("table3", "makd-table3-decoder"),
+        ("table4", "makd-table4-decoder"),
+        ("table5", "makd-table5"),
+    ):
+        assert load_suite(former) == load_suite(name)
 
 
 def terms_of(settings: dict[str, object], num_layers: int = 12) -> tuple[set[str], object, object]:
@@ -64,7 +73,7 @@ MHA, FFN, LAYER, MODEL = (
 
 
 def test_table3_leaves_out_what_its_rows_say() -> None:
-    rows = {variant.name: terms_of(dict(variant.settings))[0] for variant in load_suite("table3").variants}
+    rows = {variant.name: terms_of(dict(variant.settings))[0] for variant in load_suite("makd-table3-decoder").variants}
     every = set(TERMS) - {"label"}
     assert rows == {
         "makd": every,
@@ -77,7 +86,7 @@ def test_table3_leaves_out_what_its_rows_say() -> None:
 
 
 def test_table4_acts_where_its_rows_say() -> None:
-    rows = [terms_of(dict(variant.settings)) for variant in load_suite("table4").variants]
+    rows = [terms_of(dict(variant.settings)) for variant in load_suite("makd-table4-decoder").variants]
     assert [(matrix, layer, "logits" in terms) for terms, matrix, layer in rows] == [
         (LOWER, NONE, False),
         (UPPER, NONE, False),
@@ -91,7 +100,7 @@ def test_table4_acts_where_its_rows_say() -> None:
 
 
 def test_table5_has_the_papers_rows_and_figures() -> None:
-    suite = load_suite("table5")
+    suite = load_suite("makd-table5")
     assert [variant.name for variant in suite.variants] == ["none", "sft", "kd", "seqkd", "makd"]
     for rows in suite.paper.values():
         assert list(rows) == ["teacher", "none", "sft", "kd", "seqkd", "makd"]

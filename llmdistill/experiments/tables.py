@@ -1,0 +1,108 @@
+"""The papers' tables of scores (suites/PAPER-tableN.yaml): the published figures, and what runs each row here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from llmdistill.config.tasks import ProtocolName
+from llmdistill.errors import UserError
+
+_SUITES = resources.files("llmdistill") / "suites"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableColumn:
+    """A column of published figures, and the score here that stands beside it."""
+
+    column: str
+    """The column in the scores of a task, such as MNLI-m, SQuAD2 or MLQA-de."""
+    metric: str
+    """The metric of that column, such as accuracy or best_f1; its values are those of the task, nearly all x 100."""
+    label: str
+    """The heading."""
+    on_server: bool = False
+    """Whether the published figures are those of GLUE's server on the test set. Here a fine-tuning scores the dev set
+    and writes the files for the server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """A model of a table: exactly one of `recipe`, `model` and `missing` is given."""
+
+    name: str
+    label: str
+    published: tuple[float | None, ...]
+    """The figure of each column, and last the average if the table has one; None where the paper has no figure."""
+    recipe: str | None = None
+    """The shipped recipe that trains the model, which is then fine-tuned."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that differ from the recipe's, by dotted key."""
+    model: str | None = None
+    """The hub name of a model that is only fine-tuned."""
+    missing: str | None = None
+    """Why the row is not run here."""
+    average_note: str | None = None
+    """The mean of the published figures, where the paper's own average is another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTable:
+    """A table of a paper: its rows and columns, in the paper's order."""
+
+    name: str
+    title: str
+    tasks: tuple[str, ...]
+    """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if the table cannot be run here."""
+    columns: tuple[TableColumn, ...]
+    rows: tuple[TableRow, ...]
+    protocol: ProtocolName | None = None
+    """The settings of fine-tuning; None without tasks."""
+    average: bool = False
+    """Whether the last figure of a row is the mean of the others."""
+    missing: str | None = None
+    """Why the table cannot be run here."""
+
+
+def suite_files(key: str) -> list[str]:
+    """Return the names of the files in suites/ that have a key: `methods` (a comparison) or `columns` (a table)."""
+    files = (item for item in _SUITES.iterdir() if item.name.endswith(".yaml"))
+    # Names are asked for by --help, which does not wait until YAML has parsed every file.
+    return sorted(item.name.removesuffix(".yaml") for item in files if f"\n{key}:" in item.read_text(encoding="utf-8"))
+
+
+def read_suite(name: str) -> dict[str, Any]:
+    """Return the content of a file in suites/."""
+    content: dict[str, Any] = yaml.safe_load((_SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def table_names() -> list[str]:
+    """Return the names of the tables, such as minilm-table2."""
+    return suite_files("columns")
+
+
+def load_table(name: str) -> PublishedTable:
+    """Load a table by its name.
+
+    Raises:
+        UserError: there is no table with this name; the message contains the nearest name.
+    """
+    names = table_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--suite {name}: there is no such table{hint} (there are {', '.join(names)})")
+    content = read_suite(name)
+    rows = [
+        TableRow(name=key, **{**fields, "published": tuple(fields["published"])})
+        for key, fields in content["rows"].items()
+    ]
+    columns = [TableColumn(**fields) for fields in content["columns"]]
+    parts = {"tasks": tuple(content["tasks"]), "columns": tuple(columns), "rows": tuple(rows)}
+    return PublishedTable(name=name, **{**content, **parts})

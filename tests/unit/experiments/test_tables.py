@@ -1,0 +1,184 @@
+"""The published tables: their figures, and that every row names something that exists here."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, get_args
+
+import pytest
+
+from llmdistill.config import StudentConfig, TeacherConfig, TrainConfig
+from llmdistill.config.command_line import changed, recipe_names
+from llmdistill.config.tasks import ProtocolName, TasksConfig
+from llmdistill.errors import UserError
+from llmdistill.experiments.tables import PublishedTable, load_table, suite_files, table_names
+from llmdistill.experiments.variants import load_suite
+from llmdistill.methods import METHODS
+from llmdistill.tasks import TASKS
+from llmdistill.tasks.glue_files import TASKS as GLUE
+from llmdistill.tasks.glue_files import column_of
+from llmdistill.tasks.squad_metrics import LANGUAGES
+
+ROOT = Path(__file__).resolve().parents[3]
+EVERY = pytest.mark.parametrize("name", table_names())
+
+TABLES = {
+    "makd": {1, 2, 3, 4},
+    "minilm": {2, 3, 5, 6, 7, 8, 9, 10},
+    "minilm_v1": {8, 9, 10},
+    "minilmv2": set(range(1, 11)),
+    "kroneckerbert": {2, 3, 4, 5, 6, 7, 9},
+}
+"""The tables of the papers that show scores of models, without MaKD's Table 5, which is a comparison of methods. The
+first version of MiniLM repeats its other tables in the published one."""
+
+XNLI = ("ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
+SUMMARY = {"rouge1", "rouge2", "rougeL"}
+COLUMNS: dict[str, dict[str, set[str]]] = {
+    "squad1": {"SQuAD1": {"f1", "em"}},
+    "squad2": {"SQuAD2": {"best_f1", "best_em", "f1", "em"}},
+    "mlqa": {column: {"f1", "em"} for column in ("MLQA", *(f"MLQA-{language}" for language in LANGUAGES))},
+    "xnli": {column: {"accuracy"} for column in ("XNLI", *(f"XNLI-{language}" for language in XNLI))},
+    "questiongeneration": {"QuestionGeneration-test": {"bleu4", "meteor", "rougeL"}},
+    "cnndailymail": {"CNN-DailyMail-test": SUMMARY},
+    "xsum": {"XSum-test": SUMMARY},
+    **{
+        task.hub: {column_of(title, split): set(task.metrics) for split in ("dev", "dev_mismatched")}
+        for title, task in GLUE.items()
+    },
+}
+"""Task -> column -> metrics."""
+
+COMING = {"xnli", "questiongeneration", "cnndailymail", "xsum"}
+"""Tasks that tables need and that may not be there yet."""
+
+SECTIONS: dict[str, Any] = {
+    "student": StudentConfig(),
+    "teacher": TeacherConfig(),
+    "train": TrainConfig(),
+    "tasks": TasksConfig(),
+    **{name: method.settings() for name, method in METHODS.items() if method.settings is not None},
+}
+"""The sections of a run's configuration that rows change."""
+
+
+def test_every_table_with_scores_is_there() -> None:
+    expected = {f"{paper}-table{number}" for paper, numbers in TABLES.items() for number in numbers}
+    assert set(table_names()) == expected
+    assert not set(table_names()) & set(suite_files("methods"))
+
+
+def test_unknown_table_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"--suite minilm-tabel2: .* did you mean minilm-table2\? \(there are krone"):
+        load_table("minilm-tabel2")
+
+
+@EVERY
+def test_rows_name_what_exists(name: str) -> None:
+    for row in load_table(name).rows:
+        assert sum(each is not None for each in (row.recipe, row.model, row.missing)) == 1, row.name
+        assert row.recipe is None or row.recipe in recipe_names()
+        assert row.model is None or re.fullmatch(r"[\w-]+/[\w.-]+", row.model)
+        assert row.recipe is not None or not row.settings
+        sections: dict[str, dict[str, Any]] = defaultdict(dict)
+        for key, value in row.settings.items():
+            section, _, setting = key.partition(".")
+            sections[section][setting] = value
+        assert sections.pop("method", {"": "makd"})[""] in METHODS
+        for section, values in sections.items():
+            # Raises UserError for an unknown key, or a value that does not fit.
+            changed(SECTIONS[section], values, key=section)
+
+
+@EVERY
+def test_columns_are_those_of_the_tasks(name: str) -> None:
+    table = load_table(name)
+    assert (table.missing is None) == bool(table.tasks)
+    assert (table.protocol is None) == (not table.tasks)
+    assert table.protocol in (None, "minilm", *get_args(ProtocolName))
+    assert set(table.tasks) <= TASKS.keys() | COMING
+    reported = [(column, metric) for task in table.tasks for column, all_ in COLUMNS[task].items() for metric in all_]
+    columns = [(each.column, each.metric) for each in table.columns]
+    assert len(set(columns)) == len(columns)
+    if table.tasks:
+        assert set(columns) <= set(reported)
+        owners = [task for column, _ in columns for task in table.tasks if column in COLUMNS[task]]
+        assert list(dict.fromkeys(owners)) == list(table.tasks), "the tasks are in the order of their columns"
+    # SQuAD 2.0 is on no server of GLUE's.
+    assert len({each.on_server for each in table.columns if each.column != "SQuAD2"}) == 1
+    assert not any(each.on_server for each in table.columns if each.column == "SQuAD2")
+
+
+@EVERY
+def test_every_row_has_a_figure_for_each_column(name: str) -> None:
+    table = load_table(name)
+    least, most = (0, 1) if name == "minilm-table10" else (0.5, 100)  # NMI is not x 100
+    for row in table.rows:
+        assert len(row.published) == len(table.columns) + table.average, row.name
+        assert all(least < figure < most for figure in row.published if figure is not None), row.name
+    assert len({row.label for row in table.rows}) == len(table.rows)
+    assert len({row.published for row in table.rows}) == len(table.rows), "two rows have the same figures"
+
+
+def means_of(table: PublishedTable) -> list[tuple[int, list[int]]]:
+    """The columns that are means of other columns, by their positions: the average, and a task's over its languages."""
+    means = [(len(table.columns), list(range(len(table.columns))))] if table.average else []
+    for at, mean in enumerate(table.columns):
+        parts = [
+            index
+            for index, each in enumerate(table.columns)
+            if each.metric == mean.metric and each.column.startswith(f"{mean.column}-")
+        ]
+        means += [(at, parts)] if parts else []
+    return means
+
+
+def test_averages_are_the_means_of_their_columns() -> None:
+    """So that a mistyped figure is found. The rows of which it is not true in the paper say so."""
+    checked = 0
+    for table in map(load_table, table_names()):
+        noted = {row.name for row in table.rows if row.average_note is not None}
+        for at, parts in means_of(table):
+            for row in table.rows:
+                figures = [row.published[part] for part in parts]
+                mean = fmean(figure for figure in figures if figure is not None)
+                assert None not in figures
+                if row.published[at] == pytest.approx(mean, abs=0.0501):
+                    continue
+                assert row.average_note == f"the mean of the columns is {mean:.2f}", f"{table.name}, {row.name}"
+                noted.remove(row.name)
+            checked += len(table.rows)
+        assert not noted, f"{table.name}: the averages of {noted} are the means"
+    assert checked == 107
+
+
+def test_a_model_has_the_same_figures_in_every_table_of_a_paper() -> None:
+    scores: dict[tuple[Any, ...], set[float]] = defaultdict(set)
+    for table in map(load_table, table_names()):
+        for row in table.rows:
+            for column, figure in zip(table.columns, row.published, strict=False):
+                if row.missing is None and figure is not None:
+                    paper = table.name.partition("-")[0]
+                    scores[paper, row.recipe or row.model, str(row.settings), replace(column, label="")].add(figure)
+    assert [key for key, values in scores.items() if len(values) > 1] == []
+    assert sum(len(values) for values in scores.values()) > 500
+
+
+@pytest.mark.parametrize("name", ["makd-table3", "makd-table4"])
+def test_ablations_of_an_encoder_are_those_of_a_decoder(name: str) -> None:
+    def compared(settings: dict[str, Any]) -> dict[str, Any]:
+        own = {"makd.matrix_layers": "lower", "makd.layer_layers": "upper", **settings}
+        return {key: value for key, value in own.items() if key not in ("method", "makd.ffn_gate")}
+
+    decoder = [compared(dict(variant.settings)) for variant in load_suite(f"{name}-decoder").variants]
+    assert [compared(dict(row.settings)) for row in load_table(name).rows] == decoder
+
+
+def test_recipes_page_lists_every_table() -> None:
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| [^|]* \| `([a-z_0-9]+-table\d+)` \|", text, re.MULTILINE)
+    assert sorted(listed) == sorted([*table_names(), "makd-table5"])
