@@ -6,14 +6,16 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from llmdistill.commands.published_table import compare_table
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names
 from llmdistill.errors import UserError
+from llmdistill.experiments.tables import table_names
 from llmdistill.experiments.variants import (
     Suite,
     from_starts,
@@ -38,7 +40,11 @@ class CompareConfig:
     methods: str | None = None
     """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd."""
     suite: str | None = None
-    """A list of methods by name, given instead of methods: makd-table3-decoder, makd-table4-decoder or makd-table5."""
+    """A table of the papers, given instead of methods. makd-table3-decoder, makd-table4-decoder and makd-table5 are
+    lists of methods for decoders. The tables of encoders (such as minilm-table2) bring recipes of their own, and every
+    model is fine-tuned on the table's tasks, with the settings under tasks."""
+    rows: str | None = None
+    """Rows of a table of encoders to run, by their keys, separated by commas; default: all that can be run here."""
     starts: str | None = None
     """Ways to make the untrained student, separated by commas: plain (plain SVD, one rank), activations or gradients
     (weighted by them, one rank), loss (weighted by gradients, ranks by predicted loss). Every method is trained from
@@ -67,8 +73,23 @@ class CompareConfig:
             raise ValueError(f"--trials_at_once {self.trials_at_once}: give 1 or more")
         if self.suite is not None and self.methods is not None:
             raise ValueError("--suite and --methods both say what is compared: leave one out")
+        if self.rows is not None and self.suite not in table_names():
+            raise ValueError("--rows names rows of a table of encoders: name that table with --suite, or leave it out")
+        if self.suite in table_names():
+            self._check_table()
         if self.learning_rates is not None and (not self.learning_rates or min(self.learning_rates) <= 0):
             raise ValueError(f"--learning_rates {self.learning_rates}: give at least one, all over 0")
+
+    def _check_table(self) -> None:
+        """Raises ValueError for a setting that is only for comparisons of decoders."""
+        for each in fields(self):
+            given = getattr(self, each.name)
+            default = each.default_factory() if each.default_factory is not MISSING else each.default
+            if each.name not in ("suite", "rows", "output_dir", "trials_at_once") and given != default:
+                raise ValueError(
+                    f"--{each.name} is for comparisons of decoders, and {self.suite} is a table of encoders: leave it "
+                    "out; the settings of its fine-tunings are under --tasks"
+                )
 
 
 def build_parser() -> ArgumentParser:
@@ -81,7 +102,8 @@ def build_parser() -> ArgumentParser:
         description="Train a student by several methods under equal conditions and report how they compare. All "
         "settings of a run (llmdistill train --help) can be given too; --num_gpus and similar flags are passed to the "
         "launcher. Finished runs are kept, so the same command continues an interrupted comparison.",
-        epilog=f"Methods: {', '.join(method_names())}. Suites: {', '.join(suite_names())}.",
+        epilog=f"Methods: {', '.join(method_names())}. Suites of decoders: {', '.join(suite_names())}; of encoders: "
+        f"{', '.join(table_names())}.",
     )
     parser.add_argument("--dry_run", action="store_true", help="Only list the runs.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
@@ -98,13 +120,25 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     own, rest = split_own(arguments)
     parsed = parse(build_parser(), own)
     settings = build(parsed, CompareConfig)
+    if settings.suite in table_names():
+        return compare_table(
+            settings.suite,
+            rest,
+            rows=None if settings.rows is None else _listed(settings.rows),
+            output_dir=settings.output_dir,
+            launcher_flags=launcher_flags,
+            trials_at_once=settings.trials_at_once,
+            dry_run=parsed.dry_run,
+            as_json=parsed.json,
+            command=["llmdistill", "compare", *arguments, *launcher_flags],
+        )
     if not any(word.split("=")[0] == "--ds_config" for word in rest):
         rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
     recipe, flags = parse_run(rest, METHODS)
     if recipe.data.kind != "instructions":
         raise UserError(
             f"--recipe {flags.recipe} has data.kind {recipe.data.kind}, and a comparison scores answers to "
-            "instructions: train its students one by one and compare them with `llmdistill evaluate --suite glue`"
+            "instructions: take a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
         )
     suite = choose_suite(settings)
     rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in GRID_FACTORS]

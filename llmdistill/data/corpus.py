@@ -81,7 +81,7 @@ def tokenise(
         UserError: the text does not exist, the text or its share is empty, a row has no text, a file is not UTF-8, or
             the cache has no room.
     """
-    files = _text_files(reference)
+    files = text_files(reference)
     keep_ends = tokenizer.mask_token_id is None
     request = {
         "format": _FORMAT,
@@ -209,8 +209,8 @@ def _open(folder: Path) -> Corpus:
         raise UserError(f"{folder}: a damaged corpus in the cache ({error}); remove the folder") from error
 
 
-def _text_files(reference: str | Path) -> list[Path] | None:
-    """The files of a text in order, or None if the text is not local."""
+def text_files(reference: str | Path) -> list[Path] | None:
+    """The files of a text in order, or None if the text is not local; a UserError if they do not exist."""
     path = Path(reference)
     if path.is_dir():
         inside = [each.relative_to(path) for each in sorted(path.rglob("*")) if each.is_file()]

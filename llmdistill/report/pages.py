@@ -93,8 +93,14 @@ def markdown_code(value: object) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
+def relative(path: str, folder: Path) -> str:
+    """Return a path as a page in a folder links to it: relative to the folder if the path is inside."""
+    inside = Path(path).resolve()
+    return str(inside.relative_to(folder.resolve())) if inside.is_relative_to(folder.resolve()) else path
+
+
 FILTERS: list[Callable[..., Any]] = [
     *(figure, precise, signed, thousands, binary_size, duration, settings_text, markdown, markdown_code),
-    *(describe_versions, show_seeds),
+    *(describe_versions, relative, show_seeds),
 ]
 """The filters of the templates."""

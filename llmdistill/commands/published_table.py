@@ -1,0 +1,165 @@
+"""``llmdistill compare --suite minilm-table2``: runs the rows of a published table of encoders."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import parse_run
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
+
+_ANY_RECIPE = "minilm/6x384"
+"""The recipe whose teacher and settings of fine-tuning hold for a table that trains no student."""
+
+if TYPE_CHECKING:
+    from llmdistill.experiments.table_study import TableStudy
+    from llmdistill.experiments.tables import PublishedTable, TableRow
+
+
+def compare_table(
+    name: str,
+    settings: Sequence[str],
+    *,
+    rows: Sequence[str] | None,
+    output_dir: str | None,
+    launcher_flags: Sequence[str],
+    trials_at_once: int,
+    dry_run: bool,
+    as_json: bool,
+    command: Sequence[str],
+) -> int:
+    """Run the rows of a table and write the report; return 1 if a row failed, 130 after an interruption, else 0.
+
+    Args:
+        name: the name of the suite.
+        settings: the settings of a run as the user typed them; they hold for every row.
+        rows: the keys of the rows to run; None for all that can be run.
+        output_dir: the folder of everything; None for runs/NAME.
+        launcher_flags: flags of the deepspeed launcher for every run.
+        trials_at_once: the number of runs at the same time.
+        dry_run: whether to list the runs, and what is missing for them, without running anything.
+        as_json: whether to print one JSON object.
+        command: the command as the user typed it.
+
+    Raises:
+        UserError: bad arguments, or a model, a text or a data set is missing.
+    """
+    # Imported here so that --help and errors in the arguments do not wait for torch.
+    from llmdistill.experiments.launcher import Launcher
+    from llmdistill.experiments.table_study import TableStudy, conduct, rows_to_run
+    from llmdistill.experiments.tables import load_table
+    from llmdistill.report.published import print_published, write_published
+
+    table = load_table(name)
+    if not table.tasks:
+        raise UserError(f"--suite {name}: {table.missing}")
+    chosen = rows_to_run(table, rows)
+    configs, models = _configs(table, chosen, settings)
+    launcher = Launcher(tuple(launcher_flags), trials_at_once)
+    launcher.check()
+    root = Path(output_dir or f"runs/{name}")
+    study = TableStudy(table=table, configs=configs, models=models, root=root, launcher=launcher)
+    if dry_run:
+        _print_plan(study, as_json=as_json)
+        return 0
+    study.check()
+    try:
+        measured = conduct(study)
+    except KeyboardInterrupt:
+        print(f"Stopped; what is finished stays in {root}, and the same command goes on.", file=sys.stderr)
+        return 130
+    report = _report(study, measured, shlex.join(command))
+    results = write_published(root, report)
+    if as_json:
+        print(json.dumps(results))
+    else:
+        print_published(report)
+        print(f"The report is {root / 'report.html'}, also report.md and results.json beside it.")
+    return 1 if any(each.error is not None for each in measured.values()) else 0
+
+
+def _configs(
+    table: PublishedTable, rows: Mapping[str, TableRow], settings: Sequence[str]
+) -> tuple[dict[str, RunConfig], dict[str, str]]:
+    """Return the whole configuration of each row, and the model of those that are only fine-tuned.
+
+    What the user typed comes after the table's own settings, and wins. A row of the recipes' own teacher is a row of
+    the user's teacher, if there is one.
+    """
+    if any(word.split("=")[0] == "--recipe" for word in settings):
+        raise UserError("--recipe: each row of a published table has its own; leave it out, or take --rows")
+    first = next((row.recipe for row in table.rows if row.recipe is not None), _ANY_RECIPE)
+    configs, models = {}, {}
+    for key, row in rows.items():
+        configs[key] = _config(table, row.recipe or first, row.settings, settings)
+        if row.model is not None:
+            own = _config(table, first, {}, []).teacher.model
+            models[key] = str(configs[key].teacher.model) if row.model == own else row.model
+    return configs, models
+
+
+def _config(table: PublishedTable, recipe: str, changes: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
+    own = ["--recipe", recipe, "--tasks.names", ",".join(table.tasks), "--tasks.protocol", str(table.protocol)]
+    for key, value in changes.items():
+        own += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    if not any(word.split("=")[0] == "--ds_config" for word in settings):
+        own += ["--ds_config", DEFAULT_DS_CONFIG]
+    return parse_run([*own, *settings], METHODS)[0]
+
+
+def _print_plan(study: TableStudy, *, as_json: bool) -> None:
+    """Print the rows with what they run, and what is missing, without running anything."""
+    trials = {name: protocol.num_trials for name, protocol in study.protocols().items()}
+    rows: dict[str, dict[str, Any]] = {}
+    for key in study.configs:
+        row = study.row(key)
+        rows[key] = {"label": row.label, "recipe": row.recipe, "model": study.model(key)}
+    left = {row.label: row.missing for row in study.table.rows if row.missing is not None}
+    missing = study.missing()
+    if as_json:
+        print(json.dumps({"rows": rows, "fine_tunings": trials, "not_run": left, "missing": missing}))
+        return
+    for key, planned in rows.items():
+        what = f"fine-tunes {planned['model']}" if planned["recipe"] is None else planned["recipe"]
+        print(f"{key:24} {planned['label']}: {what}")
+    counted = ", ".join(f"{name} {count}" for name, count in trials.items())
+    print(f"then {sum(trials.values())} fine-tunings of each row: {counted}")
+    for label, reason in left.items():
+        print(f"Not run     {label}: {reason}")
+    for sentence in missing:
+        print(f"Missing     {sentence}")
+
+
+def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any:
+    """Return the data of the report."""
+    from llmdistill.report.published import Column, Line, PublishedReport
+    from llmdistill.report.record import describe_versions, make_record
+
+    table, record = study.table, make_record(command, 1)
+    lines = [
+        Line(
+            key=row.name,
+            label=row.label,
+            published=row.published,
+            why_not=row.missing,
+            measured=measured.get(row.name),
+        )
+        for row in table.rows
+    ]
+    columns = [Column(label=each.label, column=each.column, metric=each.metric) for each in table.columns]
+    limit = study.tasks.limit
+    facts = {
+        "Command": command,
+        "Hardware": record["hardware"],
+        "Versions": describe_versions(record),
+        "Fine-tuning": f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples"),
+        "Finished": record["finished"],
+    }
+    return PublishedReport(title=table.title, columns=columns, average=table.average, lines=lines, facts=facts)

@@ -1,0 +1,205 @@
+"""Runs the rows of a table of encoders: distils the student of each recipe, and fine-tunes every model on the tasks.
+
+Each row is what a user would run for it alone: its recipe as a run of the main job, and then a study of fine-tuning
+over its student. Both keep what is finished, so that the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmdistill.artifacts import read_record
+from llmdistill.config import RunConfig
+from llmdistill.config.tasks import GridConfig
+from llmdistill.data.corpus import text_files
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.experiments.glue.protocols import Protocol, protocol_of
+from llmdistill.experiments.launcher import Launcher, shown_command
+from llmdistill.experiments.tables import PublishedTable, TableRow
+from llmdistill.experiments.trials import Progress, Result, Trial, make_trial
+from llmdistill.files import write_text
+from llmdistill.models.configs import load_config
+from llmdistill.report.published import Measured
+from llmdistill.run.plan import make_plans
+from llmdistill.tasks.benchmark import Benchmark, named_benchmark
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStudy:
+    """The settings of a table's rows."""
+
+    table: PublishedTable
+    configs: Mapping[str, RunConfig]
+    """The whole configuration of each row that is run, by the row's key, with the user's settings. A row that is only
+    fine-tuned has that of another row, for its settings of fine-tuning and its teacher."""
+    models: Mapping[str, str]
+    """Folder or hub name of the model of each row that is only fine-tuned."""
+    root: Path
+    launcher: Launcher
+
+    def row(self, key: str) -> TableRow:
+        """Return a row by its key."""
+        return next(row for row in self.table.rows if row.name == key)
+
+    @property
+    def tasks(self) -> GridConfig:
+        """The settings of fine-tuning, which all rows share."""
+        return next(iter(self.configs.values())).tasks
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tasks."""
+        return list(next(iter(self.configs.values())).tasks.names)
+
+    def trial(self, key: str) -> Trial:
+        """Return the run of a row's recipe, which ends with the student: the tasks are a study of their own."""
+        return make_trial(self.root, self.configs[key], key, {"tasks.names": []}, title=self.row(key).label)
+
+    def model(self, key: str) -> str:
+        """Return the folder or hub name of the model of a row that is fine-tuned."""
+        return self.models[key] if key in self.models else str(self.trial(key).folder / "student")
+
+    def folder(self, key: str) -> Path:
+        """Return the folder of a row's fine-tuning."""
+        return self.root / "tasks" / key
+
+    def recipes(self) -> list[str]:
+        """Return the keys of the rows whose students are trained."""
+        return [key for key in self.configs if key not in self.models]
+
+    def protocols(self) -> dict[str, Protocol]:
+        """Return the settings of fine-tuning that are tried, by the title of the task."""
+        return {title: protocol_of(self.tasks, title) for title in self.titles()}  # type: ignore[arg-type]
+
+    def titles(self) -> list[str]:
+        """Return the names of the tasks in tables, which are those of their folders."""
+        return [found.title(key) for found, key in self._benchmarks()]
+
+    def _benchmarks(self) -> list[tuple[type[Benchmark], str]]:
+        return [named_benchmark(name) for name in self.names]
+
+    def missing(self) -> list[str]:
+        """Return what must be brought before anything can run: models, texts and data sets, one sentence each."""
+        folder, setting = self.tasks.data_dir, "tasks.data_dir"
+        models = dict.fromkeys(self.models.values())
+        configs = [self.configs[key] for key in self.recipes()]
+        checks: list[Callable[[], object]] = [
+            *(partial(load_config, locate(model)) for model in models),
+            *(partial(text_files, locate(config.data.train)) for config in configs),
+            *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
+            *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
+        ]
+        sentences = []
+        for check in checks:
+            try:
+                check()
+            except UserError as error:
+                sentences.append(str(error))
+        return list(dict.fromkeys(sentences))
+
+    def check(self) -> None:
+        """Raises UserError with everything that must be brought."""
+        missing = self.missing()
+        if len(missing) == 1:
+            raise UserError(missing[0])
+        if missing:
+            listed = "; ".join(f"({number}) {sentence}" for number, sentence in enumerate(missing, start=1))
+            raise UserError(f"{len(missing)} things are missing for the table: {listed}")
+
+
+def conduct(study: TableStudy) -> dict[str, Measured]:
+    """Train and fine-tune what is not finished, and return the scores of each row that was asked for.
+
+    A row whose run fails does not stop the others; its reason is in its entry.
+    """
+    recipes = study.recipes()
+    progress = Progress(len(recipes), _describe)
+    trained = dict(zip(recipes, study.launcher.run([study.trial(key) for key in recipes], progress), strict=True))
+    found = {}
+    for number, key in enumerate(study.configs, start=1):
+        result = trained.get(key)
+        if result is not None and result.metrics is None:
+            found[key] = Measured(folder=str(result.trial.folder), error=result.error)
+            continue
+        print(f"[{number}/{len(study.configs)}] {study.row(key).label} on {', '.join(study.titles())} ...", flush=True)
+        found[key] = _fine_tune(study, key, result)
+    return found
+
+
+def _describe(metrics: Mapping[str, Any]) -> str:
+    loss = metrics["student"].get("valid_loss")
+    return "trained" if loss is None else f"validation loss {loss:.4f}"
+
+
+def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
+    """Fine-tune the model of a row on every task, in a process of its own, and return its scores."""
+    folder = study.folder(key)
+    command = study.launcher.command("llmdistill.cli", "evaluate", *_words(study, key))
+    write_text(folder.with_name(f"{key}.command"), shown_command(command) + "\n")
+    log = folder.with_name(f"{key}.log")
+    error = study.launcher.call(command, log)
+    results = None if error is not None else read_record(folder / "results.json", remedy="remove it")
+    if results is None:
+        return Measured(folder=str(folder), error=error or f"it ended without its scores; see {log}")
+    scores = {
+        (column, metric): value["seeds"]
+        for task in results["tasks"].values()
+        for column, metrics in task["dev"].items()
+        for metric, value in metrics.items()
+    }
+    return Measured(
+        folder=str(folder),
+        model=study.model(key),
+        scores=scores,
+        params=results["params"]["model"]["total"],
+        settings={
+            name: {"learning_rate": task["learning_rate"], "epochs": task["epochs"], "seeds": task["seeds"]}
+            for name, task in results["tasks"].items()
+        },
+        warnings=tuple(results["warnings"]),
+        seconds=(trained.seconds if trained is not None else 0.0) or 0.0,
+        tuning_seconds=sum(task["seconds"] for task in results["tasks"].values()),
+    )
+
+
+def _words(study: TableStudy, key: str) -> list[str]:
+    """Return the arguments of the study of a row's model."""
+    config = study.configs[key]
+    values: dict[str, Any] = {field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)}
+    values |= {
+        "tasks": study.names,
+        "model": study.model(key),
+        "output_dir": str(study.folder(key)),
+        "ds_config": config.ds_config,
+        "dtype": config.train.dtype,
+        "speed": False,
+    }
+    if study.launcher.trials_at_once > 1:
+        values["trials_at_once"] = study.launcher.trials_at_once
+    words = ["--suite", "glue"]
+    for name, value in values.items():
+        if value is not None and value != {}:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str, TableRow]:
+    """Return the rows that can be run here and were asked for, in the table's order.
+
+    Raises:
+        UserError: there is no such row, or it cannot be run.
+    """
+    known = {row.name: row for row in table.rows}
+    able = {key: row for key, row in known.items() if row.missing is None}
+    for name in names or ():
+        if name not in known:
+            raise UserError(f"--rows: there is no row {name!r} in this table; there are {', '.join(known)}")
+        if name not in able:
+            raise UserError(f"--rows: {name} is not run here: {known[name].missing}")
+    return able if names is None else {key: row for key, row in able.items() if key in names}

@@ -1,0 +1,151 @@
+"""A published table beside our own figures: on the terminal, as report.md, report.html and results.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from llmdistill.files import write_json
+from llmdistill.report.pages import write_page
+from llmdistill.report.spread import Spread, plus_minus, spread
+from llmdistill.report.tables import print_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a row scored here."""
+
+    folder: str
+    """The folder of its results."""
+    model: str = ""
+    """The folder or hub name of the model that was fine-tuned."""
+    scores: Mapping[tuple[str, str], Sequence[float]] = field(default_factory=dict)
+    """The scores x 100 over seeds by (column, metric)."""
+    params: int | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The chosen settings of fine-tuning by task."""
+    warnings: Sequence[str] = ()
+    seconds: float = 0.0
+    """The duration of the distillation."""
+    tuning_seconds: float = 0.0
+    """The duration of the fine-tuning, with all settings that were tried."""
+    error: str | None = None
+    """The reason of a failure, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table."""
+
+    label: str
+    column: str
+    """The name by which tasks report it, such as MNLI-m."""
+    metric: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A row of a table: the published figures, and ours where it was run."""
+
+    key: str
+    label: str
+    published: Sequence[float | None]
+    """The paper's figure in each column; with an average, this is the last one."""
+    why_not: str | None = None
+    """The reason why the row is not run; None if it was, or was not asked for."""
+    measured: Measured | None = None
+
+    def cells(self, columns: Sequence[Column], *, average: bool) -> list[Spread | None]:
+        """Return our score in each column, and their mean over columns if all columns have scores."""
+        if self.measured is None or self.measured.error is not None:
+            return [None] * (len(columns) + average)
+        found = [self.measured.scores.get((each.column, each.metric)) for each in columns]
+        cells = [None if values is None else spread(values) for values in found]
+        if not average:
+            return cells
+        # Tasks may differ in their numbers of seeds, so that only means can be averaged.
+        means = [cell.mean for cell in cells if cell is not None]
+        return [*cells, spread([fmean(means)]) if len(means) == len(columns) else None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedReport:
+    """All data of a report."""
+
+    title: str
+    columns: Sequence[Column]
+    average: bool
+    """Whether the last figure is the mean over the columns."""
+    lines: Sequence[Line]
+    facts: Mapping[str, str]
+    """Command, hardware, versions, protocol and data, by the names that the report shows."""
+    note: str = ""
+    """What the paper says of its figures."""
+
+    @property
+    def header(self) -> list[str]:
+        """The texts above the figures."""
+        return [*(each.label for each in self.columns), *(["average"] if self.average else [])]
+
+
+def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
+    """Write results.json, report.md and report.html into a folder, and return the content of results.json."""
+    rows = []
+    for line in report.lines:
+        cells = line.cells(report.columns, average=report.average)
+        measured = None
+        if line.measured is not None:
+            values = asdict(line.measured)
+            del values["scores"]
+            figures = [None if cell is None else cell.to_dict() for cell in cells]
+            measured = {**values, "figures": figures}
+        rows.append({"key": line.key, "label": line.label, "published": list(line.published), "measured": measured})
+    results = {"title": report.title, "columns": report.header, "rows": rows, "facts": dict(report.facts)}
+    write_json(folder / "results.json", results)
+    for kind in ("html", "md"):
+        write_page(
+            folder / f"report.{kind}",
+            f"published.{kind}.j2",
+            report=report,
+            table=[(line, _shown(line, report)) for line in report.lines],
+            failed=_failed(report),
+            folder=folder,
+        )
+    return results
+
+
+def _shown(line: Line, report: PublishedReport) -> list[tuple[str, str]]:
+    """Return the text of our score and of the paper's figure in each column; "" where the paper has none."""
+    cells = line.cells(report.columns, average=report.average)
+    figures = ["" if each is None else max(f"{each:.1f}", f"{each:g}", key=len) for each in line.published]
+    return list(zip(map(_text, cells), figures, strict=True))
+
+
+def _text(cell: Spread | None) -> str:
+    """Format a score, with its standard deviation if there are several seeds."""
+    if cell is None:
+        return "–"
+    return plus_minus(cell.mean, cell.std if len(cell.values) > 1 else None)
+
+
+def _failed(report: PublishedReport) -> list[Line]:
+    return [line for line in report.lines if line.measured is not None and line.measured.error is not None]
+
+
+def print_published(report: PublishedReport, console: Console | None = None) -> None:
+    """Print the rows that were run, each score with the published one in brackets."""
+    rows = []
+    for line in report.lines:
+        if line.measured is None:
+            continue
+        texts = [f"{text} ({figure})" if figure else text for text, figure in _shown(line, report)]
+        rows.append([line.label, *texts])
+    print_table(f"{report.title}; in brackets the paper's", ["", *report.header], rows, turned=True, console=console)
+    for line in _failed(report):
+        assert line.measured is not None
+        (console or Console()).print(f"{line.label} FAILED: {line.measured.error}", highlight=False)

@@ -1,0 +1,133 @@
+"""A published table beside our own figures: what runs, what is missing, and the pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig
+
+from llmdistill.cli import main
+from llmdistill.report.published import Column, Line, Measured, PublishedReport, print_published, write_published
+
+COLUMNS = [
+    Column(label="SQuAD 2.0 F1", column="SQuAD2", metric="best_f1"),
+    Column(label="MRPC", column="MRPC", metric="accuracy"),
+]
+MINE = Measured(
+    folder="runs/t/tasks/mine",
+    model="runs/t/trials/mine/student",
+    scores={("SQuAD2", "best_f1"): [70.0, 72.0], ("MRPC", "accuracy"): [80.0], ("MRPC", "f1"): [1.0]},
+    params=1234,
+    settings={"MRPC": {"learning_rate": 2e-5, "epochs": 3, "seeds": [1]}},
+    warnings=["the teacher scores at chance"],
+    seconds=61.0,
+    tuning_seconds=30.0,
+)
+LINES = [
+    Line(key="teacher", label="Teacher", published=[76.8, 87.25, 82.0]),
+    Line(key="mine", label="Mine <6x768>", published=[76.4, None, None], measured=MINE),
+    Line(
+        key="half",
+        label="Half",
+        published=[1.0, 2.0, 1.5],
+        measured=Measured(folder="f", scores={("MRPC", "accuracy"): [9.0]}),
+    ),
+    Line(key="broken", label="Broken", published=[1.0, 2.0, 1.5], measured=Measured(folder="f", error="no memory")),
+    Line(key="theirs", label="Theirs", published=[1.0, 2.0, 1.5], why_not="no weights are published"),
+]
+REPORT = PublishedReport(
+    title="A table", columns=COLUMNS, average=True, lines=LINES, facts={"Command": "llmdistill compare"}
+)
+
+
+def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = write_published(tmp_path, REPORT)
+    figures = {row["key"]: row["measured"] and row["measured"]["figures"] for row in results["rows"]}
+    assert [each["mean"] for each in figures["mine"]] == [71.0, 80.0, 75.5]
+    assert figures["mine"][0]["std"] == pytest.approx(2**0.5)
+    assert [each and each["mean"] for each in figures["half"]] == [None, 9.0, None]  # no average of a part
+    assert figures["broken"] == [None, None, None]
+    assert figures["teacher"] is None
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| Mine &lt;6x768&gt; | 1,234 | 71.0 ± 1.4 (76.4) | 80.0  | 75.5  |" in text
+    assert "| Teacher | – | (76.8) | (87.25) | (82.0) |" in text
+    assert "Failed: Broken: no memory" in text
+    assert "Not run: Theirs: no weights are published" in text
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "71.0 ± 1.4<br><small>76.4</small>" in page
+    assert "Mine &lt;6x768&gt;: the teacher scores at chance" in page
+    print_published(REPORT)
+    shown = capsys.readouterr().out
+    assert "71.0 ± 1.4 (76.4)" in shown
+    assert "Broken FAILED: no memory" in shown
+    assert "Theirs" not in shown
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """A teacher that is nothing but a config, with a vocabulary."""
+    folder = tmp_path / "teacher"
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]), encoding="utf-8")
+    return folder
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["compare", "--suite", "minilm-table2", *words, "--dry_run", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) -> None:
+    own = ("--rows", "teacher,minilm", "--teacher.model", str(teacher), "--tasks.names", "rte,sst2")
+    found = plan(capsys, *own)
+    assert list(found["rows"]) == ["teacher", "minilm"]
+    # The row of the recipes' own teacher is that of the user's.
+    assert found["rows"]["teacher"]["model"] == str(teacher)
+    assert found["rows"]["minilm"]["model"].startswith("runs/minilm-table2/trials/minilm-seed0-")
+    assert found["fine_tunings"] == {"RTE": 4 * 4 * 4, "SST-2": 4 * 3 * 4}  # MiniLM's protocol
+    assert len(found["missing"]) == 1
+    assert found["missing"][0].startswith("corpus/train.txt: no such file")
+
+    (tmp_path / "text.txt").write_text("a b c", encoding="utf-8")
+    (tmp_path / "glue" / "RTE").mkdir(parents=True)
+    own = (*own, "--data.train", str(tmp_path / "text.txt"), "--tasks.data_dir", str(tmp_path / "glue"))
+    assert plan(capsys, *own)["missing"] == [
+        f"tasks.data_dir {tmp_path / 'glue'}: it has no folder SST-2 (of GLUE's tasks it has RTE); add it, or name a task "
+        "that is there"
+    ]
+    assert plan(capsys, *own[:-4], *own[-4:], "--tasks.names", "rte", "--tasks.seeds", "7")["fine_tunings"] == {
+        "RTE": 16
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rows", "teacher,minlm"], "--rows: there is no row 'minlm' in this table; there are teacher, bert-small"),
+        (["--recipe", "minilm/6x384"], "--recipe: each row of a published table has its own"),
+        (["--methods", "kd"], "--suite and --methods both say what is compared"),
+        (["--seeds", "2"], "--seeds is for comparisons of decoders"),
+        (["--tasks.seed", "2"], "did you mean --tasks.seeds?"),
+        (["--rows", "teacher", "--teacher.model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
+        (
+            ["--rows", "minilm", "--tasks.data_dir", "nowhere", "--tasks.names", "rte"],
+            "3 things are missing for the table: (1) ",
+        ),
+    ],
+)
+def test_mistakes(capsys, arguments: list[str], said: str, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments[1] == "minilm":
+        arguments = [*arguments, "--teacher.model", "nowhere/at/all"]
+    assert main(["compare", "--suite", "minilm-table2", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_those_of_a_table(capsys) -> None:
+    assert main(["compare", "--rows", "teacher"]) == 2
+    assert "--rows names rows of a table of encoders" in capsys.readouterr().err
+    assert main(["compare", "--suite", "minilm-table10"]) == 2
+    assert "--suite minilm-table10: " in capsys.readouterr().err
