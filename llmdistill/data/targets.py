@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,8 @@ class Marks:
                 f"the tokenizer has no {missing[0]}: an encoder that learns to write needs {', '.join(names)}; name "
                 "them in tokenizer_config.json"
             )
-        start, end, mask, padding = (tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) for name in names)
+        ids: list[Any] = [getattr(tokenizer, f"{name}_id") for name in names]
+        start, end, mask, padding = ids
         return cls(start, end, mask, padding, "token_type_ids" in tokenizer.model_input_names)
 
 

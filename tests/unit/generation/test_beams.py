@@ -85,22 +85,63 @@ def written(
     return write_targets(model, sources, settings, world=World.alone(), **given)
 
 
-@pytest.mark.parametrize(("penalty", "least"), [(0.0, 0), (0.6, 0), (2.5, 0), (0.0, 2)])
+class Table:
+    """Steps whose probabilities depend on the source, the length and the last token, drawn at random."""
+
+    def __init__(self, seed: int, beams: int, lengths: int) -> None:
+        scores = 1.5 * torch.randn(len(SOURCES), lengths, WORDS, WORDS, generator=torch.Generator().manual_seed(seed))
+        self.log_probs = scores.double().log_softmax(-1)
+        self.beams, self.length, self.sources = beams, 0, torch.arange(len(SOURCES)).repeat_interleave(beams)
+
+    def __call__(self, parents_N: Tensor | None, newest_N: Tensor | None) -> Tensor:
+        last = torch.zeros_like(self.sources) if newest_N is None else newest_N
+        assert parents_N is None or (parents_N // self.beams == self.sources).all(), "a row goes on in its own source"
+        self.length += 1
+        return self.log_probs[self.sources, self.length - 1, last]
+
+    def best(self, source: int, settings: BeamSearch) -> list[int]:
+        """Of all texts that may be written."""
+        words = sorted(set(range(WORDS)) - set(FORBIDDEN) - {END})
+        found = []
+        for length in range(settings.max_length + 1):
+            for text in itertools.product(words, repeat=length):
+                whole = [*text, END][: settings.max_length]
+                if END in whole and length < settings.min_length:
+                    continue
+                total = sum(
+                    float(self.log_probs[source, at, last, word])
+                    for at, (last, word) in enumerate(itertools.pairwise([0, *whole]))
+                )
+                found.append((total / ((5 + len(whole)) / 6) ** settings.length_penalty, whole))
+        return max(found)[1]
+
+
+@pytest.mark.parametrize(("penalty", "least"), [(0.0, 0), (0.6, 0), (3.0, 0), (0.0, 2)])
 def test_with_a_beam_for_every_prefix_the_search_is_exhaustive(penalty: float, least: int) -> None:
-    model = bert()
     settings = BeamSearch(beams=5**3, length_penalty=penalty, max_length=4, min_length=least)
-    found = written(model, settings)
-    expected = [every_text(model, source, settings)[0][1] for source in SOURCES]
-    assert found == expected
-    assert len({len(text) for text in expected} | {0}) > 1
+    lengths = set()
+    for seed in range(8):
+        table = Table(seed, settings.beams, settings.max_length)
+        expected = [table.best(source, settings) for source in range(len(SOURCES))]
+        found = search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER)
+        assert found == expected
+        lengths |= {len(text) for text in expected if text[-1] == END}
+    assert len(lengths) > 1, "texts of several lengths, which end"
+
+
+def test_the_search_of_a_model_is_exhaustive() -> None:
+    model = bert()
+    settings = BeamSearch(beams=5**2, length_penalty=0.6, max_length=3)
+    assert written(model, settings) == [every_text(model, source, settings)[0][1] for source in SOURCES]
 
 
 def test_the_penalty_decides_among_texts() -> None:
-    model = bert()
-    lengths = [
-        sum(map(len, written(model, BeamSearch(beams=5**3, length_penalty=penalty, max_length=4))))
-        for penalty in (0.0, 2.5)
-    ]
+    lengths = []
+    for penalty in (0.0, 3.0):
+        settings = BeamSearch(beams=5**3, length_penalty=penalty, max_length=4)
+        tables = [Table(seed, settings.beams, settings.max_length) for seed in range(8)]
+        texts = [search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER) for table in tables]
+        lengths.append(sum(len(text) for several in texts for text in several))
     assert lengths[0] < lengths[1]
 
 

@@ -17,7 +17,7 @@ from transformers import (
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.losses.terms import RunningTerms
 from llmdistill.methods.sft import make_sft
-from llmdistill.models.forward import TappedModel
+from llmdistill.models.forward import TappedModel, horizon_mask
 from llmdistill.models.taps import Recorder
 
 
@@ -124,3 +124,10 @@ def test_a_horizon_makes_an_encoder_a_sequence_to_sequence_model() -> None:
     padding[0, 7] = 4
     assert torch.equal(run(padding)[0, :7], before[0, :7])
     tapped.remove()
+
+
+def test_padding_is_no_key_and_sees_all() -> None:
+    """A source of one token with a target of one, padded on the left and on the right."""
+    real, horizon = torch.tensor([[0, 1, 1, 0]]), torch.tensor([[4, 2, 3, 4]])
+    seen = horizon_mask(real, horizon, bert(BertForMaskedLM).config)
+    assert seen.long().tolist() == [[[[1, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]]]
