@@ -68,6 +68,10 @@ class Batch:
     """(B, T) int64, 0 in the first and 1 in the second segment; None for models without segments."""
     position_ids: Tensor | None = None
     """(B, T) int64, counted from 0 in each sequence of a packed row; None if each row is one sequence."""
+    horizon: Tensor | None = None
+    """(B, T) int64: the position before which the keys lie that a token sees; T at padding. None: an encoder sees all
+    tokens of its sequence, a decoder those up to itself. In a source with its target (UniLM §2.3) it is the length of
+    the source for each of its tokens, and the next position for a token of the target. Only encoders read it."""
     label_rows: Tensor | None = None
     """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `with_label_rows`."""
     token_rows: Tensor | None = None
@@ -161,6 +165,8 @@ class Taps:
     """(B, T, W), input of the first layer; the only key is 0."""
     scaling: dict[int, float] = field(default_factory=dict)
     """Factor on query·key before the softmax; recorded together with the query."""
+    horizon: Tensor | None = None
+    """(B, T), `Batch.horizon` of the batch: which keys the queries see."""
     projected: dict[Aspect, dict[int, Tensor]] = field(default_factory=dict)
     """Tapped tensors with their heads concatenated, mapped to the teacher's width by a learnt matrix: (B, T, teacher's
     width)."""

@@ -15,6 +15,8 @@ class Objective:
 
     tokens: bool = True
     sequences: Literal["classes", "scores", "spans"] | None = None
+    label_smoothing: float = 0.0
+    """Share of each token's label that is spread evenly over the vocabulary."""
 
     def __post_init__(self) -> None:
         """Assert that the objective is not empty."""

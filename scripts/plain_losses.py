@@ -35,7 +35,9 @@ def token_losses_plain(
     sums = []
     for term in terms:
         if term.divergence is None:
-            sums.append(functional.cross_entropy(student_NV, labels_N, reduction="sum"))
+            on_labels = functional.cross_entropy(student_NV, labels_N, reduction="sum")
+            evenly = -student_NV.log_softmax(-1).clamp(min=LOG_FLOOR).mean(-1).sum() if term.smoothing > 0 else 0
+            sums.append((1 - term.smoothing) * on_labels + term.smoothing * evenly)
             continue
         assert teacher_NV is not None
         log_p_NV = (teacher_NV / term.temperature).log_softmax(-1).clamp(min=LOG_FLOOR)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.data import DataConfig, TaskConfig, TextConfig
+from llmdistill.config.data import DataConfig, TaskConfig, TextConfig, WritingConfig
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
@@ -28,6 +28,7 @@ __all__ = [
     "TeacherConfig",
     "TextConfig",
     "TrainConfig",
+    "WritingConfig",
 ]
 
 

@@ -60,6 +60,47 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WritingConfig:
+    """How an encoder learns to write the target of a source (UniLM's fine-tuning), and how it searches a text."""
+
+    mask_share: float = 0.7
+    """Share of the tokens of a target that are predicted, drawn anew in each epoch; the end token may be one of them.
+    Of these 80 % are masked, 10 % are replaced by random tokens and 10 % stay as they are."""
+    label_smoothing: float = 0.1
+    """Share of each label that is spread evenly over the vocabulary; 0 switches it off."""
+    max_length: int = 48
+    """Largest number of tokens of a text, end token included; a longer target is cut. The source gets the rest of
+    data.max_length, and its end is cut."""
+    min_length: int = 0
+    """Smallest number of tokens that are written before the end token."""
+    beams: int = 5
+    """Number of unfinished texts that the search keeps; 1 is greedy decoding."""
+    length_penalty: float = 0.0
+    """The log-probability of a text is divided by ((5 + length) / 6)^length_penalty (GNMT); 0 prefers short texts."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of this length occurs twice in a written text; 0 switches this off."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a number is out of its range."""
+        if not 0 < self.mask_share <= 1:
+            raise ValueError(f"data.task.writing.mask_share is {self.mask_share}: give a share over 0 and up to 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"data.task.writing.label_smoothing is {self.label_smoothing}: give a share from 0 and under 1"
+            )
+        if not self.length_penalty >= 0:
+            raise ValueError(f"data.task.writing.length_penalty is {self.length_penalty}: give 0 or more")
+        check_least(self, 0, "min_length", "no_repeat_ngram_size", prefix="data.task.writing.")
+        check_least(self, 1, "beams", prefix="data.task.writing.")
+        check_least(self, 2, "max_length", prefix="data.task.writing.")
+        if self.min_length >= self.max_length:
+            raise ValueError(
+                f"data.task.writing.min_length is {self.min_length} and max_length {self.max_length}: the end token "
+                "needs a place, give a smaller min_length"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """A task with its own examples, splits and metrics, such as those of GLUE. The student gets a head for it."""
 
@@ -94,6 +135,8 @@ class TaskConfig:
     name on the hub."""
     crossed: bool = False
     """MLQA: also score questions in one language on contexts in another, for each pair of the languages."""
+    writing: WritingConfig = field(default_factory=WritingConfig)
+    """Settings of tasks in which an encoder writes texts: question_generation, summarization, xsum, cnn_dailymail."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""

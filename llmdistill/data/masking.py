@@ -97,6 +97,13 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return starts
 
 
+def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The ids of all tokens but the special ones, ascending: (number of tokens,)."""
+    ordinary = vocabulary_mask(tokenizer, lambda _: True)
+    ordinary[tokenizer.all_special_ids] = False
+    return np.flatnonzero(ordinary)
+
+
 def vocabulary_mask(tokenizer: PreTrainedTokenizerBase, condition: Callable[[str], bool]) -> np.ndarray:
     """For each token of the vocabulary, whether it fulfils the condition, (highest id + 1,) bool."""
     vocabulary = tokenizer.get_vocab()

@@ -39,6 +39,10 @@ class MixedSequences:
         """The sequences at these places, as in `TextSequences.batch`."""
         return self.parts[0].collate([self._read(seed, *divmod(place, len(self))) for place in places])
 
+    def length(self, place: int) -> int:
+        """The number of tokens at a place, see `TextSequences.length`."""
+        return self.parts[0].length(place)
+
     def _read(self, seed: int, epoch: int, index: int) -> TextInputs:
         number = int(np.searchsorted(self._ends, index, side="right"))
         part, count = self.parts[number], self.counts[number]

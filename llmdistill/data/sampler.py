@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -152,6 +152,46 @@ class TrainLoader(StepLoader[Item]):
         )
         window = [self.items[index] for index in indices]
         return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps)
+
+
+class Sequences(Protocol):
+    """The sequences of a training set, each made anew in every epoch, with masks or pairs of its own.
+
+    They are counted through the epochs without end: a place is epoch * number of sequences + index.
+    """
+
+    def __len__(self) -> int:
+        """The number of sequences of an epoch."""
+        ...
+
+    def length(self, place: int) -> int:
+        """The number of tokens at a place, by which the sequences of a step are sorted."""
+        ...
+
+    def batch(self, places: Sequence[int], seed: int) -> Batch:
+        """The sequences at these places, (B, T), a pure function of place and seed."""
+        ...
+
+
+class SequenceLoader(StepLoader[int]):
+    """The batches of one rank, by step, of sequences that are made anew in every epoch. The loader has no state.
+
+    Each epoch has its own order of the sequences. A batch may contain sequences of two epochs.
+    """
+
+    def __init__(self, sequences: Sequences, share: Share) -> None:
+        super().__init__(share, lambda places: sequences.batch(places, share.seed))
+        self.sequences = sequences
+
+    def global_batch(self, step: int) -> list[int]:
+        """See StepLoader; the items are the places of the sequences, the longest sequence first."""
+        size, share = len(self.sequences), self.share
+        indices = global_batch_indices(
+            seed=share.seed, step=step, dataset_size=size, global_batch_size=share.global_batch_size
+        )
+        first = step * share.global_batch_size
+        places = [(first + offset) // size * size + index for offset, index in enumerate(indices)]
+        return sorted(places, key=self.sequences.length, reverse=True)
 
 
 def scoring_batches(

@@ -48,7 +48,7 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
     Raises:
         UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
-    rows = _open_rows(reference, streaming=False)
+    rows = open_rows(reference, streaming=False)
     examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
     if not examples:
         raise no_example(reference)
@@ -64,7 +64,7 @@ def stream_rows(reference: str | Path) -> Rows:
     Raises:
         UserError: immediately if the data set does not exist; for a malformed row, when the reading reaches it.
     """
-    return _open_rows(reference, streaming=True)
+    return open_rows(reference, streaming=True)
 
 
 def no_example(reference: str | Path) -> UserError:
@@ -72,7 +72,8 @@ def no_example(reference: str | Path) -> UserError:
     return UserError(f"{reference}: holds no example; give at least one row of instruction, input, output")
 
 
-def _open_rows(reference: str | Path, *, streaming: bool) -> Rows:
+def open_rows(reference: str | Path, *, streaming: bool) -> Rows:
+    """Read the rows of a file or of a data set on the hub; see `read_examples` and `stream_rows`."""
     path = Path(reference)
     if path.exists():
         return READERS.get(path.suffix.lower(), _jsonl_rows)(path)

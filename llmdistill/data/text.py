@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,8 +12,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import Objective, TextSequence, lay_out
-from llmdistill.data.masking import mask_tokens, word_starts
-from llmdistill.data.sampler import Share, StepLoader, global_batch_indices
+from llmdistill.data.masking import mask_tokens, ordinary_tokens, vocabulary_mask, word_starts
 from llmdistill.errors import UserError
 
 TextInputs = tuple[TextSequence, np.ndarray, np.ndarray]
@@ -56,15 +54,18 @@ class TextSequences:
         # A decoder has no segments, whatever its tokenizer gives: GPT-2 would add the embedding of a token for each
         # segment id.
         self._token_types = self.masked and "token_type_ids" in tokenizer.model_input_names
-        every = np.array(sorted(tokenizer.get_vocab().values()))
-        self._special = np.zeros(every[-1] + 1, dtype=bool)
+        self._vocabulary = ordinary_tokens(tokenizer)
+        self._special = vocabulary_mask(tokenizer, lambda _: False)
         self._special[tokenizer.all_special_ids] = True
-        self._vocabulary = every[~self._special[every]]
         self._word_starts = word_starts(tokenizer) if self.masked and whole_words else None
 
     def __len__(self) -> int:
         """The number of sequences of an epoch."""
         return len(self.layout)
+
+    def length(self, place: int) -> int:
+        """See `sampler.Sequences`: nearly all sequences are as long as they may be."""
+        return self.max_length
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
         """The sequences at these places, padded on the right; places count through the epochs without end.
@@ -105,37 +106,6 @@ class TextSequences:
             word_starts=self._word_starts,
         )
         return sequence, shown, labels
-
-
-class Sequences(Protocol):
-    """Sequences by place: those of one text, or a mixture of several."""
-
-    def __len__(self) -> int:
-        """The number of sequences of an epoch."""
-
-    def batch(self, places: Sequence[int], seed: int) -> Batch:
-        """See `TextSequences.batch`."""
-
-
-class TextLoader(StepLoader[int]):
-    """The batches of one rank, by step, from a corpus. The loader has no state.
-
-    Each epoch has its own order of the sequences, its own masks and its own pairs, all drawn from seed, epoch and index
-    of the sequence. A batch may contain sequences of two epochs.
-    """
-
-    def __init__(self, sequences: Sequences, share: Share) -> None:
-        super().__init__(share, lambda places: sequences.batch(places, share.seed))
-        self.sequences = sequences
-
-    def global_batch(self, step: int) -> list[int]:
-        """See StepLoader; the items are the places of the sequences, see `TextSequences.batch`."""
-        size, share = len(self.sequences), self.share
-        indices = global_batch_indices(
-            seed=share.seed, step=step, dataset_size=size, global_batch_size=share.global_batch_size
-        )
-        first = step * share.global_batch_size
-        return [(first + offset) // size * size + index for offset, index in enumerate(indices)]
 
 
 def validation_batches(

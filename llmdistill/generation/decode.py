@@ -130,7 +130,7 @@ def generate(
             answers.update(rows)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    gathered, seconds = _gather(answers, time.perf_counter() - started, world_size)
+    gathered, seconds = gather_answers(answers, time.perf_counter() - started, world_size)
     rows_in_order = [gathered[index] for index in range(len(prompt_ids))]
     texts = decode_answers(rows_in_order, tokenizer)
     return GenerationResult(texts, sum(map(len, rows_in_order)), seconds)
@@ -261,7 +261,10 @@ def _left_pad(prompt_ids: Sequence[list[int]], pad_token_id: int) -> tuple[Tenso
     return input_ids, attention_mask
 
 
-def _gather(answers: dict[int, list[int]], seconds: float, world_size: int) -> tuple[dict[int, list[int]], float]:
+def gather_answers(
+    answers: dict[int, list[int]], seconds: float, world_size: int
+) -> tuple[dict[int, list[int]], float]:
+    """The answers of all ranks by the index of their prompt, and the wall time of the slowest rank."""
     if world_size == 1:
         return answers, seconds
     parts: list[Any] = [None] * world_size

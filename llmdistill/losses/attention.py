@@ -35,6 +35,7 @@ def attention_kl(
     *,
     causal: bool,
     window: int | None = None,
+    horizon: Tensor | None = None,
     direction: Direction = "student_teacher",
 ) -> LossSum:
     """MaKD eq. 12: KL(A^S‖A^T) of one layer, mean over heads, summed over the queries of real tokens.
@@ -50,12 +51,13 @@ def attention_kl(
             sequence. A token sees only tokens of its own sequence.
         causal: if True, a token sees only itself and the tokens before it.
         window: a token sees only the last `window` positions, including its own; None for no limit.
+        horizon: (B, T), a token sees only the positions before this one (see `Batch.horizon`); None for no limit.
         direction: student_teacher is KL(A^S‖A^T), as in MaKD; teacher_student is KL(A^T‖A^S), as in MiniLM.
 
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
     """
-    return _layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window))
+    return _layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window, horizon))
 
 
 def attention_score_mse(
@@ -65,13 +67,14 @@ def attention_score_mse(
     *,
     causal: bool,
     window: int | None = None,
+    horizon: Tensor | None = None,
 ) -> LossSum:
     """TinyBERT eq. 7: squared error of one layer's attention scores before the softmax, summed over real queries.
 
     KroneckerBERT uses the same attention loss. The error of a query is the mean over heads and over the keys that the
     query can see, so that neither padding nor a mask changes the scale. The arguments are those of `attention_kl`.
     """
-    return _layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window))
+    return _layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window, horizon))
 
 
 def relation_kl(
@@ -82,6 +85,7 @@ def relation_kl(
     relation_heads: int,
     causal: bool,
     window: int | None = None,
+    horizon: Tensor | None = None,
 ) -> LossSum:
     """MiniLMv2 eq. 6-8: KL(R^T‖R^S) of one layer, mean over relation heads, summed over the rows of real tokens.
 
@@ -97,7 +101,7 @@ def relation_kl(
     Args:
         student: both sides of the student's relation.
         teacher: both sides of the teacher's relation.
-        attention_mask, causal, window: as in `attention_kl`.
+        attention_mask, causal, window, horizon: as in `attention_kl`.
         relation_heads: number of relation heads; must divide the width of each side (after the repetition above) of
             student and teacher.
 
@@ -106,7 +110,13 @@ def relation_kl(
     """
     of_student, of_teacher = _relation(student, relation_heads), _relation(teacher, relation_heads)
     return attention_kl(
-        of_student, of_teacher, attention_mask, causal=causal, window=window, direction="teacher_student"
+        of_student,
+        of_teacher,
+        attention_mask,
+        causal=causal,
+        window=window,
+        horizon=horizon,
+        direction="teacher_student",
     )
 
 

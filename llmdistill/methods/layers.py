@@ -179,6 +179,7 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
             mask,
             causal=causal,
             window=pair.window,
+            horizon=teacher.horizon,
         )
 
     return layer_term("attention", pair, of_taps, "query", "key")

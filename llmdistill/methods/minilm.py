@@ -95,6 +95,7 @@ def _value_relation(pair: layers.LayerPair, *, heads: int, causal: bool) -> Laye
             relation_heads=heads,
             causal=causal,
             window=pair.window,
+            horizon=teacher.horizon,
         )
 
     return layers.layer_term("value_relation", pair, loss, "value")

@@ -132,6 +132,7 @@ def _relation(name: str, sides: Sides, pair: LayerPair, relation_heads: int, *, 
             relation_heads=relation_heads,
             causal=causal,
             window=pair.window,
+            horizon=teacher.horizon,
         )
 
     return layer_term(name, pair, loss, *sides)

@@ -29,7 +29,8 @@ def positions_of(setting: SoftPositions, *, causal: bool) -> Positions:
 def label_terms(weight: float, objective: Objective) -> Terms:
     """Cross-entropy on labels (`label`), and for sequences cross-entropy on classes or squared error on scores."""
     on_sequences = SequenceTerm("sequence_label", False, _label_loss)
-    return _terms(losses.TokenTerm("label", None), on_sequences, weight, objective)
+    on_tokens = losses.TokenTerm("label", None, smoothing=objective.label_smoothing)
+    return _terms(on_tokens, on_sequences, weight, objective)
 
 
 def soft_terms(

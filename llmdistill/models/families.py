@@ -219,6 +219,9 @@ def max_positions(config: PreTrainedConfig, limit: int) -> int:
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if positions is None:
         return limit
-    if family_of(config).positions_after_padding:
-        positions -= config.pad_token_id + 1
-    return min(positions, limit)
+    return min(positions - first_position(config), limit)
+
+
+def first_position(config: PreTrainedConfig) -> int:
+    """The position id of the first token of a sequence."""
+    return config.pad_token_id + 1 if family_of(config).positions_after_padding else 0

@@ -35,7 +35,7 @@ class TappedModel:
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""
-        with self._recorder.recording():
+        with self._recorder.recording(horizon=batch.horizon):
             result = self._run(batch)
         logits, sequences = self._head_outputs(result, batch)
         return Outputs(
@@ -53,7 +53,7 @@ class TappedModel:
             kept.append(head)
             return head.rows
 
-        with self._recorder.recording(), self._rows(batch, lm_head, keep):
+        with self._recorder.recording(horizon=batch.horizon), self._rows(batch, lm_head, keep):
             result = self._run(batch)
         return Outputs(
             logits=None,
@@ -79,7 +79,8 @@ class TappedModel:
             of_tokens.extend(self._token_losses(parts[place], place, batch, terms) for place in places)
             return torch.stack([each.total for each in of_tokens]).sum()
 
-        with self._recorder.recording(layers.offer), self._rows(batch, places, use):
+        recording = self._recorder.recording(layers.offer, horizon=batch.horizon)
+        with recording, self._rows(batch, places, use):
             result = self._run(batch)
         self._recorder.take()
         total, sequences = self._head_outputs(result, batch)
@@ -192,9 +193,12 @@ def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | dict[str, Tensor] 
     """The attention mask to pass to transformers.
 
     Transformers reads the values of a plain (B, T) mask and of position ids, and on a GPU the host would have to wait
-    for them. Therefore packed rows, and a padded batch on a GPU, get a ready (B, 1, T, T) mask.
+    for them. Therefore packed rows, and a padded batch on a GPU, get a ready (B, 1, T, T) mask. A horizon needs one
+    anyway.
     """
     attention_mask = batch.attention_mask
+    if batch.horizon is not None:
+        return horizon_mask(attention_mask, batch.horizon, config)
     if batch.position_ids is not None:
         return packed_mask(attention_mask, config)
     if attention_mask.device.type == "cpu" or batch.padded is None:
@@ -204,6 +208,18 @@ def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | dict[str, Tensor] 
     if family_of(config).causal:
         return packed_mask(attention_mask, config)
     return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
+
+
+def horizon_mask(attention_mask: Tensor, horizon_BT: Tensor, config: PreTrainedConfig) -> Tensor:
+    """The attention mask of tokens that see only the real tokens before their horizon; padding sees all positions.
+
+    Returns (B, 1, T, T), True where a query (third axis) can see a key.
+    """
+    assert not family_of(config).causal, "only encoders read a horizon"
+    key_T = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    real_BT = attention_mask != 0
+    seen_BTT = (key_T < horizon_BT[:, :, None]) & real_BT[:, None, :]
+    return (seen_BTT | ~real_BT[:, :, None])[:, None]
 
 
 def packed_mask(segments_BT: Tensor, config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:

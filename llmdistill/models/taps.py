@@ -79,6 +79,7 @@ class Recorder:
         self._in_forward = False
         self._recomputes = False
         self._offer: Callable[[Taps, Tap], None] | None = None
+        self._horizon: Tensor | None = None
         self._came: set[Tap] = set()
         self._taps: Taps | None = None
         self._collected: list[Collected] | None = None
@@ -90,17 +91,20 @@ class Recorder:
         self._install_hooks()
 
     @contextmanager
-    def recording(self, offer: Callable[[Taps, Tap], None] | None = None) -> Iterator[None]:
+    def recording(
+        self, offer: Callable[[Taps, Tap], None] | None = None, *, horizon: Tensor | None = None
+    ) -> Iterator[None]:
         """Record the forward passes inside this block; `take` returns the taps of the last one.
 
-        `offer` is called after each tensor is recorded; it may remove tensors from the taps.
+        `offer` is called after each tensor is recorded; it may remove tensors from the taps. `horizon` is that of the
+        batch, which the taps keep.
         """
-        self._armed, self._offer = True, offer
+        self._armed, self._offer, self._horizon = True, offer, horizon
         try:
             yield
         finally:
             self._armed = self._in_forward = False
-            self._offer = None
+            self._offer = self._horizon = None
 
     @property
     def is_recording(self) -> bool:
@@ -208,7 +212,8 @@ class Recorder:
     def _start(self, *_: object) -> None:
         if self._armed:
             self._recomputes = self._is_checkpointed()
-            self._taps, self._in_forward, self._came, self._collected = Taps(), True, set(), None
+            self._taps, self._in_forward = Taps(horizon=self._horizon), True
+            self._came, self._collected = set(), None
 
     def _end(self, *_: object) -> None:
         self._in_forward = False

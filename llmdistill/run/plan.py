@@ -176,13 +176,13 @@ def make_plan(
     # The last layer is a placeholder for the layer that the search will find.
     settled = config if searched is None else config.with_settings(searched, teacher_layer="last")
     method = build_method(names, settled.method_settings, teacher_config, student_config, objective)
-    if not objective.tokens and "sequences" not in method.positions.values():
-        # Without sft no term would train the classifier.
+    if task.head is not None and not {"labels", "sequences"} & set(method.positions.values()):
+        # Without sft no term would train the head of the task.
         method = build_method([*names, "sft"], settled.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
     taught, student = config.teacher.model if method.needs_teacher else None, config.student.model
     if taught is not None and student is not None and not {taught, student} & pending.keys():
-        if task.head is None:
+        if objective.tokens:
             vocabulary, note = compare_vocabularies(locate(taught), locate(student))
         else:
             check_tokens(locate(taught), locate(student))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _GLUE = "llmdistill.tasks.glue:Glue"
 _SQUAD = "llmdistill.tasks.squad:Squad"
+_WRITING = "llmdistill.tasks.writing:Writing"
 _KINDS = {"instructions", "text"}
 
 TASKS: dict[str, type[Task] | str] = {
@@ -26,6 +27,7 @@ TASKS: dict[str, type[Task] | str] = {
     **dict.fromkeys(("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"), _GLUE),
     "xnli": "llmdistill.tasks.xnli:Xnli",
     **dict.fromkeys(("squad1", "squad2", "mlqa"), _SQUAD),
+    **dict.fromkeys(("questiongeneration", "summarization", "xsum", "cnndailymail"), _WRITING),
 }
 """The tasks by data.kind or, for data.kind task, by data.task.name (only letters and digits, in lower case). A value is
 a class or its import path, so that a command imports only the tasks that it needs."""

@@ -194,9 +194,11 @@ def score_task(
     key = task_key(task, key="data")
     found = benchmark_class(key)
     found.check_folder(data_dir, key, setting="data_dir")
-    ending = {"sequence": "ForSequenceClassification", "span": "ForQuestionAnswering"}[found.head]
+    ending = {"sequence": "ForSequenceClassification", "span": "ForQuestionAnswering", "lm_head": "ForMaskedLM"}[
+        found.head
+    ]
     if not type(model).__name__.endswith(ending):
-        head = {"sequence": "classifier", "span": "head for spans"}[found.head]
+        head = {"sequence": "classifier", "span": "head for spans", "lm_head": "language-model head"}[found.head]
         raise UserError(
             f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {found.title(key)}"
         )

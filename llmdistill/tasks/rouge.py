@@ -1,10 +1,11 @@
-"""ROUGE-L as in MiniLLM, and whether a model's answers fit their own questions better than other questions."""
+"""ROUGE as in MiniLLM, and whether a model's answers fit their own questions better than other questions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 SHIFTS = 4
 """The number of other questions with which each answer is compared."""
@@ -22,8 +23,12 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str | Sequence[str]
     return sum(scores) / len(scores)
 
 
-def rouge_scores(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> list[float]:
-    """Return the ROUGE-L of each prediction; see rouge_l."""
+def rouge_scores(
+    predictions: Sequence[str],
+    references: Sequence[str | Sequence[str]],
+    kind: Literal["rouge1", "rouge2", "rougeL"] = "rougeL",
+) -> list[float]:
+    """Return the ROUGE-L, or another ROUGE, of each prediction; see rouge_l. A text counts as one sentence."""
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions but {len(references)} references")
     if not predictions:
@@ -31,13 +36,13 @@ def rouge_scores(predictions: Sequence[str], references: Sequence[str | Sequence
     # Imported here, because it imports scikit-learn and pandas through nltk.
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    scorer = RougeScorer([kind], use_stemmer=True)
     scores = []
     for index, (prediction, given) in enumerate(zip(predictions, references, strict=True)):
         targets = [given] if isinstance(given, str) else list(given)
         if not targets:
             raise ValueError(f"prediction {index} has no reference")
-        scores.append(100 * scorer.score_multi(targets, prediction)["rougeL"].fmeasure)
+        scores.append(100 * scorer.score_multi(targets, prediction)[kind].fmeasure)
     return scores
 
 

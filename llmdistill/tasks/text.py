@@ -19,9 +19,9 @@ from llmdistill.batch import Batch
 from llmdistill.config import DataConfig
 from llmdistill.data.corpus import Corpus, tokenise
 from llmdistill.data.mixture import MixedSequences
-from llmdistill.data.sampler import Share
+from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, write_rows
-from llmdistill.data.text import TextLoader, TextSequences, validation_batches
+from llmdistill.data.text import TextSequences, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_segments
@@ -135,13 +135,13 @@ class TextData(TaskData):
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         return -(-epochs * len(self._train_sequences()) // global_batch_size)
 
-    def loader(self, share: Share) -> TextLoader:
+    def loader(self, share: Share) -> SequenceLoader:
         """See TaskData.
 
         Raises:
             UserError: the text is too short for one sequence.
         """
-        return TextLoader(self._train_sequences(), share)
+        return SequenceLoader(self._train_sequences(), share)
 
     def _train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenised yet"

@@ -32,6 +32,8 @@ class Visibility(NamedTuple):
     """If True, a token sees only itself and the tokens before it."""
     window: int | None
     """A token sees only the last `window` positions, including its own; None for no limit."""
+    horizon_BT: Tensor | None = None
+    """(B, T) int: a token sees only the positions before this one; None for no limit."""
 
 
 class RowLosses(NamedTuple):
@@ -55,23 +57,34 @@ class Hidden(NamedTuple):
 
 
 def hidden_keys(
-    segments_ST: Tensor | None, rows: slice, keys: slice, visibility: Visibility, *, like: Tensor
+    segments_ST: Tensor | None,
+    horizon_ST: Tensor | None,
+    rows: slice,
+    keys: slice,
+    visibility: Visibility,
+    *,
+    like: Tensor,
 ) -> Hidden | None:
     """The keys that a block's queries do not see; None if they see all keys.
 
     Args:
         segments_ST: number of each token's segment, 0 at padding; None if all tokens are in one segment. Padding sees
             padding, so that its softmax is not NaN.
+        horizon_ST: the position before which the keys lie that each token sees; None for no limit.
         rows: positions of the queries.
         keys: positions of the keys; if causal, none is after the last query.
         visibility: whether the tokens see those after them, and how far they see.
         like: tensor with the device and dtype of the result.
     """
-    _, causal, window = visibility
-    first = rows.start - keys.start if causal and segments_ST is None and window is None else 0
+    causal, window = visibility.causal, visibility.window
+    only_causal = causal and segments_ST is None and window is None and horizon_ST is None
+    first = rows.start - keys.start if only_causal else 0
     hidden: list[Tensor] = []
     if segments_ST is not None:
         hidden.append(segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys])
+    if horizon_ST is not None:
+        key_J = torch.arange(keys.start, keys.stop, device=like.device)
+        hidden.append(key_J >= horizon_ST[:, None, rows, None])
     if causal or window is not None:
         query_L1 = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
         distance_11LJ = (query_L1 - torch.arange(keys.start + first, keys.stop, device=like.device))[None, None]

@@ -84,9 +84,14 @@ def _any_way(
             if temperatures[i] != temperature:
                 continue
             if term.divergence is None:
-                sums[i] = -log_q.gather(1, labels[:, None]).sum()
+                kept = 1 - term.smoothing
+                sums[i] = -kept * log_q.gather(1, labels[:, None]).sum()
+                if term.smoothing > 0:
+                    sums[i] -= term.smoothing * floored_log_q.mean(-1).sum()
                 if derivatives is not None:
-                    derivatives.scatter_add_(1, labels[:, None], -factors[i].expand(len(labels), 1))
+                    derivatives.scatter_add_(1, labels[:, None], (-kept * factors[i]).expand(len(labels), 1))
+                    if term.smoothing > 0:
+                        derivatives.sub_((log_q >= LOG_FLOOR) * (factors[i] * (term.smoothing / log_q.shape[1])))
                 continue
             assert log_p is not None, f"{term.name} needs a teacher"
             sums[i] = term.scale * term.divergence.value(log_p, floored_log_q).sum()
@@ -102,7 +107,7 @@ def _any_way(
 
 @dataclass
 class _ShortWay:
-    """A faster way for KL(T‖S) and soft cross-entropy at one temperature, also combined with the labels' cross-entropy.
+    """A faster way for KL(T‖S) and soft cross-entropy at one temperature, also with the labels' plain cross-entropy.
 
     The derivative is a weighted sum of q, p and the one-hot label; the values need one exp of each distribution.
     """
@@ -121,6 +126,8 @@ class _ShortWay:
         soft = [term for term in terms if term.divergence is not None]
         temperatures = {term.temperature for term in soft} or {1.0}
         if len(temperatures) > 1 or any(term.divergence not in (FORWARD_KL, SOFT_CROSS_ENTROPY) for term in soft):
+            return None
+        if any(term.smoothing > 0 for term in terms):
             return None
         pairs = list(zip(terms, factors.tolist(), strict=True))
         return cls(

@@ -57,14 +57,35 @@ def scores(queries, keys, scaling):
 
 
 @triton.jit
-def visible(row, column, row_segment, segment, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+def visible(
+    row,
+    column,
+    row_segment,
+    segment,
+    horizon,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
     """Which keys each query sees: (rows, columns)."""
     seen = (row_segment[:, None] == segment[None, :]) & (row_segment != 0)[:, None]
     if CAUSAL:
         seen = seen & (column[None, :] <= row[:, None])
     if WINDOWED:
         seen = seen & (row[:, None] - column[None, :] < window)
+    if BOUNDED:
+        seen = seen & (column[None, :] < horizon[:, None])
     return seen
+
+
+@triton.jit
+def load_horizon(horizon_ptr, row, tokens, BOUNDED: tl.constexpr):
+    """The position before which the keys of each query lie, (rows,); not read if there is no such limit."""
+    horizon = row
+    if BOUNDED:
+        horizon = tl.load(horizon_ptr + row, mask=row < tokens, other=0)
+    return horizon
 
 
 @triton.jit
@@ -123,6 +144,7 @@ def row_values(
     student,
     teacher,
     segments_ptr,
+    horizon_ptr,
     statistics_ptr,
     heads,
     tokens,
@@ -131,6 +153,7 @@ def row_values(
     KIND: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STUDENT_PADDED: tl.constexpr,
@@ -142,7 +165,9 @@ def row_values(
     head = pair % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     segments_ptr += batch.to(tl.int64) * tokens
+    horizon_ptr += batch.to(tl.int64) * tokens
     row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+    horizon = load_horizon(horizon_ptr, row, tokens, BOUNDED)
     student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
     teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
 
@@ -159,7 +184,7 @@ def row_values(
     for start in range(first, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
-        seen = visible(row, column, row_segment, segment, window, CAUSAL, WINDOWED)
+        seen = visible(row, column, row_segment, segment, horizon, window, CAUSAL, WINDOWED, BOUNDED)
         student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
         teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
         s = scores(student_query, student_key, student.scaling)
@@ -208,6 +233,7 @@ def query_gradient(
     student,
     teacher,
     segments_ptr,
+    horizon_ptr,
     statistics_ptr,
     heads,
     tokens,
@@ -216,6 +242,7 @@ def query_gradient(
     KIND: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STUDENT_PADDED: tl.constexpr,
@@ -227,8 +254,10 @@ def query_gradient(
     head = pair % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     segments_ptr += batch.to(tl.int64) * tokens
+    horizon_ptr += batch.to(tl.int64) * tokens
     statistics_ptr += pair.to(tl.int64) * tokens
     row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
+    horizon = load_horizon(horizon_ptr, row, tokens, BOUNDED)
     student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
     teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
 
@@ -241,7 +270,7 @@ def query_gradient(
     for start in range(first, last, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
-        seen = visible(row, column, row_segment, segment, window, CAUSAL, WINDOWED)
+        seen = visible(row, column, row_segment, segment, horizon, window, CAUSAL, WINDOWED, BOUNDED)
         student_key = load_keys(student, batch, head, heads, column, segment, STUDENT_PADDED)
         teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
         s = scores(student_query, student_key, student.scaling)
@@ -259,6 +288,7 @@ def key_gradient(
     student,
     teacher,
     segments_ptr,
+    horizon_ptr,
     statistics_ptr,
     heads,
     tokens,
@@ -267,6 +297,7 @@ def key_gradient(
     KIND: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STUDENT_PADDED: tl.constexpr,
@@ -279,6 +310,7 @@ def key_gradient(
     first_head = pair % student.groups * heads_a_group
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     segments_ptr += batch.to(tl.int64) * tokens
+    horizon_ptr += batch.to(tl.int64) * tokens
     segment = tl.load(segments_ptr + column, mask=column < tokens, other=0)
     student_key = load_keys(student, batch, first_head, heads, column, segment, STUDENT_PADDED)
 
@@ -295,7 +327,8 @@ def key_gradient(
         for start in range(first, last, ROWS):
             row = start + tl.arange(0, ROWS)
             row_segment = tl.load(segments_ptr + row, mask=row < tokens, other=0)
-            seen = visible(row, column, row_segment, segment, window, CAUSAL, WINDOWED)
+            horizon = load_horizon(horizon_ptr, row, tokens, BOUNDED)
+            seen = visible(row, column, row_segment, segment, horizon, window, CAUSAL, WINDOWED, BOUNDED)
             student_query = load_queries(student, batch, head, row, row_segment, STUDENT_PADDED)
             teacher_query = load_queries(teacher, batch, head, row, row_segment, TEACHER_PADDED)
             s = scores(student_query, student_key, student.scaling)

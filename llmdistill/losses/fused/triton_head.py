@@ -59,10 +59,11 @@ def chunk_losses(
             # The cross-entropy of the labels has neither temperature nor scale.
             TEMPERATURES=tuple(1.0 if term.divergence is None else float(term.temperature) for term in terms),
             SCALES=tuple(1.0 if term.divergence is None else float(term.scale) for term in terms),
-            SHARES=tuple(0.5 if term.divergence is None else float(term.divergence.share) for term in terms),
+            SHARES=tuple(term.smoothing if term.divergence is None else float(term.divergence.share) for term in terms),
             SLOTS=triton.next_power_of_2(len(terms)),
             # The derivatives of these kinds sum to -1, so the pass that computes the values can write the gradient.
-            KNOWN_SLOPES=all(kind in ("label", "soft_cross_entropy", "forward_kl") for kind in kinds),
+            KNOWN_SLOPES=all(kind in ("label", "soft_cross_entropy", "forward_kl") for kind in kinds)
+            and all(term.smoothing == 0 for term in terms),
             WITH_GRADIENT=with_gradient,
             BLOCK=min(LARGEST_BLOCK, triton.next_power_of_2(words)),
             num_warps=8,
@@ -132,12 +133,12 @@ def _rows_kernel(
         for start in range(0, words, BLOCK):
             student = _words(student_ptr, start, words, BLOCK) - student_max
             teacher = _words(teacher_ptr, start, words, BLOCK) - teacher_max
-            is_label = start + tl.arange(0, BLOCK) == label
+            word = start + tl.arange(0, BLOCK)
             for k in tl.static_range(TERMS):
                 log_q = student / TEMPERATURES[k] - _pick(student_log_sums, k, SLOTS)
                 log_p = teacher / TEMPERATURES[k] - _pick(teacher_log_sums, k, SLOTS)
                 value, derivative = _value_and_derivative(
-                    log_p, log_q, is_label, tl.constexpr(SHARES[k]), tl.constexpr(KINDS[k])
+                    log_p, log_q, word, label, words, tl.constexpr(SHARES[k]), tl.constexpr(KINDS[k])
                 )
                 values = tl.where(slot == k, values + tl.sum(value, 0), values)
                 if not KNOWN_SLOPES:
@@ -146,20 +147,19 @@ def _rows_kernel(
         for start in range(0, words, BLOCK):
             student = _words(student_ptr, start, words, BLOCK) - student_max
             teacher = _words(teacher_ptr, start, words, BLOCK) - teacher_max
-            is_label = start + tl.arange(0, BLOCK) == label
+            word = start + tl.arange(0, BLOCK)
             gradient = tl.zeros((BLOCK,), tl.float32)
             for k in tl.static_range(TERMS):
                 log_q = student / TEMPERATURES[k] - _pick(student_log_sums, k, SLOTS)
                 log_p = teacher / TEMPERATURES[k] - _pick(teacher_log_sums, k, SLOTS)
                 value, derivative = _value_and_derivative(
-                    log_p, log_q, is_label, tl.constexpr(SHARES[k]), tl.constexpr(KINDS[k])
+                    log_p, log_q, word, label, words, tl.constexpr(SHARES[k]), tl.constexpr(KINDS[k])
                 )
                 if KNOWN_SLOPES:
                     values = tl.where(slot == k, values + tl.sum(value, 0), values)
                 factor = tl.load(factors_ptr + k) * (SCALES[k] / TEMPERATURES[k])
                 gradient += factor * (derivative - tl.exp(log_q) * _pick(derivative_sums, k, SLOTS))
-            at = start + tl.arange(0, BLOCK)
-            tl.store(student_ptr + at, gradient, mask=at < words)
+            tl.store(student_ptr + word, gradient, mask=word < words)
     for k in tl.static_range(TERMS):
         tl.store(values_ptr + row * TERMS + k, _pick(values, k, SLOTS) * SCALES[k])
 
@@ -183,11 +183,14 @@ def _pick(values, k: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _value_and_derivative(log_p, log_q, is_label, share: tl.constexpr, KIND: tl.constexpr):
+def _value_and_derivative(log_p, log_q, word, label, words, share: tl.constexpr, KIND: tl.constexpr):
     """Each token's part of the loss, and the derivative of the loss with respect to log q_j, all log q independent."""
     if KIND == "label":
-        value = tl.where(is_label, -log_q, 0.0)
-        derivative = tl.where(is_label, -1.0, 0.0)
+        derivative = tl.where(word == label, -1.0 + share, 0.0)
+        value = tl.where(word == label, (-1.0 + share) * log_q, 0.0)
+        if share > 0:  # label smoothing; beyond the end of the row there is no word to spread over
+            value -= tl.where(word < words, share / words * tl.maximum(log_q, LOG_FLOOR), 0.0)
+            derivative -= tl.where((word < words) & (log_q >= LOG_FLOOR), share / words, 0.0)
     else:
         value, derivative = _divergence(tl.maximum(log_p, LOG_FLOOR), tl.maximum(log_q, LOG_FLOOR), share, KIND)
         derivative = tl.where(log_q >= LOG_FLOOR, derivative, 0.0)

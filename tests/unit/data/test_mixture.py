@@ -11,8 +11,8 @@ from transformers import BertTokenizerFast
 
 from llmdistill.data.corpus import tokenise
 from llmdistill.data.mixture import MixedSequences, mixture_counts
-from llmdistill.data.sampler import Share
-from llmdistill.data.text import TextLoader, TextSequences
+from llmdistill.data.sampler import SequenceLoader, Share
+from llmdistill.data.text import TextSequences
 
 LENGTH = 10
 DOCUMENTS = {"de": 60, "en": 400, "sw": 7}
@@ -38,7 +38,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextSequences]:
 
 def seen(mixed: MixedSequences, steps: range, seed: int = 5) -> list[int]:
     """The first unmasked word of each sequence of some steps, in order."""
-    loader = TextLoader(mixed, Share(seed=seed, global_batch_size=4, micro_batch_size=4))
+    loader = SequenceLoader(mixed, Share(seed=seed, global_batch_size=4, micro_batch_size=4))
     batches = [batch for step in steps for batch in loader.micro_batches(step)]
     found = []
     for batch in batches:

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.corpus import Corpus, tokenise
-from llmdistill.data.sampler import Share, global_batch_indices
-from llmdistill.data.text import TextLoader, TextSequences, validation_batches
+from llmdistill.data.sampler import SequenceLoader, Share, global_batch_indices
+from llmdistill.data.text import TextSequences, validation_batches
 from llmdistill.errors import UserError
 
 PAD, UNK, CLS, SEP, MASK, EOS = range(6)
@@ -69,11 +69,11 @@ SHARE = [field.name for field in fields(Share)]
 MANY = [[3, 7, 12], [40], [5], [30, 1, 1, 60, 9], [2, 2], [25, 25]]
 
 
-def loader(corpus: Corpus, tokenizer: Any = None, **changes: Any) -> TextLoader:
+def loader(corpus: Corpus, tokenizer: Any = None, **changes: Any) -> SequenceLoader:
     settings: dict[str, Any] = {"objective": "masked", "max_length": 16, "seed": 3}
     settings |= {"global_batch_size": 4, "micro_batch_size": 4, **changes}
     share = Share(**{key: settings.pop(key) for key in SHARE if key in settings})
-    return TextLoader(TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings), share)
+    return SequenceLoader(TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings), share)
 
 
 def rows(batches: list[Batch]) -> list[list[int]]:
@@ -203,7 +203,7 @@ class TestEncoders:
             for batch in in_order(corpus, tokenizer, max_length=62, mask_share=0.5)
         )
 
-    def hidden(self, source: TextLoader, step: int) -> list[int]:
+    def hidden(self, source: SequenceLoader, step: int) -> list[int]:
         """What is shown where a word is to be guessed."""
         [batch] = source.micro_batches(step)
         return batch.input_ids[batch.labels != IGNORE_INDEX].tolist()

@@ -71,7 +71,7 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--data.valid", "null"], "data.valid is missing"),
         (["--sizes", "9999"], "9999"),
         (["--ds_config", "nowhere.json"], "neither a file nor a shipped configuration"),
-        (["--data.kind", "text", "--data.train", "a.txt", "--data.tests", "{}"], "compare them with `llmdistill"),
+        (["--data.kind", "text", "--data.train", "a.txt", "--data.tests", "{}"], "take a table of encoders"),
         (["--recipe", "finetune"], "--recipe finetune has data.kind task, and a comparison scores answers"),
     ],
 )
@@ -87,4 +87,4 @@ def test_help_names_methods_and_suites(capsys) -> None:
         main(["compare", "--help"])
     printed = "".join(capsys.readouterr().out.split())  # names may be broken at their hyphens
     assert "skew_reverse_kl" in printed
-    assert "Suites:makd-table3-decoder,makd-table4-decoder,makd-table5" in printed
+    assert "Suitesofdecoders:makd-table3-decoder,makd-table4-decoder,makd-table5" in printed

@@ -31,6 +31,7 @@ def naive(
     causal: bool,
     window: int | None,
     direction: str,
+    horizon: Tensor | None = None,
 ) -> float:
     """MaKD eq. 3 and 12 with lists and loops."""
     heads, tokens = student.query.shape[1:3]
@@ -45,6 +46,7 @@ def naive(
     for b, i in mask.nonzero().tolist():
         keys = [j for j in range(tokens) if mask[b, j] and (j <= i or not causal)]
         keys = [j for j in keys if window is None or j > i - window]
+        keys = [j for j in keys if horizon is None or j < horizon[b, i]]
         for h in range(heads):
             p, q = distribution(student, b, h, i, keys), distribution(teacher, b, h, i, keys)
             if direction == "teacher_student":
@@ -70,6 +72,20 @@ def test_equals_the_naive_loop(mask: Tensor, causal: bool, window: int | None, d
     assert loss.sum.item() == pytest.approx(expected, rel=1e-10)
     assert loss.count.item() == mask.sum().item()
     assert expected > 0.1
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_token_sees_no_key_beyond_its_horizon(direction: str) -> None:
+    """A source of 2 tokens with a target of 1, and a source of 3 with a target of 2."""
+    student, teacher = make(0), make(1, groups=1, width=6)
+    horizon = torch.tensor([[2, 2, 3, 5, 5], [3, 3, 3, 4, 5]])
+    given = {"causal": False, "window": None, "direction": direction}
+    loss = attention_kl(student, teacher, MASKS["right"], horizon=horizon, **given)
+    assert loss.sum.item() == pytest.approx(
+        naive(student, teacher, MASKS["right"], horizon=horizon, **given), rel=1e-10
+    )
+    everything = attention_kl(student, teacher, MASKS["right"], **given)
+    assert abs(loss.sum.item() - everything.sum.item()) > 0.1
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -75,6 +75,21 @@ def test_every_cut_into_blocks_gives_the_plain_loss_and_gradient(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_every_cut_respects_the_horizon(kind: Any) -> None:
+    """A horizon of the own position plus one is the causal mask; padding, which may see all, must not matter."""
+    student, teacher = make(0), make(1, groups=2, width=9)
+    mask = torch.tensor([[1] * 23, [1] * 19 + [0] * 4, [1] * 2 + [0] * 21])
+    horizon = torch.arange(1, TOKENS + 1).expand(3, -1).masked_fill(mask == 0, TOKENS)
+    expected = plain(kind, student, teacher, mask, causal=True)
+    with torch.no_grad():
+        for shape in [None, *SHAPES]:
+            visible = Visibility(mask, False, None, horizon)
+            result = block_loss(kind, student, teacher, visible, query_grad=True, key_grad=True, shape=shape)
+            for got, wanted in zip(result, expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
 def test_precision_of_the_gradients(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     student, teacher = make(0, dtype=dtype), make(1, dtype=dtype)

@@ -24,6 +24,7 @@ from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import TokenTerm
 
 LABEL = TokenTerm("label", None)
+SMOOTHED = TokenTerm("smoothed label", None, smoothing=0.1)
 KL = TokenTerm("kl", FORWARD_KL)
 KL_2 = TokenTerm("kl at 2", FORWARD_KL, 2.0, 4.0)
 SOFT = TokenTerm("soft", SOFT_CROSS_ENTROPY)
@@ -36,11 +37,12 @@ OTHERS = [
     TokenTerm("tvd", TOTAL_VARIATION, 2.0),
 ]
 TERMS = [
-    *([term] for term in (LABEL, KL, KL_2, SOFT, SOFT_2, *OTHERS)),
+    *([term] for term in (LABEL, SMOOTHED, KL, KL_2, SOFT, SOFT_2, *OTHERS)),
     [LABEL, KL],
     [KL_2, LABEL],
     [SOFT_2, LABEL, KL_2],
     [KL, SOFT_2],
+    [KL_2, SMOOTHED],
     [LABEL, KL_2, *OTHERS],
 ]
 every_choice = pytest.mark.parametrize("terms", TERMS, ids=lambda terms: ", ".join(term.name for term in terms))
@@ -359,3 +361,11 @@ def test_gradcheck(terms: list[TokenTerm]) -> None:
             return tuple(incoming * each for each in torch.autograd.grad(loss, inputs))
 
     assert torch.autograd.gradcheck(Again.apply, tuple(learnt(student)))
+
+
+def test_smoothed_labels_are_those_of_torch() -> None:
+    student = head(0)
+    found = token_losses(student, None, labels(), [SMOOTHED], torch.ones(1)).sums
+    logits = torch.nn.functional.linear(student.rows, student.weight, student.bias)
+    expected = torch.nn.functional.cross_entropy(logits, labels(), reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=0)

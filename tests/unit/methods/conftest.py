@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +76,15 @@ def make_batch() -> Batch:
     return Batch(ids, mask, labels)
 
 
+def make_targets() -> Batch:
+    """Two sources with a target each, of 4 + 3 and 2 + 3 tokens."""
+    batch = make_batch()
+    batch.attention_mask[0] = batch.attention_mask[1] = 1
+    batch.attention_mask[1, 5:] = 0
+    horizon = torch.tensor([[4, 4, 4, 4, 5, 6, 7], [2, 2, 3, 4, 5, 7, 7], [4, 4, 4, 4, 5, 6, 7]])
+    return replace(batch, horizon=horizon)
+
+
 class Seen:
     """One model's inner tensors, gathered with eager attention and plain hooks, in fp64: nothing of the package."""
 
@@ -87,6 +96,20 @@ class Seen:
         model.set_attn_implementation("eager")
         handles = [hook for layer in range(shape.num_layers) for hook in self._hooks(model, layer)]
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if batch.horizon is not None:
+            size, tokens = batch.input_ids.shape
+            seen = [
+                [
+                    [
+                        [0.0] * tokens
+                        if not batch.attention_mask[b, i]
+                        else [0.0 if j in self.keys_of(batch, b, i) else -1e9 for j in range(tokens)]
+                        for i in range(tokens)
+                    ]
+                ]
+                for b in range(size)
+            ]
+            inputs["attention_mask"] = torch.tensor(seen)
         with torch.no_grad():
             outputs = model(**inputs, output_attentions=True, output_hidden_states=True, use_cache=False)
         for handle in handles:
@@ -141,6 +164,8 @@ class Seen:
     def keys_of(self, batch: Batch, b: int, i: int) -> list[int]:
         """The positions that a token may look at."""
         real = [j for j in range(batch.input_ids.shape[1]) if batch.attention_mask[b, j]]
+        if batch.horizon is not None:
+            real = [j for j in real if j < batch.horizon[b, i]]
         return [j for j in real if not self.causal or (j <= i and (self.window is None or j > i - self.window))]
 
     def per_head(self, name: str, layer: int, heads: int) -> Tensor:
@@ -174,10 +199,19 @@ class Pair:
     """A teacher and a smaller student, both real models."""
 
     def __init__(
-        self, teacher: PreTrainedConfig, student: PreTrainedConfig, *, seeds: tuple[int, int] = (0, 1)
+        self,
+        teacher: PreTrainedConfig,
+        student: PreTrainedConfig,
+        *,
+        seeds: tuple[int, int] = (0, 1),
+        batch: Batch | None = None,
     ) -> None:
         self.teacher_config, self.student_config = teacher, student
-        self.teacher, self.student, self.batch = build(teacher, seeds[0]), build(student, seeds[1]), make_batch()
+        self.teacher, self.student, self.batch = (
+            build(teacher, seeds[0]),
+            build(student, seeds[1]),
+            batch or make_batch(),
+        )
         self.causal = family_of(teacher).causal
 
     def run(self, method: Method, batch: Batch | None = None) -> Run:
@@ -225,7 +259,7 @@ class Pair:
 @pytest.fixture(scope="session")
 def models() -> SimpleNamespace:
     """What a test of a method on real models needs."""
-    return SimpleNamespace(Pair=Pair, families=FAMILIES, kl=kl, relation=relation, **FAMILIES)
+    return SimpleNamespace(Pair=Pair, families=FAMILIES, kl=kl, relation=relation, targets=make_targets, **FAMILIES)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -4,7 +4,10 @@ import pytest
 from transformers import LlamaConfig
 
 from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
 from llmdistill.methods.layers import named_layer, parse_layers, uniform_map
+from llmdistill.methods.makd import MakdConfig
+from llmdistill.objective import TOKENS
 
 
 @pytest.mark.parametrize(
@@ -69,3 +72,18 @@ def test_layers(spec: str, num_layers: int, expected: tuple[int, ...]) -> None:
 def test_what_is_no_list_of_layers(spec: str) -> None:
     with pytest.raises(UserError, match=r"makd\.matrix_layers is .* 4 layers"):
         parse_layers(spec, 4, key="makd.matrix_layers")
+
+
+def test_makds_attention_of_a_target_is_that_of_the_source_and_itself_so_far(models) -> None:
+    config = models.bert(2, 16, 4, 4)
+    pair = models.Pair(config, config, batch=models.targets())
+    method = METHODS["makd"].build(MakdConfig(layer_layers="2"), config, config, TOKENS)
+    student, teacher = pair.seen()
+
+    def attention(b: int, i: int) -> float:
+        keys = student.keys_of(pair.batch, b, i)
+        return sum(
+            models.kl(student.attentions[1][b, h, i, keys], teacher.attentions[1][b, h, i, keys]) / 4 for h in range(4)
+        )
+
+    assert pair.means(method)["attention"] == pytest.approx(pair.mean_over_tokens(attention), rel=1e-4)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from references import terms_of
@@ -120,3 +122,12 @@ def test_models_that_cannot_be_compared(models, settings: dict, student: tuple, 
 def test_other_windows_cannot_be_compared(models) -> None:
     with pytest.raises(UserError, match="window is None in the student's layer 2 and 3 in the teacher's layer 5"):
         build_minilm(MinilmConfig(), models.mistral(5, 32, 4, 2), models.llama(2, 16, 4, 2))
+
+
+def test_a_target_sees_the_source_and_itself_so_far(models) -> None:
+    pair = models.Pair(models.bert(3, 32, 4, 4), models.bert(2, 16, 4, 4), batch=models.targets())
+    method = build_minilm(MinilmConfig(), pair.teacher_config, pair.student_config)
+    expected = naive(pair, models, method.weights, [(1, 2)])
+    assert pair.means(method) == pytest.approx(expected, rel=1e-4)
+    everything = pair.means(method, replace(pair.batch, horizon=None))
+    assert all(abs(everything[name] - value) > 1e-3 for name, value in expected.items())

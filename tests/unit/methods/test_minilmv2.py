@@ -123,3 +123,9 @@ def test_the_search_comes_first(models) -> None:
     config = models.bert(2, 16, 4, 4)
     with pytest.raises(UserError, match="search"):
         build_minilmv2(Minilmv2Config(teacher_layer="auto"), config, config)
+
+
+def test_a_target_sees_the_source_and_itself_so_far(models) -> None:
+    pair = models.Pair(models.roberta(3, 32, 4, 4), models.roberta(2, 16, 2, 2), batch=models.targets())
+    method = build_minilmv2(Minilmv2Config(relation_heads=4), pair.teacher_config, pair.student_config)
+    assert pair.means(method) == pytest.approx(naive(pair, models, ["qq", "kk", "vv"], 4, 1, 2), rel=1e-4)

@@ -17,7 +17,7 @@ from transformers import (
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.losses.terms import RunningTerms
 from llmdistill.methods.sft import make_sft
-from llmdistill.models.forward import TappedModel
+from llmdistill.models.forward import TappedModel, horizon_mask
 from llmdistill.models.taps import Recorder
 
 
@@ -97,3 +97,37 @@ def test_a_head_that_is_missing_is_named() -> None:
     terms = make_sft().running(None, Batch(ids, torch.ones_like(ids), ids))
     with pytest.raises(AssertionError, match="language-model head"):
         TappedModel(model, Recorder(model, {})).learn(Batch(ids, torch.ones_like(ids), ids), terms)
+
+
+def test_a_horizon_makes_an_encoder_a_sequence_to_sequence_model() -> None:
+    """The source does not depend on the target, and a token of the target not on the later ones; padding on none."""
+    model = bert(BertForMaskedLM)
+    tapped = TappedModel(model, Recorder(model, {"hidden": frozenset({0})}))
+    tokens = torch.tensor([[2, 5, 6, 3, 7, 8, 3, 0], [2, 5, 3, 7, 8, 9, 6, 3]])
+    real = (tokens != 0).long()
+    horizon = torch.tensor([[4, 4, 4, 4, 5, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]])
+
+    def run(input_ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return tapped(Batch(input_ids, real, torch.full_like(tokens, -100), horizon=horizon)).logits
+
+    before = run(tokens)
+    assert before.isfinite().all()
+    last = tokens.clone()
+    last[:, 5] = 4
+    assert torch.equal(run(last)[:, :5], before[:, :5]), "what comes before the changed token"
+    assert (run(last)[:, 5] != before[:, 5]).any(1).all()
+    source = tokens.clone()
+    source[:, 2] = 4
+    assert (run(source) != before)[0, :7].any(1).all(), "every token sees the whole source"
+    padding = tokens.clone()
+    padding[0, 7] = 4
+    assert torch.equal(run(padding)[0, :7], before[0, :7])
+    tapped.remove()
+
+
+def test_padding_is_no_key_and_sees_all() -> None:
+    """A source of one token with a target of one, padded on the left and on the right."""
+    real, horizon = torch.tensor([[0, 1, 1, 0]]), torch.tensor([[4, 2, 3, 4]])
+    seen = horizon_mask(real, horizon, bert(BertForMaskedLM).config)
+    assert seen.long().tolist() == [[[[1, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]]]

@@ -36,6 +36,7 @@ def naive(
     segments: Tensor,
     causal: bool,
     window: int | None,
+    horizon: Tensor | None = None,
 ) -> Tensor:
     """Row by row, with the keys that the row sees gathered one by one."""
     total = student.query.new_zeros(())
@@ -43,6 +44,7 @@ def naive(
     for b, i in segments.nonzero().tolist():
         keys = [j for j in range(TOKENS) if segments[b, j] == segments[b, i] and (j <= i or not causal)]
         keys = [j for j in keys if window is None or i - j < window]
+        keys = [j for j in keys if horizon is None or j < horizon[b, i]]
         for h in range(heads):
             s, t = (
                 x.key[b, h * x.key.shape[1] // heads, keys] @ x.query[b, h, i] * x.scaling for x in (student, teacher)
@@ -75,7 +77,8 @@ def run(
     **options: object,
 ) -> BlockLoss:
     student, teacher = (AttentionInputs(x.query.to(device), x.key.to(device), x.scaling) for x in (student, teacher))
-    visibility = Visibility(segments.to(device), *seen)
+    seen_there = [each.to(device) if isinstance(each, Tensor) else each for each in seen]
+    visibility = Visibility(segments.to(device), *seen_there)
     settings = {"query_grad": True, "key_grad": True, "blocks": (16, 16), **options}
     found = attention_loss(kind, student, teacher, visibility, **settings)
     return BlockLoss(*(None if each is None else each.cpu() for each in found))
@@ -110,6 +113,14 @@ def check(
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_naive_loop(device: torch.device, kind: AttentionKind, seen: tuple[bool, int | None]) -> None:
     check(device, kind, make(0, 1, 2, 1, 12), make(1, 1, 2, 2, 20), MASKS["packed"], *seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_and_its_target(device: torch.device, kind: AttentionKind) -> None:
+    """The source of 4 or 10 tokens sees itself; a token of the target sees the source and the target up to itself."""
+    horizon = torch.tensor([[4] * 4 + list(range(5, 15)) + [TOKENS] * 7, [10] * 10 + list(range(11, 22))])
+    mask = [*MASKS["right"], [1] * TOKENS]
+    check(device, kind, make(0, 2, 2, 1, 12), make(1, 2, 2, 2, 20), mask, False, None, horizon)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

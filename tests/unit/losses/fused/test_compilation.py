@@ -61,10 +61,11 @@ def test_head(compiled: list[Any], divergences: tuple[Any, ...]) -> None:
     assert [kernel.name for kernel in compiled] == ["_rows_kernel"]
 
 
-def test_attention(compiled: list[Any]) -> None:
+@pytest.mark.parametrize("bounded", [False, True])
+def test_attention(compiled: list[Any], bounded: bool) -> None:
     query, key = torch.zeros(1, 4, 40, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
     student, teacher = AttentionInputs(query, key, 0.125), AttentionInputs(query[..., :32], key[..., :32], 0.25)
-    visibility = Visibility(torch.ones(1, 40), True, 8)
+    visibility = Visibility(torch.ones(1, 40), True, 8, torch.ones(1, 40) if bounded else None)
     attention_loss("student_teacher", student, teacher, visibility, query_grad=True, key_grad=True)
     assert [kernel.name for kernel in compiled] == ["row_values", "query_gradient", "key_gradient"]
     assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB

@@ -18,11 +18,14 @@ class Term(NamedTuple):
     temperature: float = 1.0
     scale: float = 1.0
     share: float = 0.5
+    smoothing: float = 0.0
 
 
 SHARED = {"jsd", "skew_forward_kl", "skew_reverse_kl"}
 TERMS = {
     "label": [Term("label")],
+    "smoothed label": [Term("label", smoothing=0.3)],
+    "smoothed label and divergence": [Term("label", smoothing=0.3), Term("forward_kl", 2.0, 4.0)],
     "soft_cross_entropy": [Term("soft_cross_entropy", 2.0)],
     "forward_kl": [Term("forward_kl", 1.7, 2.5)],
     "reverse_kl": [Term("reverse_kl", 1.7, 2.5)],
@@ -44,7 +47,7 @@ def chunk_losses(
         unused = divergence.FORWARD_KL
         return None if term.kind == "label" else unused._replace(kernel=term.kind, share=term.share)
 
-    given = [TokenTerm(term.kind, divergence_of(term), term.temperature, term.scale) for term in terms]
+    given = [TokenTerm(term.kind, divergence_of(term), term.temperature, term.scale, term.smoothing) for term in terms]
     return head.chunk_losses(student, teacher, labels, given, factors, with_gradient=with_gradient)
 
 
@@ -64,7 +67,9 @@ def naive(term: Term, student: Tensor, teacher: Tensor, labels: Tensor) -> Tenso
     """One term's sum in fp64 and plain torch, with the formulas that the library has for whole matrices."""
     student, teacher = student.double(), teacher.double()
     if term.kind == "label":
-        return torch.stack([row.logsumexp(0) - row[y] for row, y in zip(student, labels, strict=True)]).sum()
+        kept = 1 - term.smoothing
+        expected = [kept * row[y] + term.smoothing * row.mean() for row, y in zip(student, labels, strict=True)]
+        return torch.stack([row.logsumexp(0) - mean for row, mean in zip(student, expected, strict=True)]).sum()
     log_p, log_q = ((x / term.temperature).log_softmax(-1).clamp(min=-1e5) for x in (teacher, student))
     if term.kind == "soft_cross_entropy":
         return -term.scale * (log_p.exp() * log_q).sum()

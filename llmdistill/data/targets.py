@@ -1,0 +1,192 @@
+"""Sources with a target text that an encoder learns to write: UniLM's sequence-to-sequence fine-tuning (§2.3, §3.3).
+
+A row is [CLS] source [SEP] target [SEP]; a hint, such as the answer that a question asks for, follows the source as
+[CLS] source [SEP] hint [SEP]. The tokens up to the first token of the target see all of these; a token of the target
+sees them and the target up to itself. Source and hint are segment 0, the target is segment 1, as in BERT's pairs
+(UniLM adds segments of its own, which a BERT does not have).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.masking import mask_tokens, ordinary_tokens
+from llmdistill.errors import UserError
+
+
+@dataclass(frozen=True)
+class TargetExample:
+    """A text to write, and what it is written from."""
+
+    source: str
+    hint: str | None
+    """A second text of the source that is never cut; None without one."""
+    target: str
+
+
+@dataclass(frozen=True)
+class EncodedTarget:
+    """The tokens of one example."""
+
+    source_ids: list[int]
+    """Source and hint with their special tokens."""
+    target_ids: list[int]
+    """Ends with the end token unless the target was cut."""
+
+    def __len__(self) -> int:
+        """The number of tokens, special tokens included."""
+        return len(self.source_ids) + len(self.target_ids)
+
+
+@dataclass(frozen=True)
+class EncodedTargets:
+    """The tokens of the examples of one split, in order."""
+
+    items: list[EncodedTarget]
+    cut_sources: int
+    """The number of sources whose end is left out."""
+    cut_targets: int
+    """The number of targets whose end is left out, the end token included."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The special tokens of a row."""
+
+    start: int
+    end: int
+    """The separator, which also ends the target."""
+    mask: int
+    padding: int
+    has_segments: bool
+    """Whether the model reads segment ids."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Marks:
+        """The special tokens of a tokenizer; raises UserError if it lacks one, which only encoders have."""
+        names = ("cls_token", "sep_token", "mask_token", "pad_token")
+        missing = [name for name in names if getattr(tokenizer, name) is None]
+        if missing:
+            raise UserError(
+                f"the tokenizer has no {missing[0]}: an encoder that learns to write needs {', '.join(names)}; name "
+                "them in tokenizer_config.json"
+            )
+        ids: list[Any] = [getattr(tokenizer, f"{name}_id") for name in names]
+        start, end, mask, padding = ids
+        return cls(start, end, mask, padding, "token_type_ids" in tokenizer.model_input_names)
+
+
+def encode_targets(
+    examples: Sequence[TargetExample], tokenizer: PreTrainedTokenizerBase, *, max_source: int, max_target: int
+) -> EncodedTargets:
+    """Tokenise each example; what exceeds the limits is left out at the end of the source, or of the target.
+
+    Args:
+        examples: the examples.
+        tokenizer: the tokenizer of an encoder.
+        max_source: the largest number of tokens of source and hint, special tokens included.
+        max_target: the largest number of tokens of the target, end token included.
+
+    Raises:
+        UserError: a hint leaves no room for its source, or the tokenizer lacks a special token.
+    """
+    marks = Marks.of(tokenizer)
+    sources = _tokens([example.source for example in examples], tokenizer)
+    hints = _tokens([example.hint or "" for example in examples], tokenizer)
+    targets = _tokens([example.target for example in examples], tokenizer)
+    items, cut_sources, cut_targets = [], 0, 0
+    for example, source, hint, target in zip(examples, sources, hints, targets, strict=True):
+        tail = [marks.end] if example.hint is None else [marks.end, *hint, marks.end]
+        room = max_source - 1 - len(tail)
+        if room < 1:
+            raise UserError(
+                f"the source is cut to {max_source} tokens (data.max_length less data.task.writing.max_length), but "
+                f"{example.hint!r} leaves no room in them: raise data.max_length"
+            )
+        cut_sources += len(source) > room
+        cut_targets += len(target) > max_target - 1
+        ids = [marks.start, *source[:room], *tail]
+        items.append(EncodedTarget(ids, [*target, marks.end][:max_target]))
+    return EncodedTargets(items, cut_sources, cut_targets)
+
+
+def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+
+def collate_targets(items: Sequence[EncodedTarget], marks: Marks) -> Batch:
+    """Collate sources with their targets as they are, (B, T), padded on the right, without labels."""
+    rows = [np.array([*item.source_ids, *item.target_ids]) for item in items]
+    input_ids = padded(rows, marks.padding)
+    types = [np.arange(len(item)) >= len(item.source_ids) for item in items]
+    return Batch(
+        input_ids=input_ids,
+        attention_mask=padding_mask(rows),
+        labels=torch.full_like(input_ids, IGNORE_INDEX),
+        token_type_ids=padded(types, 0) if marks.has_segments else None,
+        horizon=padded([_horizon(item) for item in items], input_ids.shape[1]),
+        sample_ids=tuple((sample_id(row),) for row in rows),
+    )
+
+
+class MaskedTargets:
+    """Sources with their targets as inputs of a model, each a pure function of seed, epoch and index.
+
+    Some tokens of the target, the end token among them, are chosen anew in each epoch, to be predicted where they
+    stand; of these most are masked, some replaced by random tokens, as in BERT (see `mask_tokens`). The source stays.
+    """
+
+    def __init__(
+        self, items: Sequence[EncodedTarget], tokenizer: PreTrainedTokenizerBase, *, mask_share: float
+    ) -> None:
+        """`mask_share` is the share of the tokens of each target that is predicted; at least one is."""
+        self.items = items
+        self._marks = Marks.of(tokenizer)
+        self._vocabulary = ordinary_tokens(tokenizer)
+        self._mask_share = mask_share
+
+    def __len__(self) -> int:
+        """The number of sequences of an epoch."""
+        return len(self.items)
+
+    def length(self, place: int) -> int:
+        """See `sampler.Sequences`."""
+        return len(self.items[place % len(self)])
+
+    def batch(self, places: Sequence[int], seed: int) -> Batch:
+        """The sequences at these places, (B, T), padded on the right; a place is epoch * len(self) + index."""
+        items = [self.items[place % len(self)] for place in places]
+        parts = [self._masked(item, seed, *divmod(place, len(self))) for item, place in zip(items, places, strict=True)]
+        rows, labels = [shown for shown, _ in parts], [labels for _, labels in parts]
+        return replace(
+            collate_targets(items, self._marks),
+            input_ids=padded(rows, self._marks.padding),
+            labels=padded(labels, IGNORE_INDEX),
+            sample_ids=tuple((sample_id(shown),) for shown in rows),
+        )
+
+    def _masked(self, item: EncodedTarget, seed: int, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The input tokens of an example, and its labels."""
+        ids = np.array([*item.source_ids, *item.target_ids])
+        return mask_tokens(
+            ids,
+            np.arange(len(ids)) < len(item.source_ids),
+            rng=np.random.default_rng((seed, epoch, index, 1)),
+            mask_share=self._mask_share,
+            mask_token_id=self._marks.mask,
+            vocabulary=self._vocabulary,
+            word_starts=None,
+        )
+
+
+def _horizon(item: EncodedTarget) -> np.ndarray:
+    """The position before which the keys lie that each token sees; see `Batch.horizon`."""
+    return np.maximum(np.arange(1, len(item) + 1), len(item.source_ids))

@@ -1,0 +1,255 @@
+"""Beam search for encoders that learnt to write (UniLM §2.3): a mask token is predicted, replaced, and appended anew.
+
+The source and the tokens written so far do not see the mask, so their keys and values are computed once and kept. A
+step computes two tokens of each beam: the newest one, whose keys and values are kept, and the mask. For a source of 464
+tokens, 5 beams and a text of 48 tokens these are 464 + 48 * 5 * 2 = 944 tokens; rows computed anew would be 117,000.
+
+Letters in addition to the legend: S tokens of the source, K beams, N = B x K rows, Q tokens of a step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, NoRepeatNGramLogitsProcessor, PreTrainedModel
+
+from llmdistill.data.collate import padded, padding_mask
+from llmdistill.data.targets import Marks
+from llmdistill.generation.decode import gather_answers, plan_batches
+from llmdistill.models.families import first_position
+from llmdistill.runtime.distributed import World, largest_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """How a text is searched."""
+
+    beams: int
+    """The number of unfinished texts that are kept; 1 is greedy decoding."""
+    length_penalty: float
+    """Alpha of GNMT's penalty: the log-probability of a text is divided by ((5 + length) / 6)^alpha (Wu et al. 2016,
+    eq. 14, without coverage); the end token counts. 0 compares the log-probabilities themselves."""
+    max_length: int
+    """The largest number of tokens, end token included. A text that is cut competes with the finished ones."""
+    min_length: int = 0
+    """The smallest number of tokens before the end token."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of this length occurs twice in a text; 0 switches this off."""
+
+    def penalty(self, length: int) -> float:
+        """The divisor for a text of this length."""
+        return float(((5 + length) / 6) ** self.length_penalty)
+
+
+class Step(Protocol):
+    """Predicts the next token of each beam, and keeps what it knows of the beams from step to step."""
+
+    def __call__(self, parents_N: Tensor | None, newest_N: Tensor | None) -> Tensor:
+        """Return the log-probabilities of the next tokens, (N, V), at least fp32.
+
+        Args:
+            parents_N: the row of the last step that each row continues; None in the first step.
+            newest_N: the token that each row got since; None in the first step.
+        """
+
+
+def itself(done: bool) -> bool:
+    """The default of `search`: the search may stop when it is done."""
+    return done
+
+
+@torch.no_grad()
+def search(
+    step: Step,
+    settings: BeamSearch,
+    *,
+    batch_size: int,
+    end: int,
+    forbidden: Tensor,
+    all_done: Callable[[bool], bool] = itself,
+) -> list[list[int]]:
+    """Search the text with the largest penalised log-probability for each of `batch_size` sources.
+
+    Args:
+        step: predicts the next tokens.
+        settings: how to search.
+        batch_size: B.
+        end: the end token.
+        forbidden: (V,), true at tokens that are never written; also determines the device.
+        all_done: called with whether this search is done; returns whether it stops. A search that goes on keeps its
+            result: none of its beams can become better than the best text.
+
+    Returns:
+        The tokens of each text; the end token is the last one unless the text was cut.
+    """
+    beams, device = settings.beams, forbidden.device
+    first_B1 = torch.arange(batch_size, device=device)[:, None] * beams
+    live_BK = torch.full((batch_size, beams), -torch.inf, device=device)
+    live_BK[:, 0] = 0.0  # all beams are equal at first, so only one of them counts
+    tokens_NT = torch.empty(batch_size * beams, 0, dtype=torch.long, device=device)
+    best_B = torch.full((batch_size,), -torch.inf, device=device)
+    texts: list[list[int]] = [[] for _ in range(batch_size)]
+    parents_N: Tensor | None = None
+    for length in range(1, settings.max_length + 1):
+        log_probs_NV = step(parents_N, None if parents_N is None else tokens_NT[:, -1])
+        log_probs_NV = _allowed(log_probs_NV, tokens_NT, settings, end, forbidden)
+        scores_BC, parent_BC, token_BC = _candidates(live_BK, log_probs_NV)
+        is_end_BC = token_BC == end
+        # A text ends only with one of the K best candidates, so that one beam is greedy decoding.
+        ending_BC = scores_BC.masked_fill(~is_end_BC, -torch.inf)[:, :beams] / settings.penalty(length)
+        top_B, where_B = ending_BC.max(1)
+        for b in (top_B > best_B).nonzero()[:, 0].tolist():
+            texts[b] = [*tokens_NT[b * beams + parent_BC[b, where_B[b]]].tolist(), end]
+        best_B = torch.maximum(best_B, top_B)
+        live_BK, kept_BK = scores_BC.masked_fill(is_end_BC, -torch.inf).topk(beams)
+        parents_N = (first_B1 + parent_BC.gather(1, kept_BK)).flatten()
+        tokens_NT = torch.cat([tokens_NT[parents_N], token_BC.gather(1, kept_BK).reshape(-1, 1)], dim=1)
+        # Log-probabilities only fall, and the largest divisor makes the most of them.
+        reachable_B = live_BK[:, 0] / settings.penalty(settings.max_length)
+        if all_done(bool((best_B >= reachable_B).all())):
+            break
+    for b in (live_BK[:, 0] / settings.penalty(settings.max_length) > best_B).nonzero()[:, 0].tolist():
+        texts[b] = tokens_NT[b * beams].tolist()
+    return texts
+
+
+def _allowed(log_probs_NV: Tensor, tokens_NT: Tensor, settings: BeamSearch, end: int, forbidden: Tensor) -> Tensor:
+    """The log-probabilities, -inf for tokens that must not come next."""
+    if settings.no_repeat_ngram_size > 0:
+        log_probs_NV = NoRepeatNGramLogitsProcessor(settings.no_repeat_ngram_size)(tokens_NT, log_probs_NV)
+    log_probs_NV = log_probs_NV.masked_fill(forbidden, -torch.inf)
+    if tokens_NT.shape[1] < settings.min_length:
+        log_probs_NV[:, end] = -torch.inf
+    return log_probs_NV
+
+
+def _candidates(live_BK: Tensor, log_probs_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The best 2 K continuations of each source's beams, best first: scores, beams and tokens, each (B, 2 K).
+
+    At most K of them are end tokens, so K others are among them.
+    """
+    (batch, beams), words = live_BK.shape, log_probs_NV.shape[1]
+    every_BC = (live_BK[:, :, None] + log_probs_NV.view(batch, beams, words)).flatten(1)
+    scores_BC, flat_BC = every_BC.topk(2 * beams)
+    return scores_BC, flat_BC // words, flat_BC % words
+
+
+def goes_on(model: PreTrainedModel) -> bool:
+    """Whether an encoder's forward pass takes the keys and values of earlier tokens, as BERT's and RoBERTa's do."""
+    return "past_key_values" in inspect.signature(model.base_model.forward).parameters
+
+
+class MaskedSteps:
+    """The steps of an encoder, with the keys and values of the source and of all tokens written so far kept."""
+
+    def __init__(self, model: PreTrainedModel, sources: Sequence[Sequence[int]], marks: Marks, beams: int) -> None:
+        """Compute the keys and values of the sources, each given with its special tokens."""
+        assert goes_on(model), f"{model.config.model_type} models take no keys and values"
+        self._model, self._marks = model, marks
+        self._cache = DynamicCache()
+        self._first = first_position(model.config)
+        real_BS = padding_mask(sources).bool().to(model.device)
+        batch, width = real_BS.shape
+        self._run(
+            model.base_model,
+            padded(sources, marks.padding).to(model.device),
+            real_BS[:, None, None, :].expand(batch, 1, width, width),
+            torch.arange(width, device=model.device).expand(batch, -1),
+            segment=0,
+        )
+        self._cache.batch_repeat_interleave(beams)
+        self._real_NS = real_BS.repeat_interleave(beams, dim=0)
+        self._lengths_N1 = self._real_NS.sum(1, keepdim=True)
+        self._written = 0
+
+    def __call__(self, parents_N: Tensor | None, newest_N: Tensor | None) -> Tensor:
+        """See Step."""
+        rows = len(self._real_NS)
+        mask_N = torch.full((rows,), self._marks.mask, device=self._real_NS.device)
+        if parents_N is None or newest_N is None:
+            tokens_NQ = mask_N[:, None]
+        else:
+            self._cache.crop(-1)  # the mask of the last step
+            self._cache.reorder_cache(cast(torch.LongTensor, parents_N))
+            tokens_NQ = torch.stack([newest_N, mask_N], dim=1)
+        count = tokens_NQ.shape[1]
+        place_Q = self._written + torch.arange(count, device=tokens_NQ.device)
+        before_QT = torch.arange(self._written + count, device=tokens_NQ.device) <= place_Q[:, None]
+        seen_NQT = torch.cat(
+            [self._real_NS[:, None].expand(-1, count, -1), before_QT.expand(rows, -1, -1)],
+            dim=2,
+        )
+        result = self._run(self._model, tokens_NQ, seen_NQT[:, None], self._lengths_N1 + place_Q, segment=1)
+        self._written += count - 1
+        logits_NV = result.logits[:, -1]
+        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(-1)
+
+    def _run(self, part: Any, tokens_NQ: Tensor, seen_N1QT: Tensor, place_NQ: Tensor, *, segment: int) -> Any:
+        segments = {"token_type_ids": torch.full_like(tokens_NQ, segment)} if self._marks.has_segments else {}
+        return part(
+            input_ids=tokens_NQ,
+            attention_mask=seen_N1QT,
+            position_ids=self._first + place_NQ,
+            past_key_values=self._cache,
+            **segments,
+        )
+
+
+def write_targets(
+    model: PreTrainedModel,
+    sources: Sequence[Sequence[int]],
+    settings: BeamSearch,
+    *,
+    marks: Marks,
+    forbidden: Sequence[int],
+    batch_size: int,
+    world: World,
+    sharded: bool,
+) -> list[list[int]]:
+    """Write a text for each source, given with its special tokens: the tokens of each, in order and on every rank.
+
+    Every rank must call this function; the model is in evaluation mode. The sources are divided into batches before the
+    batches are distributed over the ranks.
+
+    Args:
+        model: an encoder with its LM head.
+        sources: the sources.
+        settings: how to search.
+        marks: the special tokens.
+        forbidden: tokens that are never written.
+        batch_size: sources at once on each rank; each has as many rows as there are beams.
+        world: the ranks.
+        sharded: whether the model's forward pass needs every rank (ZeRO-3).
+    """
+    batches = plan_batches(sources, batch_size)
+    never = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
+    never[list(forbidden)] = True
+
+    def everyone(done: bool) -> bool:
+        return largest_number(int(not done), world) == 0
+
+    answers: dict[int, list[int]] = {}
+    # With a sharded model, a rank without a further batch repeats the last one and discards the texts.
+    rounds = -(-len(batches) // world.size) if sharded else len(batches[world.rank :: world.size])
+    for turn in range(rounds):
+        number = turn * world.size + world.rank
+        batch = batches[min(number, len(batches) - 1)]
+        with torch.no_grad():
+            step = MaskedSteps(model, [sources[index] for index in batch], marks, settings.beams)
+        texts = search(
+            step,
+            settings,
+            batch_size=len(batch),
+            end=marks.end,
+            forbidden=never,
+            all_done=everyone if sharded else itself,
+        )
+        if number < len(batches):
+            answers.update(zip(batch, texts, strict=True))
+    gathered, _ = gather_answers(answers, 0.0, world.size)
+    return [gathered[index] for index in range(len(sources))]

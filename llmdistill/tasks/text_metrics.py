@@ -1,0 +1,101 @@
+"""Metrics of written texts, by the libraries that are kept for them: sacrebleu, nltk's METEOR, rouge-score."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from llmdistill.tasks.rouge import rouge_scores
+
+TextMetric = Literal["bleu4", "meteor", "rouge1", "rouge2", "rougeL"]
+
+NAMES: dict[TextMetric, str] = {
+    "bleu4": "BLEU-4",
+    "meteor": "METEOR",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+}
+"""The metrics as papers write them."""
+
+
+def text_metrics(
+    metrics: Sequence[TextMetric], predictions: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[TextMetric, float]:
+    """Compute metrics of texts, each from 0 to 100.
+
+    BLEU-4 is that of the corpus (Papineni et al. 2002), as sacrebleu computes it on its own tokens in lower case, with
+    its default smoothing, which changes nothing where a 4-gram matches. The others are means over the texts with the
+    best reference of each: ROUGE as in `rouge_scores`, METEOR as in `meteor_scores`.
+
+    Args:
+        metrics: the metrics to compute.
+        predictions: the texts.
+        references: one or more references for each text.
+
+    Raises:
+        ValueError: the lengths differ or are zero, or a text has no reference.
+    """
+    if len(predictions) != len(references) or not predictions or not all(references):
+        raise ValueError(f"{len(predictions)} predictions but {len(references)} references, each of one or more texts")
+    return {metric: _score(metric, predictions, references) for metric in metrics}
+
+
+def _score(metric: TextMetric, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    if metric == "bleu4":
+        return _bleu4(predictions, references)
+    if metric == "meteor":
+        return statistics.fmean(meteor_scores(predictions, references))
+    return statistics.fmean(rouge_scores(predictions, references, metric))
+
+
+def _bleu4(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    from sacrebleu.metrics import BLEU
+
+    most = max(map(len, references))
+    # sacrebleu takes the first references of all texts, then the second ones; None where a text has fewer.
+    columns = [[each[number] if number < len(each) else None for each in references] for number in range(most)]
+    score = BLEU(lowercase=True, tokenize="13a").corpus_score(list(predictions), cast("Any", columns))
+    return float(score.score)
+
+
+def meteor_scores(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """Return the METEOR of each text (Banerjee and Lavie 2005) with its best reference, by nltk, on sacrebleu's tokens.
+
+    Words match if they are equal in lower case, if their Porter stems are, or if WordNet has them in one synset; the
+    last only where nltk's data hold WordNet, see `has_synonyms`. The papers' METEOR is the Java program of its authors
+    (version 1.5), with other parameters, synonyms and paraphrases: its scores are not these.
+    """
+    from nltk.translate.meteor_score import meteor_score
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    tokenize = Tokenizer13a()
+    synonyms = {} if has_synonyms() else {"wordnet": _NoSynonyms()}
+
+    def words(text: str) -> list[str]:
+        return str(tokenize(text)).split()
+
+    return [
+        100 * float(meteor_score([words(each) for each in several], words(prediction), **cast("Any", synonyms)))
+        for prediction, several in zip(predictions, references, strict=True)
+    ]
+
+
+def has_synonyms() -> bool:
+    """Return whether nltk finds WordNet on this machine; it is no package, and nothing is downloaded."""
+    from nltk.corpus import wordnet
+
+    try:
+        wordnet.ensure_loaded()
+    except LookupError:
+        return False
+    return True
+
+
+class _NoSynonyms:
+    """Takes the place of WordNet: no word has a synonym."""
+
+    def synsets(self, _word: str) -> list[object]:
+        """The synsets of a word: none."""
+        return []

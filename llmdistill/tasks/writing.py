@@ -1,0 +1,320 @@
+"""Question generation and summarisation: an encoder is fine-tuned to write texts (UniLM §2.3, MiniLM v1 §5.2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from llmdistill.batch import Batch
+from llmdistill.config import RunConfig, WritingConfig
+from llmdistill.data.sampler import SequenceLoader, Share
+from llmdistill.data.targets import EncodedTarget, EncodedTargets, Marks, MaskedTargets, TargetExample, encode_targets
+from llmdistill.errors import UserError
+from llmdistill.files import write_text
+from llmdistill.generation.beams import BeamSearch, goes_on, write_targets
+from llmdistill.models.families import family_of, max_positions
+from llmdistill.models.load import build_meta
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.objective import Objective
+from llmdistill.tasks import task_key
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
+from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
+from llmdistill.tasks.writing_files import TASKS, TextSet, WritingFiles, check_folder, read_files, read_sets
+
+_NAMED = 3
+"""The number of skipped questions that a warning names."""
+
+_DECODING = ("max_length", "min_length", "beams", "length_penalty", "no_repeat_ngram_size")
+"""The settings of writing on which a score depends."""
+
+
+class Writing(Benchmark):
+    """One task in which an encoder writes texts."""
+
+    head = "lm_head"
+    usual_length = 512
+    has_classes = False
+
+    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
+        """Find the task and its files; raise UserError if there is none."""
+        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
+        self.key = task_key(str(config.data.task.name))
+        check_folder(config.data.task.dir, self.key, setting="data.task.dir")
+        if self._max_source < 4:
+            raise UserError(
+                f"data.max_length is {config.data.max_length} and data.task.writing.max_length "
+                f"{config.data.task.writing.max_length}: the source needs the rest; raise data.max_length"
+            )
+
+    @property
+    def _max_source(self) -> int:
+        """The largest number of tokens of a source."""
+        return self.config.data.max_length - self.config.data.task.writing.max_length
+
+    @classmethod
+    def title(cls, key: str) -> str:
+        """See Benchmark."""
+        return TASKS[key].title
+
+    @classmethod
+    def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
+        """See Benchmark."""
+        check_folder(folder, key, setting=setting)
+
+    @classmethod
+    def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
+        """See Benchmark: the model has an LM head. Whether it learnt to write, only its scores tell."""
+        name = (config.architectures or [""])[0]
+        if not name.endswith(("ForMaskedLM", "ForPreTraining")):
+            raise UserError(
+                f"{named}: it is a {name or config.model_type} without language-model head; give a model that is "
+                f"fine-tuned on {TASKS[key].title}"
+            )
+
+    @classmethod
+    def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
+        """See Benchmark."""
+        config = type(config).from_dict(config.to_dict())
+        config.architectures = [MODEL_FOR_MASKED_LM_MAPPING_NAMES[config.model_type]]
+        return config
+
+    def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """See Task. Both models are encoders; the teacher is fine-tuned."""
+        if family_of(config).causal:
+            raise UserError(
+                f"{key} {reference}: on {TASKS[self.key].title} an encoder learns to write; a decoder such as "
+                f"{config.model_type} learns texts as instructions (data.kind instructions)"
+            )
+        if not goes_on(build_meta(config)):
+            raise UserError(
+                f"{key} {reference}: a {config.model_type} takes no keys and values of earlier tokens, which writing "
+                "needs; give a BERT, RoBERTa or XLM-R"
+            )
+        if key == "teacher.model":
+            self.check_fine_tuned(config, self.key, named=f"{key} {reference}")
+        length = self.config.data.max_length
+        if max_positions(config, length) < length:
+            raise UserError(
+                f"data.max_length is {length}, but {key} {reference} has positions for "
+                f"{max_positions(config, length)}; give that or less"
+            )
+
+    def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
+        """See Task: the masked tokens of the targets."""
+        return Objective(label_smoothing=self.config.data.task.writing.label_smoothing)
+
+    def read(self, models: Models) -> WritingData:
+        """See Task.
+
+        Raises:
+            UserError: a file is missing or malformed, or the tokenizer is not an encoder's.
+        """
+        files = read_files(self.key, self.config.data.task)
+        tokenizer = load_tokenizer(models.tokenizer_path)
+        settings = self.config.data.task.writing
+        train = _encoded(files, str(models.tokenizer_path), self._max_source, settings.max_length)
+        return replace(
+            self._data(tokenizer, files.sets, self.config.scoring.batch_size),
+            files=files,
+            train=train.items,
+            report=f"{len(files.train):,} examples; {train.cut_sources:,} sources are cut at {self._max_source} "
+            f"tokens, {train.cut_targets:,} targets at {settings.max_length}",
+        )
+
+    def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> WritingData:
+        """See Benchmark."""
+        self.check_model("model", "in memory", config)
+        return self._data(tokenizer, read_sets(self.key, self.config.data.task), batch_size)
+
+    def _data(self, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, TextSet], batch_size: int) -> WritingData:
+        limit = self.config.scoring.limit
+        return WritingData(
+            key=self.key,
+            tokenizer=tokenizer,
+            settings=self.config.data.task.writing,
+            max_source=self._max_source,
+            scored={
+                name: TextSet(examples=each.examples[:limit], references=each.references[:limit])
+                for name, each in sets.items()
+            },
+            batch_size=batch_size,
+            report="",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingData(BenchmarkData):
+    """The examples of one task."""
+
+    key: str
+    tokenizer: PreTrainedTokenizerBase
+    settings: WritingConfig
+    max_source: int
+    """The largest number of tokens of a source."""
+    scored: Mapping[str, TextSet]
+    """The sets that models are scored on."""
+    batch_size: int
+    """The number of sources that a rank writes for at once."""
+    files: WritingFiles | None = None
+    """The files; None if the data only score."""
+    train: Sequence[EncodedTarget] = ()
+    report: str
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """See BenchmarkData: BLEU-4, METEOR and ROUGE-L of questions; ROUGE-L, ROUGE-1 and ROUGE-2 of summaries."""
+        return TASKS[self.key].metrics
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """See BenchmarkData: all metrics."""
+        return self.metrics
+
+    @property
+    def main_column(self) -> str:
+        """See BenchmarkData: dev."""
+        return self._column("dev")
+
+    def _column(self, split: str) -> str:
+        title = TASKS[self.key].title
+        return title if split == "dev" else f"{title}-{split}"
+
+    @property
+    def chance(self) -> float:
+        """See BenchmarkData: one text for all sources has next to none of their 4-grams and words in order."""
+        return 0.0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See BenchmarkData: sources, which may have several references."""
+        return {"train": len(self.train), **{name: len(each.examples) for name, each in self.scored.items()}}
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See TaskData: dev, and test if there is one."""
+        asked = {
+            "examples": None if self.files is None else self.files.digest,
+            "max_source": self.max_source,
+            **{name: value for name, value in asdict(self.settings).items() if name in _DECODING},
+        }
+        return {name: {**asked, "sources": len(each.examples)} for name, each in self.scored.items()}
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See TaskData. The last step may hold examples of a further epoch."""
+        return -(-epochs * len(self.train) // global_batch_size)
+
+    def loader(self, share: Share) -> SequenceLoader:
+        return SequenceLoader(MaskedTargets(self.train, self.tokenizer, mask_share=self.settings.mask_share), share)
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See TaskData: no batches, because dev is scored by the metrics of its texts."""
+        return []
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See TaskData: the metrics; NAME.jsonl has source, answer, references and prediction of each example."""
+        found = self.scored[name]
+        rows = write_targets(
+            scored.model,
+            [item.source_ids for item in self._encode(found.examples).items],
+            BeamSearch(**{key: getattr(self.settings, key) for key in _DECODING}),
+            marks=Marks.of(self.tokenizer),
+            # A text ends with the separator; no other special token is ever a label.
+            forbidden=[each for each in self.tokenizer.all_special_ids if each != Marks.of(self.tokenizer).end],
+            batch_size=self.batch_size,
+            world=scored.world,
+            sharded=scored.sharded,
+        )
+        texts = [text.strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+        if scored.world.is_main:
+            lines = [
+                {"source": example.source, "answer": example.hint, "references": references, "prediction": text}
+                for example, references, text in zip(found.examples, found.references, texts, strict=True)
+            ]
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_text(scored.predictions / f"{name}.jsonl", text)
+        metrics = text_metrics(TASKS[self.key].metrics, texts, found.references)
+        return {"metrics": dict(metrics), "examples": len(found.examples)}
+
+    def _encode(self, examples: Sequence[TargetExample]) -> EncodedTargets:
+        return encode_targets(examples, self.tokenizer, max_source=self.max_source, max_target=self.settings.max_length)
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See TaskData.
+
+        Returns:
+            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric on dev that chooses settings, "chance": 0}``; the
+            columns are the task's dev set and its test set, such as XSum and XSum-test.
+        """
+        columns = {self._column(split): dict(scores[split]["metrics"]) for split in self.scored}
+        return {"dev": columns, "score": columns[self.main_column][self.metrics[0]], "chance": self.chance}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        shown = "  ".join(
+            f"{column} {_written(metric)} {value:.2f}"
+            for column, metrics in summary["dev"].items()
+            for metric, value in metrics.items()
+        )
+        return f"Texts of the {model}: {shown}"
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See TaskData: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
+        found = []
+        skipped = [] if self.files is None else self.files.skipped
+        if skipped:
+            more = f" and {len(skipped) - _NAMED:,} more" if len(skipped) > _NAMED else ""
+            found.append(
+                f"{len(skipped):,} training questions are skipped, because their answer is not in their context: "
+                f"{', '.join(skipped[:_NAMED])}{more}"
+            )
+        if "meteor" in self.metrics and not has_synonyms():
+            found.append(
+                "METEOR matches equal words and stems only, because nltk finds no WordNet on this machine: such scores "
+                "are lower than those with synonyms (python -m nltk.downloader wordnet)"
+            )
+        if teacher is not None and teacher["score"] <= teacher["chance"]:
+            found.append(
+                f"the teacher's texts share nothing with the references of {TASKS[self.key].title}: "
+                f"{_written(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
+            )
+        return found
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        columns = [(self._column(split), metric) for split in self.scored for metric in self.metrics]
+        settings = self.settings
+        return ScoreTable(
+            title="Written texts: metrics from 0 to 100",
+            columns=[f"{column} {_written(metric)}" for column, metric in columns],
+            rows={
+                name: [f"{result['dev'][column][metric]:.2f}" for column, metric in columns]
+                for name, result in results.items()
+            },
+            legend=f"{_legend(self.metrics)} {settings.beams} beams, length penalty {settings.length_penalty:g}, "
+            f"at most {settings.max_length} tokens; {len(self.train):,} training examples.",
+        )
+
+
+def _written(metric: str) -> str:
+    return {str(key): name for key, name in NAMES.items()}[metric]
+
+
+def _legend(metrics: Iterable[str]) -> str:
+    """What each metric is."""
+    synonyms = "with WordNet's synonyms" if has_synonyms() else "without synonyms"
+    texts = {
+        "bleu4": "BLEU-4 is sacrebleu's, of the corpus, in lower case.",
+        "meteor": f"METEOR is nltk's, {synonyms}; the papers' is the Java program, whose scores differ.",
+    }
+    rouge = "ROUGE is rouge-score's F1 with stemming, each text as one sentence."
+    return " ".join([*(texts[each] for each in metrics if each in texts), rouge])
+
+
+@lru_cache(maxsize=2)  # the trials of a study in one process use the same examples
+def _encoded(files: WritingFiles, tokenizer: str, max_source: int, max_target: int) -> EncodedTargets:
+    return encode_targets(files.train, load_tokenizer(tokenizer), max_source=max_source, max_target=max_target)

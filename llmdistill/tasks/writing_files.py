@@ -1,0 +1,220 @@
+"""The examples of tasks in which an encoder writes texts, from files of rows or from data sets on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from llmdistill.config.data import TaskConfig
+from llmdistill.data.sources import READERS, open_rows
+from llmdistill.data.targets import TargetExample
+from llmdistill.data.windows import QuestionExample
+from llmdistill.errors import UserError
+from llmdistill.tasks import squad_files, task_folder
+from llmdistill.tasks.text_metrics import TextMetric
+
+Split = Literal["train", "dev", "test"]
+
+_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
+"""The names of a split's file, without its ending."""
+
+_PAIRS = (
+    ("source", "target"),
+    ("src", "tgt"),
+    ("context", "question"),
+    ("document", "summary"),
+    ("article", "highlights"),
+    ("text", "summary"),
+)
+"""The keys of source and target in rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingTask:
+    """The properties of a task in which texts are written."""
+
+    title: str
+    hub: str | None
+    """The data set on the hub, with its configuration; None without one."""
+    metrics: tuple[TextMetric, ...]
+    """The first metric chooses settings."""
+    asks_for_answers: bool = False
+    """Whether a text is a question that asks for an answer in its source; then the files may be those of SQuAD 1.1."""
+
+
+_SUMMARIES: tuple[TextMetric, ...] = ("rougeL", "rouge1", "rouge2")
+_SQUAD = "squad1"
+
+TASKS: dict[str, WritingTask] = {
+    "questiongeneration": WritingTask(
+        title="QuestionGeneration",
+        hub="rajpurkar/squad",
+        metrics=("bleu4", "meteor", "rougeL"),
+        asks_for_answers=True,
+    ),
+    "summarization": WritingTask(title="Summarization", hub=None, metrics=_SUMMARIES),
+    "xsum": WritingTask(title="XSum", hub="EdinburghNLP/xsum", metrics=_SUMMARIES),
+    "cnndailymail": WritingTask(title="CNN-DailyMail", hub="abisee/cnn_dailymail:3.0.0", metrics=_SUMMARIES),
+}
+"""The tasks by their keys in `tasks.TASKS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSet:
+    """The examples that models are scored on: those with one source are one example, with several references."""
+
+    examples: list[TargetExample]
+    references: list[list[str]]
+    """The targets of each source."""
+
+    @classmethod
+    def of(cls, examples: Iterable[TargetExample]) -> TextSet:
+        """Group examples by their source."""
+        groups: dict[tuple[str, str | None], list[TargetExample]] = {}
+        for example in examples:
+            groups.setdefault((example.source, example.hint), []).append(example)
+        return cls(
+            examples=[several[0] for several in groups.values()],
+            references=[[example.target for example in several] for several in groups.values()],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingFiles:
+    """A task with its examples. Two instances are equal if their examples are equal."""
+
+    key: str
+    train: list[TargetExample] = field(compare=False)
+    """Without the skipped ones."""
+    skipped: list[str] = field(compare=False)
+    """The places or ids of training questions whose answer is missing, or is not in the source."""
+    sets: dict[str, TextSet] = field(compare=False)
+    """The sets by the name of the split: dev, by which settings are chosen, and test if there is one."""
+    digest: str
+
+
+def check_folder(folder: str | None, key: str, *, setting: str) -> None:
+    """Check that a folder has the files of a task; None is the data set on the hub.
+
+    Raises:
+        UserError: the folder or a file does not exist, or the task has no data set on the hub.
+    """
+    if folder is None:
+        if TASKS[key].hub is None:
+            raise UserError(
+                f"{setting} is missing: {key} reads files of yours: give a folder with train.jsonl and dev.jsonl, or "
+                "take xsum or cnn_dailymail"
+            )
+        return
+    if not Path(folder).is_dir():
+        raise UserError(f"{setting} {folder}: no such folder; give one with train.jsonl and dev.jsonl")
+    if _is_squad(folder, key):
+        return squad_files.check_files(folder, _SQUAD, setting=setting)
+    for split in ("train", "dev"):
+        if _file(folder, key, split) is None:
+            names = " or ".join(f"{name}.jsonl" for name in _NAMES[split])
+            raise UserError(
+                f"{setting} {folder}: has no {names} (or .json, .parquet, .csv); put the {split} split there"
+            )
+
+
+def read_files(key: str, settings: TaskConfig) -> WritingFiles:
+    """Read the examples of a task; `settings.limit` counts training examples.
+
+    Raises:
+        UserError: a file is missing or malformed, or a split holds no example.
+    """
+    sets = read_sets(key, settings)
+    if _is_squad(settings.dir, key):
+        found = squad_files.read_files(_SQUAD, settings)
+        train, skipped = [_of_question(question) for question in found.train], found.skipped
+    else:
+        rows = _read(key, settings.dir, "train")[: settings.limit]
+        train, skipped = [row.example for row in rows if row.fits], [row.place for row in rows if not row.fits]
+    if not train:
+        raise UserError(f"{_reference(key, settings.dir, 'train')}: no answer is in its context; mend the file")
+    digest = hashlib.sha256()
+    for each in (
+        *train,
+        *((example, refs) for s in sets.values() for example, refs in zip(s.examples, s.references, strict=True)),
+    ):
+        digest.update(repr(each).encode())
+    return WritingFiles(key=key, train=train, skipped=skipped, sets=sets, digest=digest.hexdigest()[:16])
+
+
+def read_sets(key: str, settings: TaskConfig) -> dict[str, TextSet]:
+    """Read the sets that models are scored on.
+
+    Raises:
+        UserError: a file is missing or malformed, or a split holds no example.
+    """
+    if _is_squad(settings.dir, key):
+        found = squad_files.read_sets(_SQUAD, settings)
+        return {"dev": TextSet.of(_of_question(question) for question in found["dev"].questions)}
+    splits: list[Split] = ["dev", "test"] if settings.dir is None or _file(settings.dir, key, "test") else ["dev"]
+    return {split: TextSet.of(row.example for row in _read(key, settings.dir, split)) for split in splits}
+
+
+def _is_squad(folder: str | None, key: str) -> bool:
+    """Whether the examples are those of SQuAD 1.1: on the hub, or in a folder with JSON in the official format."""
+    if not TASKS[key].asks_for_answers:
+        return False
+    rows = [] if folder is None else [path for path in _files(folder, key, "train") if path.suffix != ".json"]
+    return not any(path.is_file() for path in rows)
+
+
+def _of_question(question: QuestionExample) -> TargetExample:
+    return TargetExample(question.context, question.answers[0].text, question.question)
+
+
+class _Row(NamedTuple):
+    """One row of a file."""
+
+    example: TargetExample
+    place: str
+    fits: bool
+    """Whether its answer, if it needs one, is in the source."""
+
+
+def _read(key: str, folder: str | None, split: Split) -> list[_Row]:
+    reference = _reference(key, folder, split)
+    found = [_row(TASKS[key], row, place) for row, place in open_rows(reference, streaming=False)]
+    if not found:
+        raise UserError(f"{reference}: holds no example; give at least one row of source and target")
+    return found
+
+
+def _reference(key: str, folder: str | None, split: Split) -> str:
+    if folder is None:
+        return f"{TASKS[key].hub}:{'validation' if split == 'dev' else split}"
+    return str(_file(folder, key, split))
+
+
+def _file(folder: str, key: str, split: Split) -> Path | None:
+    return next((path for path in _files(folder, key, split) if path.is_file()), None)
+
+
+def _files(folder: str, key: str, split: Split) -> list[Path]:
+    """The files that may hold a split."""
+    inside = Path(task_folder(folder, key))
+    return [inside / f"{name}{ending}" for name in _NAMES[split] for ending in READERS]
+
+
+def _row(task: WritingTask, row: Mapping[str, Any], place: str) -> _Row:
+    keys = next((pair for pair in _PAIRS if row.keys() >= set(pair)), None)
+    if keys is None:
+        pairs = ", ".join(" and ".join(pair) for pair in _PAIRS)
+        raise UserError(f"{place}: has {', '.join(row) or 'nothing'}, expected one of these pairs as text: {pairs}")
+    for key in keys:
+        if not isinstance(row[key], str) or not row[key].strip():
+            raise UserError(f"{place}: {key} is {row[key]!r}, expected a text that is not empty; mend the row")
+    source, target = row[keys[0]], row[keys[1]]
+    answer = row.get("answer") if task.asks_for_answers else None
+    if answer is not None and not isinstance(answer, str):
+        raise UserError(f"{place}: answer is {answer!r}, expected a text; mend the row")
+    # Sources may hold the answer already, after a separator, as in UniLM's files.
+    fits = answer in source if answer else not (task.asks_for_answers and keys[0] == "context")
+    return _Row(TargetExample(source, answer or None, target), place, fits)

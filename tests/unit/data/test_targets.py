@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from llmdistill.batch import IGNORE_INDEX
+from llmdistill.data.sampler import SequenceLoader, Share
+from llmdistill.data.targets import Marks, MaskedTargets, TargetExample, encode_targets
+from llmdistill.errors import UserError
+
+PAD, CLS, SEP, MASK = range(4)
+NAMES = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+
+def tokenizer(*, segments: bool = True, without: str = "") -> PreTrainedTokenizerFast:
+    """One token a letter, from 4 on."""
+    words = [*NAMES.values(), *"abcdefghij"]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[PAD]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    names = {name: token for name, token in NAMES.items() if name != without}
+    inputs = ["input_ids", "attention_mask"] + ["token_type_ids"] * segments
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **names)
+
+
+A, B, C, D = 4, 5, 6, 7
+
+
+def test_a_row_is_source_hint_and_target() -> None:
+    examples = [TargetExample("abc", "d", "ab"), TargetExample("ab", None, "c")]
+    found = encode_targets(examples, tokenizer(), max_source=9, max_target=4)
+    assert [item.source_ids for item in found.items] == [[CLS, A, B, C, SEP, D, SEP], [CLS, A, B, SEP]]
+    assert [item.target_ids for item in found.items] == [[A, B, SEP], [C, SEP]]
+    assert (found.cut_sources, found.cut_targets) == (0, 0)
+
+
+def test_what_exceeds_the_limits_is_cut_and_counted() -> None:
+    examples = [TargetExample("abcd", "d", "abc"), TargetExample("abc", None, "ab")]
+    found = encode_targets(examples, tokenizer(), max_source=6, max_target=3)
+    assert [item.source_ids for item in found.items] == [[CLS, A, B, SEP, D, SEP], [CLS, A, B, C, SEP]]
+    assert [item.target_ids for item in found.items] == [[A, B, C], [A, B, SEP]], "a cut target has no end"
+    assert (found.cut_sources, found.cut_targets) == (1, 1)
+
+
+def test_a_hint_that_leaves_no_room_is_named() -> None:
+    with pytest.raises(UserError, match="'abcd' leaves no room"):
+        encode_targets([TargetExample("a", "abcd", "a")], tokenizer(), max_source=7, max_target=3)
+
+
+def test_a_tokenizer_without_mask_is_refused() -> None:
+    with pytest.raises(UserError, match="has no mask_token"):
+        Marks.of(tokenizer(without="mask_token"))
+
+
+def made(share: float, *, segments: bool = True) -> MaskedTargets:
+    examples = [TargetExample("abcdefg", "h", "abcdefghi"), TargetExample("ab", None, "cd")]
+    words = tokenizer(segments=segments)
+    items = encode_targets(examples, words, max_source=12, max_target=12).items
+    return MaskedTargets(items, words, mask_share=share)
+
+
+def test_only_tokens_of_the_target_are_predicted() -> None:
+    sequences = made(0.7)
+    counts: Counter[str] = Counter()
+    for epoch in range(200):
+        batch = sequences.batch([2 * epoch, 2 * epoch + 1], seed=3)
+        for row, (start, stop) in enumerate([(11, 21), (4, 7)]):
+            learnt = (batch.labels[row] != IGNORE_INDEX).nonzero()[:, 0].tolist()
+            assert len(learnt) == round(0.7 * (stop - start))
+            assert all(start <= place < stop for place in learnt)
+            plain = made(1.0).items[row]
+            ids = torch.tensor([*plain.source_ids, *plain.target_ids])
+            assert torch.equal(batch.labels[row, learnt], ids[learnt])
+            others = [place for place in range(stop) if place not in learnt]
+            assert torch.equal(batch.input_ids[row, others], ids[others])
+            counts["end"] += stop - 1 in learnt
+            counts["masked"] += int((batch.input_ids[row, learnt] == MASK).sum())
+            counts["all"] += len(learnt)
+    assert 240 < counts["end"] < 320, "the end token is one of the target's: 70 % of 400"
+    assert 0.75 < counts["masked"] / counts["all"] < 0.85
+
+
+def test_what_each_token_sees_and_its_segment() -> None:
+    batch = made(1.0).batch([1, 0], seed=0)
+    assert batch.horizon is not None
+    assert batch.token_type_ids is not None
+    assert batch.horizon[0].tolist() == [4, 4, 4, 4, 5, 6, 7, *[21] * 14], "padding sees all"
+    assert batch.horizon[1].tolist() == [11] * 11 + list(range(12, 22))
+    assert batch.token_type_ids[0].tolist() == [0] * 4 + [1] * 3 + [0] * 14
+    assert batch.attention_mask.sum(1).tolist() == [7, 21]
+    assert made(1.0, segments=False).batch([0], seed=0).token_type_ids is None
+
+
+def test_masks_depend_on_seed_epoch_and_index_alone() -> None:
+    sequences = made(0.5)
+    one, again = sequences.batch([4], seed=1), sequences.batch([4, 5], seed=1)
+    assert torch.equal(one.input_ids[0], again.input_ids[0, :21])
+    rows = {tuple(sequences.batch([place], seed).labels[0].tolist()) for place in (0, 2, 4) for seed in (0, 1)}
+    assert len(rows) > 3
+
+
+def test_two_ranks_see_what_one_does_the_longest_first() -> None:
+    share = {"seed": 0, "global_batch_size": 4, "micro_batch_size": 2}
+    whole = SequenceLoader(made(0.5), Share(**share)).micro_batches(3)
+    parts = [SequenceLoader(made(0.5), Share(**share, rank=rank, world_size=2)).micro_batches(3) for rank in (0, 1)]
+    for one, (other,) in zip(whole, parts, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert torch.equal(one.labels, other.labels)
+    lengths = [int(row.sum()) for batch in whole for row in batch.attention_mask]
+    assert lengths == sorted(lengths, reverse=True)

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, RobertaConfig, RobertaForMaskedLM
+
+from llmdistill.batch import Batch
+from llmdistill.data.targets import EncodedTarget, Marks, collate_targets
+from llmdistill.generation.beams import BeamSearch, MaskedSteps, search, write_targets
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.runtime.distributed import World
+
+PAD, START, END, MASK = range(4)
+WORDS = 9
+FORBIDDEN = (PAD, START, MASK)
+SOURCES = [[START, 5, 6, END], [START, 7, END], [START, 8, 5, 4, 4, END]]
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+NEVER = torch.tensor([word in FORBIDDEN for word in range(WORDS)])
+
+
+def marks(*, has_segments: bool = True) -> Marks:
+    return Marks(START, END, MASK, PAD, has_segments)
+
+
+def bert(seed: int = 0) -> BertForMaskedLM:
+    torch.manual_seed(seed)
+    config = BertConfig(vocab_size=WORDS, max_position_embeddings=20, initializer_range=1.5, **SIZES)
+    return BertForMaskedLM(config).double().eval()
+
+
+def roberta() -> RobertaForMaskedLM:
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=WORDS,
+        max_position_embeddings=20,
+        initializer_range=1.5,
+        pad_token_id=PAD,
+        type_vocab_size=1,
+        **SIZES,
+    )
+    return RobertaForMaskedLM(config).double().eval()
+
+
+def log_probs(model: PreTrainedModel, source: Sequence[int], written: Sequence[int], *, segments: bool) -> Tensor:
+    """Of the next token, by the forward pass of training: source, text and mask in one row, without anything kept."""
+    batch = collate_targets([EncodedTarget(list(source), [*written, MASK])], marks(has_segments=segments))
+    tapped = TappedModel(model, Recorder(model, {}))
+    try:
+        with torch.no_grad():
+            logits = tapped(batch).logits
+    finally:
+        tapped.remove()
+    return logits[0, -1].log_softmax(-1)
+
+
+def every_text(model: PreTrainedModel, source: Sequence[int], settings: BeamSearch) -> list[tuple[float, list[int]]]:
+    """All texts that may be written with their penalised log-probabilities, the best one first."""
+    found = []
+
+    def extend(written: list[int], total: float) -> None:
+        if len(written) == settings.max_length or written[-1:] == [END]:
+            found.append((total / ((5 + len(written)) / 6) ** settings.length_penalty, written))
+            return
+        following = log_probs(model, source, written, segments=True)
+        for word in set(range(WORDS)) - set(FORBIDDEN):
+            if word == END and len(written) < settings.min_length:
+                continue
+            extend([*written, word], total + float(following[word]))
+
+    extend([], 0.0)
+    return sorted(found, reverse=True)
+
+
+def written(
+    model: PreTrainedModel, settings: BeamSearch, sources: Sequence[Sequence[int]] = SOURCES, **options: Any
+) -> list[list[int]]:
+    given = {"marks": marks(), "forbidden": FORBIDDEN, "batch_size": 2, "sharded": False} | options
+    return write_targets(model, sources, settings, world=World.alone(), **given)
+
+
+class Table:
+    """Steps whose probabilities depend on the source, the length and the last token, drawn at random."""
+
+    def __init__(self, seed: int, beams: int, lengths: int) -> None:
+        scores = 1.5 * torch.randn(len(SOURCES), lengths, WORDS, WORDS, generator=torch.Generator().manual_seed(seed))
+        self.log_probs = scores.double().log_softmax(-1)
+        self.beams, self.length, self.sources = beams, 0, torch.arange(len(SOURCES)).repeat_interleave(beams)
+
+    def __call__(self, parents_N: Tensor | None, newest_N: Tensor | None) -> Tensor:
+        last = torch.zeros_like(self.sources) if newest_N is None else newest_N
+        assert parents_N is None or (parents_N // self.beams == self.sources).all(), "a row goes on in its own source"
+        self.length += 1
+        return self.log_probs[self.sources, self.length - 1, last]
+
+    def best(self, source: int, settings: BeamSearch) -> list[int]:
+        """Of all texts that may be written."""
+        words = sorted(set(range(WORDS)) - set(FORBIDDEN) - {END})
+        found = []
+        for length in range(settings.max_length + 1):
+            for text in itertools.product(words, repeat=length):
+                whole = [*text, END][: settings.max_length]
+                if END in whole and length < settings.min_length:
+                    continue
+                total = sum(
+                    float(self.log_probs[source, at, last, word])
+                    for at, (last, word) in enumerate(itertools.pairwise([0, *whole]))
+                )
+                found.append((total / ((5 + len(whole)) / 6) ** settings.length_penalty, whole))
+        return max(found)[1]
+
+
+@pytest.mark.parametrize(("penalty", "least"), [(0.0, 0), (0.6, 0), (3.0, 0), (0.0, 2)])
+def test_with_a_beam_for_every_prefix_the_search_is_exhaustive(penalty: float, least: int) -> None:
+    settings = BeamSearch(beams=5**3, length_penalty=penalty, max_length=4, min_length=least)
+    lengths = set()
+    for seed in range(8):
+        table = Table(seed, settings.beams, settings.max_length)
+        expected = [table.best(source, settings) for source in range(len(SOURCES))]
+        found = search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER)
+        assert found == expected
+        lengths |= {len(text) for text in expected if text[-1] == END}
+    assert len(lengths) > 1, "texts of several lengths, which end"
+
+
+def test_the_search_of_a_model_is_exhaustive() -> None:
+    model = bert()
+    settings = BeamSearch(beams=5**2, length_penalty=0.6, max_length=3)
+    assert written(model, settings) == [every_text(model, source, settings)[0][1] for source in SOURCES]
+
+
+def test_the_penalty_decides_among_texts() -> None:
+    lengths = []
+    for penalty in (0.0, 3.0):
+        settings = BeamSearch(beams=5**3, length_penalty=penalty, max_length=4)
+        tables = [Table(seed, settings.beams, settings.max_length) for seed in range(8)]
+        texts = [search(table, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER) for table in tables]
+        lengths.append(sum(len(text) for several in texts for text in several))
+    assert lengths[0] < lengths[1]
+
+
+def test_one_beam_is_greedy() -> None:
+    model = bert(1)
+    expected = []
+    for source in SOURCES:
+        text: list[int] = []
+        while len(text) < 6 and text[-1:] != [END]:
+            following = log_probs(model, source, text, segments=True).masked_fill(NEVER, -torch.inf)
+            text.append(int(following.argmax()))
+        expected.append(text)
+    assert written(model, BeamSearch(beams=1, length_penalty=0.0, max_length=6)) == expected
+
+
+def test_no_ngram_occurs_twice() -> None:
+    model = bert(2)
+    settings: dict[str, Any] = {"beams": 3, "length_penalty": 0.0, "max_length": 9, "min_length": 8}
+
+    def pairs(text: list[int]) -> list[tuple[int, ...]]:
+        return list(itertools.pairwise(text))
+
+    free, bound = (written(model, BeamSearch(no_repeat_ngram_size=size, **settings)) for size in (0, 2))
+    assert any(len(set(pairs(text))) < len(pairs(text)) for text in free)
+    assert all(len(set(pairs(text))) == len(pairs(text)) for text in bound)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_kept_keys_and_values_give_what_training_computes(kind: str) -> None:
+    """Rows of several lengths, parents that swap rows: each prediction is that of the whole row, computed anew."""
+    model, segments = (bert(), True) if kind == "bert" else (roberta(), False)
+    beams = 2
+    with torch.no_grad():
+        step = MaskedSteps(model, SOURCES, marks(has_segments=segments), beams)
+        texts: list[list[int]] = [[] for _ in range(len(SOURCES) * beams)]
+        parents = newest = None
+        for turn in range(4):
+            found = step(parents, newest)
+            for row, text in enumerate(texts):
+                expected = log_probs(model, SOURCES[row // beams], text, segments=segments)
+                torch.testing.assert_close(found[row], expected, rtol=1e-9, atol=1e-9)
+            parents = torch.tensor([2 * (row // 2) + (row + turn) % 2 for row in range(len(texts))])
+            newest = torch.tensor([4 + (3 * row + turn) % 5 for row in range(len(texts))])
+            texts = [[*texts[parent], int(word)] for parent, word in zip(parents, newest, strict=True)]
+    assert len({tuple(text) for text in texts}) > 2
+
+
+def test_batches_change_nothing() -> None:
+    model = bert()
+    settings = BeamSearch(beams=3, length_penalty=1.0, max_length=5)
+    assert written(model, settings, batch_size=1) == written(model, settings, batch_size=3)
+    assert written(model, settings, sharded=True) == written(model, settings), "one rank of a sharded model"
+
+
+def test_a_search_that_must_go_on_keeps_its_texts() -> None:
+    model = bert()
+    settings = BeamSearch(beams=3, length_penalty=1.0, max_length=6)
+    steps = []
+
+    def run(stops: bool) -> list[list[int]]:
+        with torch.no_grad():
+            step = MaskedSteps(model, SOURCES, marks(), settings.beams)
+        calls = 0
+
+        def all_done(done: bool) -> bool:
+            nonlocal calls
+            calls += 1
+            return done and stops
+
+        texts = search(step, settings, batch_size=len(SOURCES), end=END, forbidden=NEVER, all_done=all_done)
+        steps.append(calls)
+        return texts
+
+    assert run(stops=True) == run(stops=False)
+    assert steps[1] == settings.max_length
+
+
+def test_the_penalty_is_that_of_gnmt() -> None:
+    settings = BeamSearch(beams=1, length_penalty=0.7, max_length=1)
+    assert settings.penalty(7) == pytest.approx(2**0.7)
+    assert settings.penalty(1) == 1
+    assert math.isclose(BeamSearch(beams=1, length_penalty=0.0, max_length=1).penalty(50), 1)
+
+
+def test_the_row_of_training_is_source_and_target() -> None:
+    batch: Batch = collate_targets([EncodedTarget([START, 5, END], [6, END])], marks())
+    assert batch.horizon is not None
+    assert batch.horizon.tolist() == [[3, 3, 3, 4, 5]]

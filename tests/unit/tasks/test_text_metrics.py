@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+
+import pytest
+from nltk.stem.porter import PorterStemmer
+
+from llmdistill.tasks import text_metrics as module
+from llmdistill.tasks.text_metrics import meteor_scores, text_metrics
+
+WORDS = ["the", "a", "cat", "cats", "sat", "sits", "on", "mat", "mats", "dog", "runs", "run", "ran", "blue"]
+
+
+def make(count: int, seed: int, *, several: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Predictions that are references with some words changed, and one to three references each."""
+    chance = random.Random(seed)
+    predictions, references = [], []
+    for _ in range(count):
+        first = [chance.choice(WORDS) for _ in range(chance.randint(5, 12))]
+        said = [word if chance.random() < 0.8 else chance.choice(WORDS) for word in first if chance.random() < 0.9]
+        others = [[chance.choice(WORDS) for _ in range(6)] for _ in range(chance.randint(0, 2) if several else 0)]
+        predictions.append(" ".join(said).capitalize() or "cat")
+        references.append([" ".join(words) for words in [first, *others]])
+    return predictions, references
+
+
+def naive_bleu4(predictions: list[str], references: list[list[str]]) -> float:
+    """Papineni et al. 2002, with lists and loops: clipped counts over the corpus, the closest length of a reference."""
+    matched, total, said, wanted = [0] * 4, [0] * 4, 0, 0
+    for prediction, several in zip(predictions, references, strict=True):
+        words, right = prediction.lower().split(), [each.lower().split() for each in several]
+        said += len(words)
+        wanted += min((abs(len(each) - len(words)), len(each)) for each in right)[1]
+        for n in range(1, 5):
+            grams = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+            for gram, count in grams.items():
+                most = max(sum(tuple(each[i : i + n]) == gram for i in range(len(each) - n + 1)) for each in right)
+                matched[n - 1] += min(count, most)
+            total[n - 1] += sum(grams.values())
+    brevity = 1.0 if said > wanted else math.exp(1 - wanted / said)
+    return 100 * brevity * math.exp(sum(math.log(m / t) for m, t in zip(matched, total, strict=True)) / 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bleu4_is_that_of_the_definition(seed: int) -> None:
+    predictions, references = make(10, seed)
+    found = text_metrics(["bleu4"], predictions, references)["bleu4"]
+    assert found == pytest.approx(naive_bleu4(predictions, references), abs=1e-9)
+
+
+def naive_rouge(prediction: str, reference: str, n: int) -> float:
+    stemmer = PorterStemmer()
+
+    def grams(text: str) -> Counter[tuple[str, ...]]:
+        words = [stemmer.stem(word) if len(word) > 3 else word for word in re.findall(r"[a-z0-9]+", text.lower())]
+        return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+
+    left, right = grams(prediction), grams(reference)
+    common = sum((left & right).values())
+    return 200 * common / (sum(left.values()) + sum(right.values())) if common else 0.0
+
+
+@pytest.mark.parametrize(("metric", "n"), [("rouge1", 1), ("rouge2", 2)])
+def test_rouge_n_is_that_of_the_definition(metric: str, n: int) -> None:
+    predictions, references = make(200, 3)
+    best = [max(naive_rouge(p, each, n) for each in refs) for p, refs in zip(predictions, references, strict=True)]
+    assert text_metrics([metric], predictions, references)[metric] == pytest.approx(sum(best) / 200, abs=1e-9)
+
+
+def test_meteor_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 of 4 words match, two of them by their stems, in one chunk: P 3/4, R 3/3, alpha 0.9, penalty (1/3)^3 / 2."""
+    monkeypatch.setattr(module, "has_synonyms", lambda: False)
+    (found,) = meteor_scores(["The cat sits down"], [["the cats sit", "no word of it"]])
+    precision, recall = 3 / 4, 1.0
+    mean = precision * recall / (0.9 * precision + 0.1 * recall)
+    assert found == pytest.approx(100 * mean * (1 - 0.5 * (1 / 3) ** 3))
+    (swapped,) = meteor_scores(["sits down the cat"], [["the cats sit"]])
+    assert swapped == pytest.approx(100 * mean * (1 - 0.5 * (2 / 3) ** 3)), "two chunks"
+
+
+def test_synonyms_count_only_where_wordnet_is_there() -> None:
+    (found,) = meteor_scores(["big"], [["large"]])
+    assert (found > 0) == module.has_synonyms()
+
+
+@pytest.mark.parametrize(("predictions", "references"), [([], []), (["a"], []), (["a"], [[]])])
+def test_nothing_to_compare(predictions: list[str], references: list[list[str]]) -> None:
+    with pytest.raises(ValueError, match="predictions but"):
+        text_metrics(["bleu4"], predictions, references)

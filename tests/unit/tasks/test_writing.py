@@ -1,0 +1,139 @@
+"""The settings and checks of tasks in which an encoder writes; tests/dist/test_writing.py runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast, RobertaConfig
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import parse_run
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.run.plan import make_plan
+from llmdistill.tasks import make_task
+from llmdistill.tasks.base import Models, ScoreTable
+from llmdistill.tasks.writing import WritingData
+
+ROOT = Path(__file__).resolve().parents[3]
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *"abcdef"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An encoder (its config alone) with its tokenizer, a teacher, and rows to write."""
+    BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **SIZES, architectures=["BertModel"]).save_pretrained(
+        tmp_path / "student"
+    )
+    BertConfig(
+        vocab_size=len(WORDS), max_position_embeddings=32, **SIZES, architectures=["BertForMaskedLM"]
+    ).save_pretrained(tmp_path / "teacher")
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk", "mask")}
+    for model in ("student", "teacher"):
+        PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path / model)
+    rows = [{"source": "a b c d e f", "target": "a b c"}, {"source": "a", "target": "a"}]
+    for split in ("train", "dev", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return tmp_path
+
+
+def config_of(folder: Path, *arguments: str) -> RunConfig:
+    given = ["--recipe", "finetune", "--ds_config", str(ROOT / "ds_configs/zero2.json"), "--data.task.dir", str(folder)]
+    given += ["--data.task.name", "summarization", "--data.max_length", "8", "--data.task.writing.max_length", "3"]
+    return parse_run([*given, "--student.model", str(folder / "student"), *arguments], METHODS)[0]
+
+
+def test_the_terms_are_those_of_smoothed_masked_tokens(folder: Path) -> None:
+    plan = make_plan(config_of(folder, "--data.task.writing.label_smoothing", "0.2"))
+    (term,) = plan.method.token_terms
+    assert (term.name, term.smoothing) == ("label", 0.2)
+    assert not plan.method.shift
+    assert plan.student_head == "lm_head"
+
+
+def test_a_method_of_layers_alone_learns_the_labels_too(folder: Path) -> None:
+    plan = make_plan(config_of(folder, "--method", "minilm", "--teacher.model", str(folder / "teacher")))
+    assert set(plan.method.weights) == {"attention", "value_relation", "label"}
+
+
+def read(folder: Path, *arguments: str) -> WritingData:
+    config = config_of(folder, *arguments)
+    task = make_task(config)
+    model = BertConfig.from_pretrained(folder / "student")
+    models = Models(
+        teacher=model,
+        student=model,
+        teacher_path=folder / "student",
+        tokenizer_path=folder / "student",
+        causal=False,
+        objective=task.objective(model, uses_output=True),
+    )
+    data = task.read(models)
+    assert isinstance(data, WritingData)
+    return data
+
+
+def test_what_is_cut_is_said_and_steps_are_counted(folder: Path) -> None:
+    data = read(folder)
+    assert data.report == "2 examples; 1 sources are cut at 5 tokens, 1 targets at 3"
+    assert data.num_steps(epochs=3, global_batch_size=4) == 2
+    assert data.sizes == {"train": 2, "dev": 2, "test": 2}
+
+
+def test_scores_depend_on_how_texts_are_searched_and_not_on_the_training(folder: Path) -> None:
+    asked = read(folder).sets
+    assert read(folder, "--data.task.writing.mask_share", "0.5").sets == asked
+    for setting in (("beams", "3"), ("length_penalty", "0.5"), ("no_repeat_ngram_size", "3"), ("min_length", "1")):
+        assert read(folder, f"--data.task.writing.{setting[0]}", setting[1]).sets != asked
+    assert read(folder, "--scoring.limit", "1").sets["dev"] != asked["dev"]
+
+
+def test_summary_and_table(folder: Path) -> None:
+    data = read(folder)
+    score = {"metrics": {"rougeL": 30.0, "rouge1": 40.0, "rouge2": 20.0}}
+    summary = data.summary({"dev": score, "test": {"metrics": {"rougeL": 1.0, "rouge1": 2.0, "rouge2": 3.0}}})
+    assert summary["score"] == 30.0
+    assert summary["dev"]["Summarization-test"] == {"rougeL": 1.0, "rouge1": 2.0, "rouge2": 3.0}
+    table: ScoreTable = data.table({"student": summary})
+    assert table.columns[0] == "Summarization ROUGE-L"
+    assert table.rows["student"] == ["30.00", "40.00", "20.00", "1.00", "2.00", "3.00"]
+    assert not data.warnings(None)
+    assert "share nothing" in data.warnings({"score": 0.0, "chance": 0.0})[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data.max_length", "33"], "has positions for 32"),
+        (["--data.max_length", "6"], "the source needs the rest"),
+        (["--data.task.writing.mask_share", "0"], "mask_share is 0"),
+        (["--data.task.writing.label_smoothing", "1"], "label_smoothing is 1"),
+        (["--data.task.writing.length_penalty", "-1"], "length_penalty is -1"),
+        (["--data.task.writing.min_length", "3"], "min_length is 3"),
+        (["--data.task.name", "sumarisation"], "did you mean summarization"),
+    ],
+)
+def test_bad_settings_are_named(folder: Path, arguments: list[str], said: str) -> None:
+    with pytest.raises((UserError, SystemExit, ValueError), match=said):
+        make_plan(config_of(folder, *arguments))
+
+
+def test_models_that_cannot_write_or_teach_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(config_of(folder))
+    with pytest.raises(UserError, match="a decoder such as llama"):
+        task.check_model("student.model", "here", LlamaConfig())
+    with pytest.raises(UserError, match="BertModel without language-model head"):
+        task.check_model("teacher.model", "here", BertConfig(architectures=["BertModel"]))
+    task.check_model("student.model", "here", RobertaConfig(max_position_embeddings=10))
+    with pytest.raises(UserError, match="has positions for 7"):
+        task.check_model("student.model", "here", RobertaConfig(max_position_embeddings=9))
+    monkeypatch.setattr(BertModel, "forward", lambda self, input_ids: None)
+    with pytest.raises(UserError, match="takes no keys and values"):
+        task.check_model("student.model", "here", BertConfig())

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmdistill.config import TaskConfig
+from llmdistill.data.targets import TargetExample
+from llmdistill.errors import UserError
+from llmdistill.tasks.writing_files import check_folder, read_files, read_sets
+
+
+def write(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def squad(path: Path, *questions: tuple[str, str, str]) -> None:
+    """A file in SQuAD's official format, of (context, question, answer)."""
+    paragraphs = [
+        {
+            "context": context,
+            "qas": [
+                {
+                    "id": f"{number}",
+                    "question": question,
+                    "answers": [{"text": answer, "answer_start": max(context.find(answer), 0)}],
+                }
+            ],
+        }
+        for number, (context, question, answer) in enumerate(questions)
+    ]
+    path.write_text(json.dumps({"data": [{"title": "", "paragraphs": paragraphs}]}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("pair", ["source target", "src tgt", "document summary", "article highlights", "text summary"])
+def test_summaries_of_the_usual_rows(tmp_path: Path, pair: str) -> None:
+    source, target = pair.split()
+    write(tmp_path / "train.jsonl", {source: "a b c", target: "a", "id": 1}, {source: "d", target: "e"})
+    write(tmp_path / "validation.jsonl", {source: "f", target: "g"})
+    write(tmp_path / "test.jsonl", {source: "h", target: "i"})
+    check_folder(str(tmp_path), "summarization", setting="data.task.dir")
+    files = read_files("summarization", TaskConfig(dir=str(tmp_path)))
+    assert files.train == [TargetExample("a b c", None, "a"), TargetExample("d", None, "e")]
+    assert {name: each.references for name, each in files.sets.items()} == {"dev": [["g"]], "test": [["i"]]}
+    assert len(read_files("summarization", TaskConfig(dir=str(tmp_path), limit=1)).train) == 1
+
+
+def test_examples_of_one_source_are_one_with_several_references(tmp_path: Path) -> None:
+    rows = [{"context": "x y", "answer": answer, "question": question} for answer, question in ("xa", "yb", "xc")]
+    write(tmp_path / "dev.jsonl", *rows)
+    write(tmp_path / "train.jsonl", *rows)
+    found = read_sets("questiongeneration", TaskConfig(dir=str(tmp_path)))["dev"]
+    assert found.references == [["a", "c"], ["b"]]
+    assert [(each.source, each.hint) for each in found.examples] == [("x y", "x"), ("x y", "y")]
+
+
+def test_questions_of_the_official_files(tmp_path: Path) -> None:
+    squad(tmp_path / "train-v1.1.json", ("an apple fell", "what fell", "an apple"), ("a pear", "what", "a plum"))
+    squad(tmp_path / "dev-v1.1.json", ("one two", "how many", "two"))
+    check_folder(str(tmp_path), "questiongeneration", setting="data.task.dir")
+    files = read_files("questiongeneration", TaskConfig(dir=str(tmp_path)))
+    assert files.train == [TargetExample("an apple fell", "an apple", "what fell")]
+    assert files.skipped == ["1"]
+    assert files.sets["dev"].examples == [TargetExample("one two", "two", "how many")]
+
+
+def test_questions_whose_answer_is_not_in_their_context_are_skipped(tmp_path: Path) -> None:
+    write(
+        tmp_path / "train.jsonl",
+        {"context": "one two", "question": "how many", "answer": "two"},
+        {"context": "one two", "question": "which", "answer": "three"},
+        {"context": "one two", "question": "why", "answer": ""},
+        {"source": "one two [SEP] two", "target": "how many"},
+    )
+    write(tmp_path / "dev.jsonl", {"context": "one two", "question": "which", "answer": "three"})
+    files = read_files("questiongeneration", TaskConfig(dir=str(tmp_path)))
+    assert [example.hint for example in files.train] == ["two", None]
+    assert files.skipped == [f"{tmp_path / 'train.jsonl'}:{line}" for line in (2, 3)]
+    assert len(files.sets["dev"].examples) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"title": "a", "body": "b"}, "train.jsonl:1: has title, body, expected one of these pairs"),
+        ({"source": "a", "target": " "}, "train.jsonl:1: target is ' '"),
+        ({"source": 3, "target": "a"}, "train.jsonl:1: source is 3"),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    write(tmp_path / "train.jsonl", row)
+    write(tmp_path / "dev.jsonl", {"source": "a", "target": "b"})
+    with pytest.raises(UserError, match=said):
+        read_files("summarization", TaskConfig(dir=str(tmp_path)))
+
+
+def test_an_empty_dev_split_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", {"source": "a", "target": "b"})
+    write(tmp_path / "dev.jsonl")
+    with pytest.raises(UserError, match=r"dev\.jsonl: holds no example"):
+        read_files("summarization", TaskConfig(dir=str(tmp_path)))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.task\.dir is missing"):
+        check_folder(None, "summarization", setting="data.task.dir")
+    with pytest.raises(UserError, match="no such folder"):
+        check_folder(str(tmp_path / "none"), "xsum", setting="data.task.dir")
+    write(tmp_path / "train.jsonl", {"source": "a", "target": "b"})
+    with pytest.raises(UserError, match=r"has no dev\.jsonl or valid\.jsonl"):
+        check_folder(str(tmp_path), "xsum", setting="data.task.dir")
+    check_folder(None, "xsum", setting="data.task.dir")
