@@ -1,7 +1,7 @@
 """Runs the rows of a table of encoders: distils the student of each recipe, and fine-tunes every model on the tasks.
 
 Each row is what a user would run for it alone: its recipe as a run of the main job, and then a study of fine-tuning
-over its student. Both keep what is finished, so that the same command goes on where it stopped.
+over its student, or the recipe's own second stage. Both keep what is finished, so that the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.tasks import GridConfig
@@ -22,7 +24,7 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import Protocol, protocol_of
 from llmdistill.experiments.launcher import Launcher, shown_command
 from llmdistill.experiments.tables import PublishedTable, TableRow
-from llmdistill.experiments.trials import Progress, Result, Trial, make_trial
+from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.files import write_text
 from llmdistill.models.configs import load_config
 from llmdistill.report.published import Measured
@@ -58,8 +60,13 @@ class TableStudy:
         return list(next(iter(self.configs.values())).tasks.names)
 
     def trial(self, key: str) -> Trial:
-        """Return the run of a row's recipe, which ends with the student: the tasks are a study of their own."""
-        return make_trial(self.root, self.configs[key], key, {"tasks.names": []}, title=self.row(key).label)
+        """Return the run of a row's recipe, which ends with the student: the tasks follow.
+
+        Rows whose students are the same have the same run.
+        """
+        row = self.row(key)
+        name = str(row.recipe).replace("/", "-")
+        return make_trial(self.root, self.configs[key], name, {"tasks.names": []}, title=row.label)
 
     def model(self, key: str) -> str:
         """Return the folder or hub name of the model of a row that is fine-tuned."""
@@ -67,7 +74,13 @@ class TableStudy:
 
     def folder(self, key: str) -> Path:
         """Return the folder of a row's fine-tuning."""
+        if self.is_second_stage(key):
+            return self.trial(key).folder / "tasks" / self.configs[key].tasks.rows[-1]
         return self.root / "tasks" / key
+
+    def is_second_stage(self, key: str) -> bool:
+        """Whether a row is fine-tuned by the second stage of its own run, from a fine-tuned teacher."""
+        return self.table.second_stage and key not in self.models
 
     def recipes(self) -> list[str]:
         """Return the keys of the rows whose students are trained."""
@@ -118,12 +131,13 @@ def conduct(study: TableStudy) -> dict[str, Measured]:
 
     A row whose run fails does not stop the others; its reason is in its entry.
     """
-    recipes = study.recipes()
-    progress = Progress(len(recipes), _describe)
-    trained = dict(zip(recipes, study.launcher.run([study.trial(key) for key in recipes], progress), strict=True))
+    trials = {key: study.trial(key) for key in study.recipes()}
+    runs = {trial.folder: trial for trial in trials.values()}
+    results = study.launcher.run(list(runs.values()), Progress(len(runs), _describe))
+    by_folder = dict(zip(runs, results, strict=True))
     found = {}
     for number, key in enumerate(study.configs, start=1):
-        result = trained.get(key)
+        result = by_folder[trials[key].folder] if key in trials else None
         if result is not None and result.metrics is None:
             found[key] = Measured(folder=str(result.trial.folder), error=result.error)
             continue
@@ -139,10 +153,15 @@ def _describe(metrics: Mapping[str, Any]) -> str:
 
 def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
     """Fine-tune the model of a row on every task, in a process of its own, and return its scores."""
-    folder = study.folder(key)
-    command = study.launcher.command("llmdistill.cli", "evaluate", *_words(study, key))
-    write_text(folder.with_name(f"{key}.command"), shown_command(command) + "\n")
-    log = folder.with_name(f"{key}.log")
+    folder, kept = study.folder(key), study.root / "tasks"
+    if study.is_second_stage(key):
+        config = changed_values(study.configs[key], {"output_dir": str(study.trial(key).folder)})
+        write_text(kept / f"{key}.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        command = study.launcher.train_command(kept / f"{key}.yaml")
+    else:
+        command = study.launcher.command("llmdistill.cli", "evaluate", *_words(study, key))
+    write_text(kept / f"{key}.command", shown_command(command) + "\n")
+    log = kept / f"{key}.log"
     error = study.launcher.call(command, log)
     results = None if error is not None else read_record(folder / "results.json", remedy="remove it")
     if results is None:
@@ -155,7 +174,7 @@ def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
     }
     return Measured(
         folder=str(folder),
-        model=study.model(key),
+        model=results["model"],
         scores=scores,
         params=results["params"]["model"]["total"],
         settings={

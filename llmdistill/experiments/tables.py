@@ -63,6 +63,9 @@ class PublishedTable:
     rows: tuple[TableRow, ...]
     protocol: ProtocolName | None = None
     """The settings of fine-tuning; None without tasks."""
+    second_stage: bool = False
+    """Whether students are fine-tuned by the second stage of their own recipe, from a fine-tuned teacher
+    (KroneckerBERT); else on the labels alone."""
     average: bool = False
     """Whether the last figure of a row is the mean of the others."""
     missing: str | None = None
