@@ -1,7 +1,8 @@
 """Runs the rows of a table of encoders: distils the student of each recipe, and fine-tunes every model on the tasks.
 
 Each row is what a user would run for it alone: its recipe as a run of the main job, and then a study of fine-tuning
-over its student, or the recipe's own second stage. Both keep what is finished, so that the same command goes on where it stopped.
+over its student, or the recipe's own second stage. What is finished is kept, so that the same command goes on where it
+stopped.
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ class TokenTerm:
     """Temperature of both distributions, greater than 0; not used by the cross-entropy of the labels."""
     scale: float = 1.0
     """Factor: t² for distillation divergences (Hinton et al. 2015, §2), 1 for MaKD's soft cross-entropy (eq. 18)."""
-    positions: Positions = "labels"
-    """The positions whose predictions are compared: those that predict a label or, for a divergence, all tokens."""
     smoothing: float = 0.0
     """Share of each label that is spread evenly over the vocabulary, the label included (label smoothing, Szegedy et
     al. 2016, §7); only for the cross-entropy of the labels."""
+    positions: Positions = "labels"
+    """The positions whose predictions are compared: those that predict a label or, for a divergence, all tokens."""
 
 
 @dataclass(frozen=True)

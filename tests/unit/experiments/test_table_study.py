@@ -85,7 +85,7 @@ def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) 
     assert list(found["rows"]) == ["teacher", "minilm"]
     # The row of the recipes' own teacher is that of the user's.
     assert found["rows"]["teacher"]["model"] == str(teacher)
-    assert found["rows"]["minilm"]["model"].startswith("runs/minilm-table2/trials/minilm-seed0-")
+    assert found["rows"]["minilm"]["model"].startswith("runs/minilm-table2/trials/minilm-6x768-seed0-")
     assert found["fine_tunings"] == {"RTE": 4 * 4 * 4, "SST-2": 4 * 3 * 4}  # MiniLM's protocol
     assert len(found["missing"]) == 1
     assert found["missing"][0].startswith("corpus/train.txt: no such file")

@@ -45,12 +45,12 @@ def test_attention_goes_to_the_kernel(monkeypatch, same: bool) -> None:
     stand_in(monkeypatch, "attention", attention_loss=attention_loss)
     monkeypatch.setattr(attention, "available", lambda device: True)
     loss = attention_kl(student, teacher, mask, causal=True, window=3)
-    assert calls == [("student_teacher", True, 3, True, not same, 0.5, 0.4)]
+    assert calls == [("student_teacher", True, 3, None, True, not same, 0.5, 0.4)]
     torch.testing.assert_close(loss.sum, expected.sum)
     torch.testing.assert_close(torch.autograd.grad(loss.sum, leaves), gradients)
     with torch.no_grad():
         attention_kl(student, teacher, mask, causal=True)
-    assert calls[1][3:5] == (False, False)
+    assert calls[1][3:6] == (None, False, False)
 
 
 def test_fp64_stays_where_it_is_exact(monkeypatch) -> None:

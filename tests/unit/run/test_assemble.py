@@ -91,7 +91,7 @@ def test_the_validation_text_stays_whole(parse, tmp_path: Path) -> None:
     config = parse("--data.text.fraction", "0.2", "--data.valid", str(tmp_path / "text.txt"))
     plan = make_plan(config)
     data = prepared(plan)
-    assert len(data.train.documents) - 1 == 6
+    assert len(data.train[""].documents) - 1 == 6
     assert len(data.valid.documents) - 1 == 30
 
 

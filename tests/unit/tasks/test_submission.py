@@ -8,7 +8,7 @@ import pytest
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
 from llmdistill.tasks.classification import write_submission
-from llmdistill.tasks.glue_files import TASKS, Split, column_of
+from llmdistill.tasks.glue_files import GLUE, TASKS, Split, column_of
 
 
 def examples(*indices: int) -> list[PairExample]:
@@ -39,7 +39,7 @@ def test_files(tmp_path: Path, task: str, split: Split, predictions: list[float]
 
 
 def test_every_task_has_a_file_of_its_own() -> None:
-    columns = {column_of(task, "test") for task in TASKS} | {column_of("MNLI", "test_mismatched")}
+    columns = {column_of(task, "test") for task in GLUE} | {column_of("MNLI", "test_mismatched")}
     assert len(columns) == 10
 
 

@@ -45,6 +45,8 @@ def naive_of(model, tokenizer, data: Path) -> list[tuple[torch.Tensor, ...]]:
     states = []
     for line in (data / "RTE/dev.tsv").read_text().splitlines()[1:]:
         inputs = tokenizer(*line.split("\t")[1:3], return_tensors="pt")
+        if not hasattr(model.config, "type_vocab_size"):
+            inputs.pop("token_type_ids")  # GPT-2 would add the embeddings of the words 0 and 1
         with torch.no_grad():
             states.append(model(**inputs, output_hidden_states=True).hidden_states)
     return states
