@@ -61,7 +61,7 @@ def compare_table(
     if not table.tasks:
         raise UserError(f"--suite {name}: {table.missing}")
     chosen = rows_to_run(table, rows)
-    configs, models = _configs(table, chosen, settings)
+    configs, models = configs_of(table, chosen, settings)
     launcher = Launcher(tuple(launcher_flags), trials_at_once)
     launcher.check()
     root = Path(output_dir or f"runs/{name}")
@@ -85,7 +85,7 @@ def compare_table(
     return 1 if any(each.error is not None for each in measured.values()) else 0
 
 
-def _configs(
+def configs_of(
     table: PublishedTable, rows: Mapping[str, TableRow], settings: Sequence[str]
 ) -> tuple[dict[str, RunConfig], dict[str, str]]:
     """Return the whole configuration of each row, and the model of those that are only fine-tuned.

@@ -25,7 +25,10 @@ from transformers import GPT2Config
 import llmdistill
 from llmdistill import cli
 from llmdistill.commands import compare
+from llmdistill.commands.published_table import configs_of
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, run_parser
+from llmdistill.experiments.table_study import rows_to_run
+from llmdistill.experiments.tables import load_table, table_names
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import ds_config_path
 
@@ -99,6 +102,11 @@ def check_train(arguments: Sequence[str]) -> None:
 def check_compare(arguments: Sequence[str]) -> None:
     own, rest = compare.split_own(arguments)
     settings = build(parse(compare.build_parser(), own), compare.CompareConfig)
+    if settings.suite in table_names():
+        table = load_table(settings.suite)
+        rows = rows_to_run(table, None if settings.rows is None else settings.rows.split(","))
+        assert configs_of(table, rows, rest)[0].keys() == rows.keys()
+        return
     assert compare.choose_suite(settings).variants
     check_train(["--ds_config", compare.DEFAULT_DS_CONFIG, *rest])
 

@@ -1,0 +1,97 @@
+"""Rows of published tables from start to end, in processes of their own, with a tiny teacher."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+
+from support import ROOT, environment
+
+pytestmark = pytest.mark.dist
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "yes", "no", *(f"w{number}" for number in range(20))]
+
+
+@pytest.fixture(scope="module")
+def bring(tmp_path_factory) -> Path:
+    """What a user brings: a teacher, a text, and the files of RTE and SST-2."""
+    folder = tmp_path_factory.mktemp("bring")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertForMaskedLM(BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, **sizes)).save_pretrained(folder / "t")
+    (folder / "t" / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
+    BertTokenizerFast(vocab=str(folder / "t" / "vocab.txt")).save_pretrained(folder / "t")
+    lines = [" ".join(WORDS[5 + (7 * line + word) % 22] for word in range(12)) for line in range(60)]
+    (folder / "text.txt").write_text("\n\n".join(lines), encoding="utf-8")
+    for split, size in (("train", 32), ("dev", 20)):
+        answers = [("yes", "entailment") if number % 3 else ("no", "not_entailment") for number in range(size)]
+        rows = [f"{number}\t{word} w{number % 20}\tw1\t{label}" for number, (word, label) in enumerate(answers)]
+        (folder / "glue" / "RTE").mkdir(parents=True, exist_ok=True)
+        text = "\n".join(["index\tsentence1\tsentence2\tlabel", *rows])
+        (folder / "glue" / "RTE" / f"{split}.tsv").write_text(text + "\n", encoding="utf-8")
+        rows = [f"{word} w{number % 20}\t{int(word == 'yes')}" for number, (word, _) in enumerate(answers)]
+        (folder / "glue" / "SST-2").mkdir(parents=True, exist_ok=True)
+        (folder / "glue" / "SST-2" / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    return folder
+
+
+def compare(bring: Path, folder: Path, *words: str) -> tuple[str, Any]:
+    """Run a table; returns what the command printed, and results.json."""
+    command = [sys.executable, "-m", "llmdistill.cli", "compare", *words, "--output_dir", str(folder), "--seed", "3"]
+    command += ["--teacher.model", str(bring / "t"), "--data.train", str(bring / "text.txt"), "--data.max_length", "16"]
+    command += ["--train.steps", "2", "--train.warmup_steps", "0", "--train.global_batch_size", "4"]
+    command += ["--train.micro_batch_size", "4", "--train.dtype", "fp32", "--tasks.data_dir", str(bring / "glue")]
+    command += ["--tasks.protocol", "custom", "--tasks.learning_rates", "3e-3", "--tasks.epochs", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout, json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(bring: Path, tmp_path: Path) -> None:
+    words = ("--suite", "minilm-table2", "--rows", "teacher,minilm", "--student.shape", "1x16x4")
+    words = (*words, "--tasks.names", "rte,sst2", "--tasks.seeds", "1,2")
+
+    said, results = compare(bring, tmp_path / "table", *words)
+
+    rows = {row["key"]: row for row in results["rows"]}
+    assert [key for key, row in rows.items() if row["measured"] is not None] == ["teacher", "minilm"]
+    place = {label: number for number, label in enumerate(results["columns"])}
+    for key in ("teacher", "minilm"):
+        study = json.loads((tmp_path / "table" / "tasks" / key / "results.json").read_text(encoding="utf-8"))
+        for column in ("RTE", "SST-2"):
+            found = study["tasks"][column]["dev"][column]["accuracy"]
+            figure = rows[key]["measured"]["figures"][place[column]]
+            assert (figure["mean"], figure["std"]) == (found["mean"], found["std"])
+            assert len(found["seeds"]) == 2
+        assert rows[key]["measured"]["figures"][place["CoLA"]] is None
+    assert rows["teacher"]["measured"]["model"] == str(bring / "t")
+    student = Path(rows["minilm"]["measured"]["model"])
+    assert json.loads((student / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"] == 1
+    assert "(71.5)" in " ".join(said.split())  # MiniLM's RTE in the paper
+    again, same = compare(bring, tmp_path / "table", *words)
+    assert "(kept)" in again
+    assert [row["measured"] for row in same["rows"]] == [row["measured"] for row in results["rows"]]
+
+
+def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(bring: Path, tmp_path: Path) -> None:
+    words = ("--suite", "kroneckerbert-table6", "--rows", "two-stages,no-kd", "--tasks.names", "sst2")
+    shapes = json.dumps({"*.attention.*": "16x8", "*.intermediate.dense": "8x2", "*": "2x8"})
+    words = (*words, "--student.factorize.shapes", shapes, "--student.factorize.embedding_columns", "4")
+    words = (*words, "--data.text.fraction", "1", "--train.epochs", "null", "--data.text.next_sentence", "false")
+
+    _, results = compare(bring, tmp_path / "table", *words)
+
+    rows = {row["key"]: row["measured"] for row in results["rows"] if row["measured"] is not None}
+    assert list(rows) == ["two-stages", "no-kd"]
+    (run,) = (tmp_path / "table" / "trials").glob("*/metrics.json")  # both rows have one first stage
+    for key, row in (("two-stages", "two_stages"), ("no-kd", "no_kd")):
+        study = json.loads((run.parent / "tasks" / row / "results.json").read_text(encoding="utf-8"))
+        assert rows[key]["figures"][1]["mean"] == study["tasks"]["SST-2"]["dev"]["SST-2"]["accuracy"]["mean"]
+        assert (study["teacher"] is None) == (key == "no-kd")
