@@ -139,7 +139,7 @@ def _print_plan(study: TableStudy, *, as_json: bool) -> None:
 
 def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any:
     """Return the data of the report."""
-    from llmdistill.report.published import Column, Line, PublishedReport
+    from llmdistill.report.published import Line, PublishedReport
     from llmdistill.report.record import describe_versions, make_record
 
     table, record = study.table, make_record(command, 1)
@@ -153,7 +153,6 @@ def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any
         )
         for row in table.rows
     ]
-    columns = [Column(label=each.label, column=each.column, metric=each.metric) for each in table.columns]
     limit = study.tasks.limit
     facts = {
         "Command": command,
@@ -162,4 +161,4 @@ def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any
         "Fine-tuning": f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples"),
         "Finished": record["finished"],
     }
-    return PublishedReport(title=table.title, columns=columns, average=table.average, lines=lines, facts=facts)
+    return PublishedReport(title=table.title, columns=table.columns, average=table.average, lines=lines, facts=facts)

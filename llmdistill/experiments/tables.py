@@ -12,23 +12,9 @@ import yaml
 
 from llmdistill.config.tasks import ProtocolName
 from llmdistill.errors import UserError
+from llmdistill.report.column import Column
 
 _SUITES = resources.files("llmdistill") / "suites"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableColumn:
-    """A column of published figures, and the score here that stands beside it."""
-
-    column: str
-    """The column in the scores of a task, such as MNLI-m, SQuAD2 or MLQA-de."""
-    metric: str
-    """The metric of that column, such as accuracy or best_f1; its values are those of the task, nearly all x 100."""
-    label: str
-    """The heading."""
-    on_server: bool = False
-    """Whether the published figures are those of GLUE's server on the test set. Here a fine-tuning scores the dev set
-    and writes the files for the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +45,7 @@ class PublishedTable:
     title: str
     tasks: tuple[str, ...]
     """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if the table cannot be run here."""
-    columns: tuple[TableColumn, ...]
+    columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
     protocol: ProtocolName | None = None
     """The settings of fine-tuning; None without tasks."""
@@ -106,6 +92,6 @@ def load_table(name: str) -> PublishedTable:
         TableRow(name=key, **{**fields, "published": tuple(fields["published"])})
         for key, fields in content["rows"].items()
     ]
-    columns = [TableColumn(**fields) for fields in content["columns"]]
+    columns = [Column(**fields) for fields in content["columns"]]
     parts = {"tasks": tuple(content["tasks"]), "columns": tuple(columns), "rows": tuple(rows)}
     return PublishedTable(name=name, **{**content, **parts})

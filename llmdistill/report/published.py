@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from llmdistill.files import write_json
+from llmdistill.report.column import Column
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import Spread, plus_minus, spread
 from llmdistill.report.tables import print_table
@@ -36,16 +37,6 @@ class Measured:
     """The duration of the fine-tuning, with all settings that were tried."""
     error: str | None = None
     """The reason of a failure, in one line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """A column of a table."""
-
-    label: str
-    column: str
-    """The name by which tasks report it, such as MNLI-m."""
-    metric: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +75,14 @@ class PublishedReport:
     lines: Sequence[Line]
     facts: Mapping[str, str]
     """Command, hardware, versions, protocol and data, by the names that the report shows."""
-    note: str = ""
-    """What the paper says of its figures."""
+
+    @property
+    def note(self) -> str:
+        """Which of the paper's figures are of other examples than ours; "" if none are."""
+        on_server = [each.label for each in self.columns if each.on_server]
+        if not on_server:
+            return ""
+        return f"The paper's figures for {', '.join(on_server)} are of GLUE's test sets, ours of the dev sets."
 
     @property
     def header(self) -> list[str]:

@@ -9,11 +9,12 @@ import pytest
 from transformers import BertConfig
 
 from llmdistill.cli import main
-from llmdistill.report.published import Column, Line, Measured, PublishedReport, print_published, write_published
+from llmdistill.report.column import Column
+from llmdistill.report.published import Line, Measured, PublishedReport, print_published, write_published
 
 COLUMNS = [
     Column(label="SQuAD 2.0 F1", column="SQuAD2", metric="best_f1"),
-    Column(label="MRPC", column="MRPC", metric="accuracy"),
+    Column(label="MRPC", column="MRPC", metric="accuracy", on_server=True),
 ]
 MINE = Measured(
     folder="runs/t/tasks/mine",
@@ -54,6 +55,7 @@ def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.Cap
     assert "| Mine &lt;6x768&gt; | 1,234 | 71.0 ± 1.4 (76.4) | 80.0  | 75.5  |" in text
     assert "| Teacher | – | (76.8) | (87.25) | (82.0) |" in text
     assert "Failed: Broken: no memory" in text
+    assert "The paper's figures for MRPC are of GLUE's test sets, ours of the dev sets." in text
     assert "Not run: Theirs: no weights are published" in text
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "71.0 ± 1.4<br><small>76.4</small>" in page
