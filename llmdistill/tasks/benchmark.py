@@ -14,17 +14,23 @@ from typing import Any, ClassVar, cast
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.data.sampler import Share
 from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_class, task_key
-from llmdistill.tasks.base import ScoredModel, Task, TaskData
+from llmdistill.tasks.base import ScoredModel, ScoreTable, Task, TaskData
 
 
 class BenchmarkData(TaskData):
     """The examples of a benchmark."""
+
+    table_title: ClassVar[str] = "Dev sets x 100"
+    decimals: ClassVar[int] = 1
+    """The decimals of the scores in `table`."""
 
     @property
     @abstractmethod
@@ -60,6 +66,41 @@ class BenchmarkData(TaskData):
         """Write the file of one of `submissions`; every rank must call this method."""
         raise AssertionError(f"{type(self).__name__} has no test split")
 
+    def validation(self, share: Share) -> list[Batch]:
+        """See TaskData: no batches, because dev is scored by the metrics of the task."""
+        return []
+
+    def metric_name(self, metric: str) -> str:
+        """Return the name of a metric in sentences and tables."""
+        return metric
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        """See TaskData: every metric of every column."""
+        shown = "  ".join(
+            f"{column} {self.metric_name(metric)} {value:.2f}"
+            for column, metrics in summary["dev"].items()
+            for metric, value in metrics.items()
+        )
+        return f"Dev scores of the {model}: {shown}"
+
+    @abstractmethod
+    def legend(self) -> str:
+        """Return what the columns of `table` are."""
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """See TaskData: every metric of every column."""
+        dev = next(iter(results.values()))["dev"] if results else {}
+        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
+        return ScoreTable(
+            title=self.table_title,
+            columns=[f"{column} {self.metric_name(metric)}" for column, metric in columns],
+            rows={
+                name: [f"{result['dev'][column][metric]:.{self.decimals}f}" for column, metric in columns]
+                for name, result in results.items()
+            },
+            legend=self.legend(),
+        )
+
 
 class Benchmark(Task):
     """A task with labels, a dev split and metrics, on which a model with a new head is fine-tuned."""
@@ -70,6 +111,12 @@ class Benchmark(Task):
     """The usual maximum number of tokens of an example."""
     has_classes: ClassVar[bool] = True
     """Whether the targets are classes or scores of whole examples, which a figure may colour."""
+
+    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
+        """Find the task and its files; raise UserError if there is none."""
+        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
+        self.key = task_key(str(config.data.task.name))
+        self.check_folder(config.data.task.dir, self.key, setting="data.task.dir")
 
     @classmethod
     @abstractmethod

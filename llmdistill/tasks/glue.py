@@ -22,8 +22,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.tasks import task_key
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
+from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions
 from llmdistill.tasks.classification import (
     chance_score,
@@ -57,9 +56,7 @@ class Glue(Benchmark):
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its folder; raise UserError if there is none."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
-        self.key = task_key(str(config.data.task.name))
         self.name = glue_name(self.key)
-        self.check_folder(config.data.task.dir, self.key, setting="data.task.dir")
         self.metric = _metric_of(self.name, config.data.task.metric)
 
     @classmethod
@@ -242,10 +239,6 @@ class GlueData(BenchmarkData):
         padding: Any = self.tokenizer.pad_token_id
         return collate_pairs(items, padding)
 
-    def validation(self, share: Share) -> list[Batch]:
-        """See TaskData: no batches, because the dev splits are scored by the metrics of the task."""
-        return []
-
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the task's metrics on a dev split, the accuracy of the labels on a further set."""
         examples, further = _scored(self.files)[name], self.files.further.get(name)
@@ -279,14 +272,6 @@ class GlueData(BenchmarkData):
         dev = {self.column(split): scores[split]["metrics"] for split in _scored(self.files)}
         return {"dev": dev, "score": dev[self.column("dev")][self.metrics[0]], "chance": self.chance}
 
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        shown = "  ".join(
-            f"{column} {metric} {value:.2f}"
-            for column, metrics in summary["dev"].items()
-            for metric, value in metrics.items()
-        )
-        return f"Dev scores of the {model}: {shown}"
-
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: a warning if the teacher is not better than chance."""
         if teacher is None or teacher["score"] > teacher["chance"]:
@@ -297,21 +282,12 @@ class GlueData(BenchmarkData):
             "be learnt from it: fine-tune it first, or check that its classes are in GLUE's order"
         ]
 
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        dev = next(iter(results.values()))["dev"] if results else {}
-        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
-        legend = f"GLUE's metrics on dev, x 100; {len(self.files.train):,} training examples."
+    def legend(self) -> str:
+        """See BenchmarkData."""
+        text = f"GLUE's metrics on dev, x 100; {len(self.files.train):,} training examples."
         if self.files.further:
-            legend += f" Accuracy on {', '.join(self.files.further)}, for which nothing was fine-tuned or chosen."
-        return ScoreTable(
-            title="Dev sets x 100",
-            columns=[f"{column} {metric}" for column, metric in columns],
-            rows={
-                name: [f"{result['dev'][column][metric]:.1f}" for column, metric in columns]
-                for name, result in results.items()
-            },
-            legend=legend,
-        )
+            text += f" Accuracy on {', '.join(self.files.further)}, for which nothing was fine-tuned or chosen."
+        return text
 
 
 def _metric_of(task: str, name: str | None) -> Metric:

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
 from llmdistill.batch import Batch
-from llmdistill.config import RunConfig
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.data.windows import EncodedWindow, WindowLimits, collate_windows, encode_windows
 from llmdistill.errors import UserError
@@ -23,8 +22,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.tasks import task_key
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
+from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions
 from llmdistill.tasks.spans import Spans, predict_spans
 from llmdistill.tasks.squad_files import TASKS, QuestionSet, SquadFiles, check_files, read_files, read_sets
@@ -40,12 +38,6 @@ class Squad(Benchmark):
     head = "span"
     usual_length = 384
     has_classes = False
-
-    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
-        """Find the task and its files; raise UserError if there is none."""
-        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
-        self.key = task_key(str(config.data.task.name))
-        check_files(config.data.task.dir, self.key, setting="data.task.dir")
 
     @classmethod
     def title(cls, key: str) -> str:
@@ -230,10 +222,6 @@ class SquadData(BenchmarkData):
         padding: Any = self.tokenizer.pad_token_id
         return collate_windows(items, padding)
 
-    def validation(self, share: Share) -> list[Batch]:
-        """See TaskData: no batches, because dev is scored by exact match and F1."""
-        return []
-
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the metrics, and the predictions in the formats of the official scripts.
 
@@ -296,13 +284,8 @@ class SquadData(BenchmarkData):
         return {name: scores[name] for name in self.metrics}
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        shown = "  ".join(
-            f"{column} {metric} {value:.2f}"
-            for column, metrics in summary["dev"].items()
-            for metric, value in metrics.items()
-        )
         threshold = f"  threshold {summary['threshold']:.3f}" if "threshold" in summary else ""
-        return f"Dev scores of the {model}: {shown}{threshold}"
+        return super().sentence(model, summary) + threshold
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: skipped questions, and a teacher that is not better than never answering."""
@@ -322,22 +305,13 @@ class SquadData(BenchmarkData):
             )
         return found
 
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        dev = next(iter(results.values()))["dev"] if results else {}
-        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
-        title = TASKS[self.key].title
-        legend = f"{title}: F1 and exact match as in the official script, x 100; {self.sizes['train']:,} questions."
+    def legend(self) -> str:
+        """See BenchmarkData."""
+        text = f"{TASKS[self.key].title}: F1 and exact match as in the official script, x 100; "
+        text += f"{self.sizes['train']:,} questions."
         if TASKS[self.key].has_unanswerable:
-            legend += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
-        return ScoreTable(
-            title="Dev sets x 100",
-            columns=[f"{column} {metric}" for column, metric in columns],
-            rows={
-                name: [f"{result['dev'][column][metric]:.1f}" for column, metric in columns]
-                for name, result in results.items()
-            },
-            legend=legend,
-        )
+            text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
+        return text
 
 
 @lru_cache(maxsize=2)  # the trials of a study in one process use the same questions

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from llmdistill.batch import Batch
 from llmdistill.config import RunConfig, WritingConfig
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.targets import EncodedTarget, EncodedTargets, Marks, MaskedTargets, TargetExample, encode_targets
@@ -22,8 +21,7 @@ from llmdistill.models.families import family_of, max_positions
 from llmdistill.models.load import build_meta
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.tasks import task_key
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
+from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
 from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
 from llmdistill.tasks.writing_files import TASKS, TextSet, WritingFiles, check_folder, read_files, read_sets
@@ -45,8 +43,6 @@ class Writing(Benchmark):
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its files; raise UserError if there is none."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
-        self.key = task_key(str(config.data.task.name))
-        check_folder(config.data.task.dir, self.key, setting="data.task.dir")
         if self._max_source < 4:
             raise UserError(
                 f"data.max_length is {config.data.max_length} and data.task.writing.max_length "
@@ -153,6 +149,9 @@ class Writing(Benchmark):
 class WritingData(BenchmarkData):
     """The examples of one task."""
 
+    table_title = "Written texts: metrics from 0 to 100"
+    decimals = 2
+
     key: str
     tokenizer: PreTrainedTokenizerBase
     settings: WritingConfig
@@ -213,10 +212,6 @@ class WritingData(BenchmarkData):
     def loader(self, share: Share) -> SequenceLoader:
         return SequenceLoader(MaskedTargets(self.train, self.tokenizer, mask_share=self.settings.mask_share), share)
 
-    def validation(self, share: Share) -> list[Batch]:
-        """See TaskData: no batches, because dev is scored by the metrics of its texts."""
-        return []
-
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the metrics; NAME.jsonl has source, answer, references and prediction of each example."""
         found = self.scored[name]
@@ -255,13 +250,9 @@ class WritingData(BenchmarkData):
         columns = {self._column(split): dict(scores[split]["metrics"]) for split in self.scored}
         return {"dev": columns, "score": columns[self.main_column][self.metrics[0]], "chance": self.chance}
 
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        shown = "  ".join(
-            f"{column} {_written(metric)} {value:.2f}"
-            for column, metrics in summary["dev"].items()
-            for metric, value in metrics.items()
-        )
-        return f"Texts of the {model}: {shown}"
+    def metric_name(self, metric: str) -> str:
+        """See BenchmarkData: BLEU-4, ROUGE-L and so on."""
+        return {str(key): name for key, name in NAMES.items()}[metric]
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
@@ -281,27 +272,17 @@ class WritingData(BenchmarkData):
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             found.append(
                 f"the teacher's texts share nothing with the references of {TASKS[self.key].title}: "
-                f"{_written(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
+                f"{self.metric_name(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
             )
         return found
 
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        columns = [(self._column(split), metric) for split in self.scored for metric in self.metrics]
+    def legend(self) -> str:
+        """See BenchmarkData."""
         settings = self.settings
-        return ScoreTable(
-            title="Written texts: metrics from 0 to 100",
-            columns=[f"{column} {_written(metric)}" for column, metric in columns],
-            rows={
-                name: [f"{result['dev'][column][metric]:.2f}" for column, metric in columns]
-                for name, result in results.items()
-            },
-            legend=f"{_legend(self.metrics)} {settings.beams} beams, length penalty {settings.length_penalty:g}, "
-            f"at most {settings.max_length} tokens; {len(self.train):,} training examples.",
+        return (
+            f"{_legend(self.metrics)} {settings.beams} beams, length penalty {settings.length_penalty:g}, "
+            f"at most {settings.max_length} tokens; {len(self.train):,} training examples."
         )
-
-
-def _written(metric: str) -> str:
-    return {str(key): name for key, name in NAMES.items()}[metric]
 
 
 def _legend(metrics: Iterable[str]) -> str:
