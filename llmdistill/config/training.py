@@ -59,6 +59,10 @@ class TrainConfig:
     """Steps between two lines of the log; null writes four lines in total."""
     validate_every: int = 100
     """Steps between two validations on data.valid, if it is given; the last step is always validated."""
+    keep_best: Literal["loss", "score"] | None = None
+    """Keep the student of the best validation instead of the last one: loss is the validation loss, score the mean
+    ROUGE-L of generated answers to data.valid (with the first seed of scoring), as in MiniLLM. Of equal validations
+    the first is kept."""
     save_every: int | None = 100
     """Steps between two checkpoints; the last step is always saved. null saves no checkpoint, so an interrupted run
     starts again from the beginning."""

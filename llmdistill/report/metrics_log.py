@@ -20,6 +20,7 @@ FIGURES = (
     "teacher_share",
     "peak_memory_bytes",
     "valid_loss",
+    "valid_score",
 )
 """The columns that every run may have; every other column is a term of the loss."""
 

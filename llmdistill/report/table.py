@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def training_cost(log: Log) -> dict[str, float] | None:
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
     }
+
+
+def kept_student(record: Mapping[str, Any]) -> str:
+    """Return which student a run with `train.keep_best` kept, from the record of its best validation."""
+    return f"of step {record['step']:,}, the best validation ({record['metric']} {record['value']:.4g})"
 
 
 def plot_training(folder: Path, log: Log) -> None:
@@ -94,6 +100,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         drawings=drawings,
         has_answers=(folder / "predictions").is_dir(),
         warnings=metrics["warnings"],
+        kept=kept_student(metrics["kept"]) if "kept" in metrics else None,
         record=metrics["run"],
     )
     print_table(scores.title, *table)

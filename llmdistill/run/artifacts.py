@@ -61,6 +61,8 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     below = None if made_below is None else Path(made_below).resolve()
     references = {f"{block}.{name}": values[block][name] for block, name in _INPUTS}
     references["student.factorize.calibration.data"] = values["student"]["factorize"]["calibration"]["data"]
+    if values["train"].get("keep_best") is not None:
+        references["data.valid"] = values["data"]["valid"]
     task = values["data"]["task"]
     if values["data"]["kind"] == "task" and task["dir"] is not None:
         references["data.task"] = task_folder(task["dir"], task["name"])
@@ -74,13 +76,23 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
 def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as plain JSON values, without the settings that cannot change the student."""
     shaping = plain(config)
-    for key in _FREE_KEYS:
+    for key in _free_keys(shaping["train"].get("keep_best")):
         *parents, name = key.split(".")
         block = shaping
         for parent in parents:
             block = block[parent]
         block.pop(name, None)
     return dict(shaping)
+
+
+def _free_keys(keep_best: str | None) -> list[str]:
+    """Return the settings that cannot change the student; the choice of the best one depends on the validations."""
+    chosen_by = {
+        "loss": ("data.valid", "train.validate_every"),
+        "score": ("data.valid", "train.validate_every", "scoring"),
+    }
+    free = [key for key in _FREE_KEYS if key not in chosen_by.get(str(keep_best), ())]
+    return [*free, "scoring.models", "scoring.batch_size"] if keep_best == "score" else free
 
 
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,13 +26,14 @@ from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.importance import Importance
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.taps import Recorder
+from llmdistill.run.best import BestStudent
 from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.runtime.engine import add_projectors, build_engine
-from llmdistill.tasks.base import TaskData
+from llmdistill.runtime.engine import add_projectors, build_engine, save_student
+from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
 
@@ -206,4 +207,47 @@ def make_trainer(
         world=world,
         validation=data.validation(share_of(plan, world)),
         validation_method=make_sft() if plan.task.validates_labels else None,
+        best=make_best(plan, student_folder, engine, data, world),
+    )
+
+
+def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Callable[[Path], None]:
+    """Return the function that saves the engine's student as a model in a folder; every rank must call it."""
+
+    def save(output: Path) -> None:
+        save_student(
+            engine,
+            world,
+            template=partial(load_student, plan, untrained),
+            source=untrained,
+            output=output,
+            lora=plan.config.student.lora,
+        )
+
+    return save
+
+
+def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData, world: World) -> BestStudent | None:
+    """Return what keeps the best student of the run; None if the run keeps its last one."""
+    by = plan.config.train.keep_best
+    if by is None:
+        return None
+
+    def score() -> float:
+        return data.validation_score(
+            ScoredModel(
+                model=engine.module,
+                tokenizer=data.tokenizer,
+                predictions=plan.folder / "predictions" / "validations",
+                world=world,
+                sharded=engine.zero_optimization_stage() == 3,
+            )
+        )
+
+    return BestStudent(
+        folder=plan.folder,
+        metric="loss" if by == "loss" else str(plan.task.validation_metric),
+        world=world,
+        save=student_saver(plan, untrained, engine, world),
+        score=None if by == "loss" else score,
     )

@@ -15,15 +15,15 @@ from llmdistill.config.command_line import scores_asked
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.report.table import finish_report, plot_training, run_record
+from llmdistill.report.table import finish_report, kept_student, plot_training, run_record
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics
+from llmdistill.run.best import read_best
 from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.describe import headline
 from llmdistill.run.log import RunLog
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.runtime.engine import save_student
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -104,6 +104,8 @@ def _train(
     loader = data.loader(assemble.share_of(plan, world))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
     start = load_checkpoint(trainer.engine, plan.folder)
+    if start == 0 and trainer.best is not None and world.is_main:
+        trainer.best.begin()
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)
     if start == 0 and trainer.validation and not plan.task.validates_labels:
         log.start(trainer.validation_loss())
@@ -112,14 +114,10 @@ def _train(
     report = data.after_training(loader)
     if report is not None:
         print_main(f"Data        {report}", world)
-    save_student(
-        trainer.engine,
-        world,
-        template=partial(assemble.load_student, plan, untrained),
-        source=untrained,
-        output=trained,
-        lora=plan.config.student.lora,
-    )
+    if trainer.best is None:
+        assemble.student_saver(plan, untrained, trainer.engine, world)(trained)
+    else:
+        print_main(f"Student     {kept_student(trainer.best.take(trained))}", world)
     trainer.engine.destroy()
 
 
@@ -134,6 +132,7 @@ def _report(
 ) -> None:
     log = read_metrics_log(plan.folder)
     record = run_record(plan.config.scoring.decoding, world, log, plan.sizes["teacher_params"])
+    kept = read_best(plan.folder)
     results = data.results(summaries, log, plan.sizes)
     if not plan.task.scored:  # the curves are the result
         plot_training(plan.folder, log)
@@ -141,6 +140,7 @@ def _report(
         **results,
         "asked": scores_asked(plan.config),
         "warnings": warnings,
+        **({} if kept is None else {"kept": kept}),
         "run": {**record, "seconds": round(seconds, 2)},
     }
     finish_report(plan.folder, metrics, data.table(results))

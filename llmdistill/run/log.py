@@ -99,7 +99,8 @@ class RunLog:
             self.say("".join(f"{name:>{_width(name)}}" for name in cells))
         self.say("".join(f"{cell:>{_width(name)}}" for name, cell in cells.items()))
         if "valid_loss" in values:
-            self.say(f"validation loss {values['valid_loss']:.4f} at step {step}")
+            score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
+            self.say(f"validation loss {values['valid_loss']:.4f}{score} at step {step}")
 
     def start(self, valid_loss: float) -> None:
         """Log the validation loss of the student before the first step, as step 0."""

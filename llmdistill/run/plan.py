@@ -208,6 +208,7 @@ def make_plan(
         notes=[] if note is None else [note],
     )
     _check_teacher_head(planned)
+    _check_keep_best(planned)
     return planned
 
 
@@ -318,6 +319,20 @@ def _check_teacher_head(plan: Plan) -> None:
         f"teacher.model {plan.config.teacher.model} is a {name} without language-model head, but {', '.join(terms)} "
         "compare its output: give them the weight 0, or take a teacher with its head"
     )
+
+
+def _check_keep_best(plan: Plan) -> None:
+    """Raise a UserError if no validation can tell which student is the best."""
+    config, task = plan.config, plan.task
+    by = config.train.keep_best
+    if by is None or not plan.trains:
+        return
+    if config.data.valid is None:
+        raise UserError(f"train.keep_best is {by}, but there is no validation set: name one as data.valid, or set null")
+    if by == "score" and task.validation_metric is None:
+        raise UserError(
+            f"train.keep_best is score, but data of the kind {config.data.kind} have only a validation loss: take loss"
+        )
 
 
 def _saved_head(config: PreTrainedConfig) -> Head:

@@ -19,6 +19,7 @@ from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.methods import Method
 from llmdistill.models.forward import TappedModel
+from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.runtime.distributed import World, all_reduce_sum
@@ -43,6 +44,8 @@ class Trainer:
     """This rank's share of the validation set: the same number of batches on every rank, empty without a set."""
     validation_method: Method | None = None
     """The method whose weighted loss on the validation set is logged; None means `method`."""
+    best: BestStudent | None = None
+    """Keeps the student of the best validation; None keeps the last student."""
 
     def run(self, start: int, log: RunLog) -> None:
         """Train from step `start` to the end and save checkpoints; raises UserError if the loss is no longer finite."""
@@ -65,6 +68,8 @@ class Trainer:
                 row = self._row(done, since, clock.take())
                 if validates:
                     row["valid_loss"] = self.validation_loss()
+                    if self.best is not None:
+                        row |= self.best.validated(done, row["valid_loss"])
                     since.restart_clock()
                 log.row(done, row, eta)
             if self.settings.save_every is not None and self._is_due(done, self.settings.save_every):

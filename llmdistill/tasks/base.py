@@ -87,6 +87,10 @@ class TaskData(ABC):
     def validation(self, share: Share) -> list[Batch]:
         """Return a rank's validation batches: the same number on every rank, none without a validation set."""
 
+    def validation_score(self, scored: ScoredModel) -> float:
+        """Return the `validation_metric` of a model during its training; every rank must call this method."""
+        raise AssertionError(f"{type(self).__name__} has no validation score")
+
     def of(self, models: Models) -> TaskData:
         """Return the same examples for another run of the same command, for example the run of an assistant."""
         return self
@@ -140,6 +144,9 @@ class Task(ABC):
     """The head that the models need for the task; None if the terms of the loss determine the head."""
     validates_labels: ClassVar[bool] = False
     """Whether the validation loss is the cross-entropy on the labels for every method; else it is the method's loss."""
+    validation_metric: ClassVar[str | None] = None
+    """The name of the score of the validation set, which is better the larger it is; None if only a loss is measured on
+    it."""
     scored: ClassVar[tuple[str, ...]] = ("teacher", "untrained", "student")
     """The models that can be scored on the task."""
 

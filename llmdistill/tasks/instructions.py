@@ -38,6 +38,7 @@ class Instructions(Task):
     """The task of answering instructions."""
 
     validates_labels = True
+    validation_metric = "ROUGE-L"
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Raise UserError if a test set has the name of the validation set."""
@@ -161,9 +162,19 @@ class InstructionData(TaskData):
         )
         return [batch for _, batch in batches]
 
+    def validation_score(self, scored: ScoredModel) -> float:
+        """See TaskData: ROUGE-L of the generated answers, as `score_set` measures it."""
+        return float(self._score(VALID, scored)["rougeL"])
+
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: ROUGE-L of the generated answers; for the validation set also the comparison with chance."""
-        score = score_sets(
+        score = self._score(name, scored)
+        if name == VALID and scored.world.is_main:
+            score |= _chance(scored.predictions / f"{name}.jsonl")
+        return score
+
+    def _score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        return score_sets(
             scored.model,
             scored.tokenizer,
             {name: self._examples()[name]},
@@ -173,9 +184,6 @@ class InstructionData(TaskData):
             world=scored.world,
             synced=scored.sharded,
         )[name]
-        if name == VALID and scored.world.is_main:
-            score |= _chance(scored.predictions / f"{name}.jsonl")
-        return score
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData.

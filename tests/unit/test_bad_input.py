@@ -220,3 +220,13 @@ def test_teacher_without_weights(tmp_path, capsys):
     shutil.copy(locate("embedded:teacher") / "config.json", tmp_path)
     with pytest.raises(ValueError, match="weights"):
         load_model(tmp_path, dtype=torch.float32)
+
+
+def test_a_best_student_needs_a_validation_that_can_tell(fails, tmp_path):
+    best = ("--train.keep_best", "score")
+    assert "no validation set: name one as data.valid" in fails(
+        *best, "--data.train", "embedded:train", "--data.valid", "null"
+    )
+    text = ("--data.kind", "text", "--data.train", rows(tmp_path / "a.txt", "one two"), "--data.valid", "b.txt")
+    text += ("--data.tests", "{}")
+    assert "have only a validation loss: take loss" in fails(*best, *text)

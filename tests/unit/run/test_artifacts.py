@@ -153,3 +153,26 @@ def test_metrics_are_those_of_a_finished_run_of_the_same_settings_and_scores(par
     assert finished_metrics(parse("--data.tests", "{}", "--train.micro_batch_size", "1")) == metrics
     with pytest.raises(UserError, match="seed was 0 and is now 1"):
         finished_metrics(parse("--seed", "1"))
+
+
+@pytest.mark.parametrize(
+    ("by", "free", "said"),
+    [
+        (None, ("--train.validate_every", "7"), None),
+        ("loss", ("--train.validate_every", "7"), r"train\.validate_every was 20 and is now 7"),
+        ("loss", ("--scoring.decoding", "sample"), None),
+        ("score", ("--scoring.decoding", "sample"), r"scoring\.decoding was greedy and is now sample"),
+        ("score", ("--scoring.models", "student"), None),
+        ("loss", ("--data.valid", "OTHER"), r"data\.valid was \S+ and is now"),
+    ],
+)
+def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, tmp_path, by, free, said):
+    (tmp_path / "other.jsonl").write_text("{}")
+    free = [str(tmp_path / "other.jsonl") if each == "OTHER" else each for each in free]
+    keep = () if by is None else ("--train.keep_best", by)
+    claim(parse("--recipe", "quickstart", *keep))
+    if said is None:
+        assert claim(parse("--recipe", "quickstart", *keep, *free)) is State.UNFINISHED
+    else:
+        with pytest.raises(UserError, match=said):
+            claim(parse("--recipe", "quickstart", *keep, *free))

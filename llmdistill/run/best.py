@@ -1,0 +1,88 @@
+"""Keeps the student of the best validation of a run (`train.keep_best`)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmdistill.artifacts import read_record
+from llmdistill.files import write_json
+from llmdistill.runtime.distributed import World, broadcast_object, on_main
+
+BEST_FILE = "best.json"
+"""File in the run's folder: `step`, `metric`, `value` of the best validation so far, and the folder `student`."""
+_FOLDER = "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestStudent:
+    """The best student so far, which is saved as a model of its own: checkpoints hold the optimizer too and go away.
+
+    The record is written after the model, so that it always names a whole one. A resumed run repeats the validations
+    after its checkpoint; an equal value does not replace the student.
+    """
+
+    folder: Path
+    """The run folder."""
+    metric: str
+    """What `value` is, for sentences: loss or the name of a score."""
+    world: World
+    save: Callable[[Path], None]
+    """Saves the current student in a folder; every rank must call it."""
+    score: Callable[[], float] | None = None
+    """Scores the current student on the validation set, the more the better; every rank must call it. None: the
+    validation loss decides."""
+
+    def begin(self) -> None:
+        """Forget the students of an attempt that left no checkpoint; rank 0 only."""
+        (self.folder / BEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / _FOLDER, ignore_errors=True)
+
+    def validated(self, step: int, loss: float) -> dict[str, float]:
+        """Save the student if its validation is the best so far; return the score for the log, if there is one.
+
+        Every rank must call this method.
+        """
+        score = None if self.score is None else self.score()
+        value = loss if score is None else score
+        # All ranks need the same answer, and only rank 0 has the scores of all texts.
+        is_best = broadcast_object(self.world.is_main and self._is_better(value))
+        if is_best:
+            target = self.folder / _FOLDER / f"step-{step}"
+            on_main(lambda: shutil.rmtree(target, ignore_errors=True), self.world)
+            self.save(target)
+            on_main(lambda: self._record(step, value, target), self.world)
+        return {} if score is None else {"valid_score": score}
+
+    def _is_better(self, value: float) -> bool:
+        best = read_best(self.folder)
+        if best is None or not (self.folder / best["student"]).is_dir():
+            return True
+        return bool(value < best["value"] if self.score is None else value > best["value"])
+
+    def _record(self, step: int, value: float, target: Path) -> None:
+        record = {"step": step, "metric": self.metric, "value": value, "student": f"{_FOLDER}/{target.name}"}
+        write_json(self.folder / BEST_FILE, record)
+        for other in target.parent.iterdir():
+            if other != target:
+                shutil.rmtree(other)
+
+    def take(self, output: Path) -> dict[str, Any]:
+        """Move the best student to `output` and return its record; every rank must call this method."""
+        record = broadcast_object(read_best(self.folder) if self.world.is_main else None)
+        assert record is not None  # the last step is always validated
+
+        def move() -> None:
+            (self.folder / record["student"]).replace(output)
+            shutil.rmtree(self.folder / _FOLDER)
+
+        on_main(move, self.world)
+        return dict(record)
+
+
+def read_best(folder: Path) -> dict[str, Any] | None:
+    """Return the record of the best student of a run; None if no validation decided on it."""
+    return read_record(folder / BEST_FILE, remedy="remove the file, and the next validation counts as the best")

@@ -1,0 +1,50 @@
+"""A run that keeps the student of its best validation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmdistill.report.metrics_log import read_metrics_log
+
+from support import largest_difference
+
+pytestmark = pytest.mark.dist
+
+VALIDATED = ("--data.valid", "embedded:valid", "--train.schedule", "constant", "--train.validate_every", "1")
+
+
+def test_the_student_of_the_smallest_loss_is_that_of_a_run_that_ends_there(trained):
+    long = (*VALIDATED, "--train.learning_rate", "0.03", "--train.steps", "6", "--scoring.models", "[]")
+    best = trained(*long, "--train.keep_best", "loss")
+    losses = {row["step"]: row["valid_loss"] for row in read_metrics_log(best)}
+    step = min(losses, key=losses.__getitem__)
+    assert step < 6, losses
+    kept = json.loads((best / "metrics.json").read_text())["kept"]
+    assert (kept["step"], kept["value"]) == (step, losses[step])
+    short = trained(*VALIDATED, "--train.learning_rate", "0.03", "--train.steps", str(step), "--scoring.models", "[]")
+    assert largest_difference(best, short) == 0
+    assert largest_difference(best, trained(*long)) > 0
+    assert not (best / "best").exists()
+
+
+def test_the_score_of_the_kept_student_is_the_best_in_the_log_on_one_rank_and_two(trained):
+    greedy = ("--recipe", "quickstart", "--student.factorize.weighting", "none", "--data.tests", "{}")
+    greedy += ("--student.factorize.allocation", "uniform", "--student.factorize.target_params", "null")
+    greedy += ("--student.factorize.rank", "40", "--train.steps", "9", "--train.validate_every", "3")
+    greedy += ("--scoring.decoding", "greedy", "--scoring.limit", "10", "--scoring.models", "student")
+    greedy += ("--train.keep_best", "score")
+    alone = trained(*greedy)
+    scores = [row["valid_score"] for row in read_metrics_log(alone) if "valid_score" in row]
+    metrics = json.loads((alone / "metrics.json").read_text())
+    assert len(scores) == 3
+    assert max(scores) > 0
+    # The kept student is loaded and scored again.
+    assert metrics["student"]["valid"]["rougeL"] == pytest.approx(max(scores), abs=1e-9)
+    assert (metrics["kept"]["value"], metrics["kept"]["metric"]) == (max(scores), "ROUGE-L")
+    sentence = f"The student is that of step {metrics['kept']['step']}, the best validation (ROUGE-L {max(scores):.4g})"
+    assert sentence in (alone / "report.md").read_text()
+    shared = trained(*greedy, ranks=2, ds_config="zero3")
+    assert [row["valid_score"] for row in read_metrics_log(shared) if "valid_score" in row] == scores
+    assert largest_difference(alone, shared) < 1e-5
