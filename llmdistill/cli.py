@@ -143,7 +143,7 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model by ROUGE-L of its answers, on zero-shot tasks, or on tasks after fine-tuning, on several ranks."""
+    """Score a model: ROUGE-L of its answers, zero-shot tasks, tasks after fine-tuning, or its speed."""
     launcher, words = split_launcher_flags(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--suite", nargs="?")
@@ -163,6 +163,12 @@ def evaluate(arguments: Sequence[str]) -> None:
         if launcher:
             raise UserError(f"{launcher[0]}: zero-shot tasks are scored in one process; leave it out")
         return evaluate_zero_shot(rest, prog="llmdistill evaluate --suite zero_shot")
+    if flags.suite == "speed":
+        from llmdistill.commands.speed import evaluate as evaluate_speed
+
+        if launcher:
+            raise UserError(f"{launcher[0]}: speed is measured in one process; leave it out")
+        return evaluate_speed(rest, prog="llmdistill evaluate --suite speed")
     if launcher:
         launch(launcher, "llmdistill.cli", "evaluate", *words)
     from llmdistill.commands.evaluate import evaluate as evaluate_answers

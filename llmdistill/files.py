@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.errors import UserError
+
+
+def file_name(text: str) -> str:
+    """Return a text, such as a model's folder or its name on the hub, as the name of a file or a folder."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
 def write_text(path: Path, text: str) -> None:

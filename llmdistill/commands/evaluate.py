@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.errors import UserError
+from llmdistill.files import file_name
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, suite_sets
 
@@ -44,9 +44,9 @@ def build_parser(prog: str) -> ArgumentParser:
         "--suite",
         type=str,
         metavar="A,B",
-        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join(SETS)}. Two suites "
-        "have settings of their own, which --help lists after their name: glue fine-tunes the model, and zero_shot "
-        "scores it on tasks of lm-evaluation-harness.",
+        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join(SETS)}. Three suites "
+        "have settings of their own, which --help lists after their name: glue fine-tunes the model, zero_shot "
+        "scores it on tasks of lm-evaluation-harness, and speed times it.",
     )
     parser.add_argument(
         "--data_dir", type=Path, metavar="DIR", help="Folder of the suite's NAME.jsonl files; default: the hub."
@@ -155,7 +155,7 @@ def set_names(paths: Sequence[str]) -> dict[str, str]:
 
 def default_output(model: str, decoding: str) -> Path:
     """Return the default folder of the predictions, which no other model or decoding shares."""
-    return Path("runs") / "evaluate" / f"{re.sub(r'[^A-Za-z0-9._]+', '-', model).strip('-.')}-{decoding}"
+    return Path("runs") / "evaluate" / f"{file_name(model)}-{decoding}"
 
 
 def print_scores(result: dict[str, Any], console: Console | None = None) -> None:

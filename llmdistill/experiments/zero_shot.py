@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from llmdistill.artifacts import RESULT_FILE, read_record, read_result, write_result
+from llmdistill.artifacts import RESULT_FILE, read_result, write_result
 from llmdistill.config.zero_shot import ZeroShotConfig
-from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.experiments.side_by_side import default_folder, named_models
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import write_json
+from llmdistill.files import file_name, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
@@ -25,9 +24,7 @@ from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.pages import write_page
 from llmdistill.report.record import make_record
-from llmdistill.report.table import MODELS
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.run.artifacts import METRICS_FILE, RUN_FILE
 from llmdistill.runtime.distributed import World, best_dtype
 from llmdistill.tasks.zero_shot import ZeroShotTasks, find_zero_shot, is_share, main_metric, score_zero_shot
 
@@ -77,12 +74,7 @@ def evaluate(config: ZeroShotConfig, *, command: str) -> dict[str, Any]:
 
 def _plan(config: ZeroShotConfig, world: World) -> _Plan:
     """Check all settings before a model is loaded; raise UserError for a mistake."""
-    models: dict[str, Path] = {}
-    for reference in config.model:
-        for name, path in _models_of(reference).items():
-            if name in models:
-                raise UserError(f"--model: two models would both be called {name}; score them by two commands")
-            models[name] = path
+    models = named_models(config.model)
     for name, path in models.items():
         if not family_of(load_config(path)).causal:
             raise UserError(f"--model: the {name} ({path}) is an encoder, and the tasks of the harness need a decoder")
@@ -94,43 +86,15 @@ def _plan(config: ZeroShotConfig, world: World) -> _Plan:
     return _Plan(
         models=models,
         asked={name: {**asked, "content of model": fingerprint(str(path))} for name, path in models.items()},
-        folder=_folder(config),
+        folder=Path(config.output_dir or default_folder("zero_shot", config.model[0])),
         tasks=tasks,
         dtype=dtype,
     )
 
 
-def _models_of(reference: str) -> dict[str, Path]:
-    """Return the models that a reference stands for: those of a finished run, or the model itself."""
-    path = locate(reference)
-    record = read_record(path / RUN_FILE, remedy="name a model's folder instead of the run's")
-    if record is None:
-        return {reference: path}
-    if not (path / METRICS_FILE).is_file():
-        raise UserError(f"--model {reference}: the run in this folder is not finished; let it end, or name a model")
-    config = record["config"]
-    teacher = config["teacher"]["model"]
-    untrained = path / "untrained" if (path / "untrained").is_dir() else config["student"]["model"]
-    found = {"teacher": teacher, "untrained": untrained, "student": path / "student"}
-    return {MODELS[role]: locate(str(each)) for role, each in found.items() if each is not None}
-
-
-def _folder(config: ZeroShotConfig) -> Path:
-    if config.output_dir is not None:
-        return Path(config.output_dir)
-    first = Path(config.model[0])
-    if (first / RUN_FILE).is_file():
-        return first / "zero_shot"
-    return Path("runs") / "zero_shot" / _file_name(config.model[0])
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
-
-
 def _file(plan: _Plan, name: str) -> Path:
     """Return the file that keeps the scores of a model."""
-    return plan.folder / _file_name(name) / RESULT_FILE
+    return plan.folder / file_name(name) / RESULT_FILE
 
 
 def _score(name: str, config: ZeroShotConfig, plan: _Plan, world: World) -> dict[str, Any]:

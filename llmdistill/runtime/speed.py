@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.models.families import family_of, layers_of
+from llmdistill.models.families import family_of, layers_of, max_positions
+
+Inputs = Mapping[str, Any]
+"""The keyword arguments of a model's forward pass."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,7 @@ def measure_speed(
 ) -> dict[str, Speed]:
     """Time forward passes over random tokens, for a single sequence and for whole batches.
 
-    The models are timed in turns, so that noise on a shared machine affects all of them equally. All models get the
-    same tokens and run on their own device and in their own dtype; the training mode of each model is restored.
+    All models get the same tokens, in turns; see `time_batches`.
 
     Args:
         models: the models by name; the others are compared with the first one.
@@ -87,25 +90,15 @@ def measure_speed(
     assert models
     assert min(batch_size, length, repeats) >= 1
     for name, model in models.items():
-        _check_length(name, model, length)
+        check_length(name, model.config, length)
     # Use only token ids that every model has.
     high = min(model.config.vocab_size for model in models.values())
     rng = np.random.default_rng(seed)
-    batches = [torch.from_numpy(rng.integers(high, size=(rows, length))) for rows in (1, batch_size)]
-    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in models}
-    modes = {name: model.training for name, model in models.items()}
-    try:
-        for model in models.values():
-            model.eval()
-        for turn in range(warmup + repeats):
-            for kind, batch in enumerate(batches):
-                for name, model in models.items():
-                    passed = _time_forward(model, batch.to(model.device))
-                    if turn >= warmup:
-                        seconds[name][kind].append(passed)
-    finally:
-        for name, model in models.items():
-            model.train(modes[name])
+    tokens = [torch.from_numpy(rng.integers(high, size=(rows, length))) for rows in (1, batch_size)]
+    batches: list[Inputs] = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
+    in_turns = dict.fromkeys(models, batches * (warmup + repeats))
+    found = time_batches(models, in_turns, warmup=len(batches) * warmup)
+    seconds = {name: (both[0::2], both[1::2]) for name, both in found.items()}
     timings = {name: (_timing(alone), _timing(whole)) for name, (alone, whole) in seconds.items()}
     base = next(iter(timings.values()))
     return {
@@ -120,26 +113,77 @@ def measure_speed(
     }
 
 
-def _check_length(name: str, model: PreTrainedModel, length: int) -> None:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    # RoBERTa numbers its positions from the padding token id + 1.
-    for module in model.base_model.modules():
-        table = getattr(module, "position_embeddings", None)
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            positions = table.num_embeddings - table.padding_idx - 1
-    if positions is not None and length > positions:
-        raise UserError(f"length is {length}: {name} has positions for {positions} tokens; give {positions} or less")
+def time_batches(
+    models: Mapping[str, PreTrainedModel],
+    batches: Mapping[str, Sequence[Inputs]],
+    *,
+    warmup: int,
+    training: bool = False,
+) -> dict[str, list[float]]:
+    """Return the seconds that each model takes for each of its batches.
+
+    The models are timed in turns, so that noise on a shared machine affects all of them equally. They run on their own
+    device and in their own dtype; the training mode of each model is restored.
+
+    Args:
+        models: the models by name.
+        batches: the batches of each model, equally many; each is on the model's device before the clock starts.
+        warmup: the number of first batches whose times are left out.
+        training: time a training step instead of a forward pass: forward pass, backward pass and an update by AdamW,
+            where the loss is the mean square of the model's output. This changes the weights.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    works: dict[str, Callable[[Inputs], None]] = {
+        name: _Step(model) if training else partial(_forward, model) for name, model in models.items()
+    }
+    modes = {name: model.training for name, model in models.items()}
+    try:
+        for model in models.values():
+            model.train(training)
+        for turn in range(len(next(iter(batches.values())))):
+            for name, model in models.items():
+                inputs = {key: value.to(model.device) for key, value in batches[name][turn].items()}
+                if family_of(model.config).causal:
+                    inputs["use_cache"] = False  # a single pass needs no cache, and writing a cache takes time
+                passed = _timed(model.device, partial(works[name], inputs))
+                if turn >= warmup:
+                    seconds[name].append(passed)
+    finally:
+        for name, model in models.items():
+            model.train(modes[name])
+    return seconds
+
+
+class _Step:
+    """A training step of a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+    def __call__(self, inputs: Inputs) -> None:
+        self._model(**inputs)[0].float().square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 @torch.inference_mode()
-def _time_forward(model: PreTrainedModel, input_ids: Tensor) -> float:
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    if family_of(model.config).causal:
-        inputs["use_cache"] = False  # a single pass needs no cache, and writing a cache takes time
-    _wait(model.device)
-    start = time.perf_counter()
+def _forward(model: PreTrainedModel, inputs: Inputs) -> None:
     model(**inputs)
-    _wait(model.device)
+
+
+def check_length(name: str, config: PreTrainedConfig, length: int) -> None:
+    """Raise a UserError if a model does not have positions for so many tokens."""
+    positions = max_positions(config, length)
+    if length > positions:
+        raise UserError(f"length is {length}: {name} has positions for {positions} tokens; give {positions} or less")
+
+
+def _timed(device: torch.device, work: Callable[[], None]) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
     return time.perf_counter() - start
 
 

@@ -116,7 +116,7 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
     assert (ROOT / script).is_file(), script
     if script == "llmdistill/train.py":
         return check_train(arguments)
-    own = {"glue": "glue", "squad": "glue", "instruct": "evaluate", "zero_shot": "zero_shot"}
+    own = {"glue": "glue", "squad": "glue", "instruct": "evaluate", "zero_shot": "zero_shot", "speed": "speed"}
     module = {f"eval/{name}.py": f"llmdistill.commands.{command}" for name, command in own.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))

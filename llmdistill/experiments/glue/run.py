@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from llmdistill.experiments.glue.protocols import BEST, short_names, teacher_of
 from llmdistill.experiments.glue.results import averages, print_results, write_report
 from llmdistill.experiments.glue.study import TaskStudy
 from llmdistill.experiments.launcher import InProcess, Launcher
-from llmdistill.files import write_json
+from llmdistill.files import file_name, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, shape_of
@@ -125,7 +124,7 @@ def output_dir(config: GlueConfig) -> Path:
     """Return the folder of all outputs."""
     if config.output_dir is not None:
         return Path(config.output_dir)
-    name = re.sub(r"[^A-Za-z0-9._]+", "-", config.model).strip("-.")
+    name = file_name(config.model)
     methods = config.methods()
     return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
 

@@ -1,0 +1,124 @@
+"""The speed of models side by side: what is timed, on which batches, and the table of it."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+from llmdistill.commands.speed import main
+from llmdistill.experiments.speed import table_cells
+from llmdistill.runtime import speed
+from llmdistill.runtime.speed import time_batches
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 24}
+
+
+@pytest.fixture
+def bert(tmp_path):
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "is", "it", "a", "tool", "?"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(words), num_hidden_layers=4, **SIZES)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Every pass takes one second more than the one before; gives the batches in the order of the passes."""
+    seconds, passed = count(1), []
+
+    def timed(device, work):
+        work()
+        passed.append(work.args[-1])
+        return float(next(seconds))
+
+    monkeypatch.setattr(speed, "_timed", timed)
+    return passed
+
+
+def run(tmp_path, *arguments):
+    assert main([*map(str, arguments), "--output_dir", str(tmp_path / "out")]) == 0
+    return json.loads((tmp_path / "out" / "results.json").read_text())
+
+
+def test_a_model_and_a_shape_of_it_on_full_batches(bert, tmp_path, clock, capsys):
+    options = ("--batches", 3, "--batch_size", 2, "--max_length", 20, "--warmup", 1, "--dtype", "fp32")
+    found = run(tmp_path, "--model", bert, "--shapes", "2x16x2", *options)
+    # The passes take turns: 1 and 2 are the warm-up, then 3 5 7 are the model's and 4 6 8 the shape's.
+    first, second = found["models"].values()
+    assert (first["forward"]["seconds"], second["forward"]["seconds"]) == (3 + 5 + 7, 4 + 6 + 8)
+    assert (first["forward"]["speedup"], second["forward"]["speedup"]) == (1, 5 / 6)
+    assert {tuple(inputs["input_ids"].shape) for inputs in clock} == {(2, 20)}
+    assert all(inputs["attention_mask"].all() for inputs in clock)
+    assert first["tokens"] == second["tokens"] == 3 * 2 * 20
+    whole = BertModel.from_pretrained(bert)
+    assert first["params"]["embedding"] == whole.embeddings.word_embeddings.weight.numel()
+    assert first["params"]["transformer"] == sum(weight.numel() for weight in whole.encoder.parameters())
+    assert 2 * second["params"]["transformer"] == first["params"]["transformer"]
+    assert "2x16x2" in capsys.readouterr().out
+    assert "| 15.0 s | 1.0x |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_examples_of_a_task_are_padded_to_their_batch(bert, tmp_path, clock):
+    folder = tmp_path / "glue" / "QNLI"
+    folder.mkdir(parents=True)
+    rows = [("what is it ?", "a tool"), ("what ?", "it is a tool a tool"), ("is it ?", "a"), ("what is a ?", "it")]
+    lines = [f"{index}\t{question}\t{sentence}\tentailment" for index, (question, sentence) in enumerate(rows)]
+    (folder / "train.tsv").write_text("\n".join(["index\tquestion\tsentence\tlabel", *lines]) + "\n")
+    options = ("--batches", 2, "--batch_size", 2, "--max_length", 20, "--warmup", 1)
+    found = run(tmp_path, "--model", bert, "--task", "qnli", "--data_dir", tmp_path / "glue", *options)
+    # [CLS] and two [SEP] are added: 9 and 11 tokens, then 7 and 8; the first batch is the warm-up too.
+    assert [tuple(inputs["input_ids"].shape) for inputs in clock] == [(2, 11), (2, 11), (2, 8)]
+    assert next(iter(found["models"].values()))["tokens"] == 9 + 11 + 7 + 8
+    assert clock[-1]["token_type_ids"].sum(1).tolist() == [2, 2]
+
+
+def test_a_training_step_changes_the_weights_and_a_forward_pass_does_not():
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(vocab_size=9, num_hidden_layers=1, **SIZES)).eval()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    batch = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+
+    def moved():
+        return max(float((weight - before[name]).abs().max()) for name, weight in model.state_dict().items())
+
+    assert len(time_batches({"one": model}, {"one": [batch] * 4}, warmup=1)["one"]) == 3
+    assert moved() == 0
+    time_batches({"one": model}, {"one": [batch]}, warmup=0, training=True)
+    # AdamW's first step is as long as the learning rate, and the weight decay adds a hundredth of it.
+    assert moved() == pytest.approx(1e-5, rel=0.05)
+    assert not model.training
+
+
+def test_the_table_has_the_training_step_only_if_it_was_timed(bert, tmp_path):
+    options = ("--model", bert, "--batches", 2, "--batch_size", 1, "--max_length", 8, "--warmup", 0)
+    header, rows = table_cells(run(tmp_path, *options))
+    assert len(header) == len(rows[0]) == 6
+    header, rows = table_cells(run(tmp_path, *options, "--training", "true"))
+    assert header[6:] == ["training step", "speed-up"]
+    assert len(rows[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--max_length", "30"), "has positions for 24 tokens; give 24 or less"),
+        (("--shapes", "2x15x2"), "--shapes 2x15x2: 2 heads do not divide the width 15"),
+        (("--shapes", "2x16x2,2x16x2"), "give each once"),
+        (("--batches", "0"), "--batches is 0"),
+        (("--task", "squad1"), "--task squad1: take the examples of a task of GLUE (cola, "),
+        (("--task", "rte", "--data_dir", "nowhere"), "nowhere"),
+    ],
+)
+def test_mistakes(bert, tmp_path, capsys, arguments, said):
+    given = ["--model", str(bert), "--max_length", "8", *arguments, "--output_dir", str(tmp_path / "out")]
+    assert main(given) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
