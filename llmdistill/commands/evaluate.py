@@ -38,7 +38,7 @@ def build_parser(prog: str) -> ArgumentParser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="Sets of instruction, input, output: JSONL, JSON, Parquet or CSV files, hub names, or embedded:NAME.",
+        help="Sets of instruction, input, output: JSONL, JSON, Parquet, CSV or TSV files, hub names, or embedded:NAME.",
     )
     parser.add_argument(
         "--suite",

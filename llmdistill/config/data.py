@@ -147,7 +147,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet or CSV
+    """Data: files, or NAME[:SPLIT] of a data set on the hub. Instructions are rows of JSONL, JSON, Parquet, CSV or TSV
     that hold instruction, input (may be empty) and output (a string or a list of strings), or prompt and completion,
     or messages. Text is a plain text file, or such rows with a text in them."""
 

@@ -222,7 +222,7 @@ def text_files(reference: str | Path) -> list[Path] | None:
         return [path]
     if path.is_absolute() or path.suffix.lower() == ".txt":
         raise UserError(
-            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet or CSV file, a folder of them, "
+            f"{reference}: no such file; give a plain text, JSONL, JSON, Parquet, CSV or TSV file, a folder of them, "
             "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
         )
     return None

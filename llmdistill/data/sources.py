@@ -1,4 +1,4 @@
-"""Reads data sets: JSONL, JSON, Parquet and CSV files, data sets on the hub, and rows or texts in memory."""
+"""Reads data sets: JSONL, JSON, Parquet, CSV and TSV files, data sets on the hub, and rows or texts in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
     """Read the examples of a file or of a data set on the hub; `parse_row` describes their forms.
 
     Args:
-        reference: a JSONL, JSON, Parquet or CSV file (any other file is read as JSONL), or else a name on the hub:
+        reference: a JSONL, JSON, Parquet, CSV or TSV file (any other file is read as JSONL), or else a name on the hub:
             ``OWNER/NAME``, ``OWNER/NAME:SPLIT`` or ``OWNER/NAME:CONFIG:SPLIT``, with the split in the notation of the
             datasets library, such as ``train[:500]``, and ``train`` by default; or one file of such a data set,
             ``hf://datasets/OWNER/NAME/FILE``, optionally with ``:train[:500]``. A path that exists takes precedence
@@ -86,7 +86,7 @@ def open_rows(reference: str | Path, *, streaming: bool) -> Rows:
     name, *rest = re.split(r":(?![^\[]*\])", str(reference))
     if path.suffix.lower() in READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
         raise UserError(
-            f"{reference}: no such file; give a JSONL, JSON, Parquet or CSV file, "
+            f"{reference}: no such file; give a JSONL, JSON, Parquet, CSV or TSV file, "
             "or OWNER/NAME[[:CONFIG]:SPLIT] of a data set on the hub"
         )
     config = rest[0] if len(rest) == 2 else None
@@ -143,6 +143,19 @@ def _csv_options(path: Path) -> dict[str, Any]:
     return {"features": Features({name: Value("string") for name in header}), "keep_default_na": False, "na_values": ""}
 
 
+def tsv_rows(path: Path) -> Rows:
+    """Yield the rows of a table with a header, tabs between its cells and no quoting; each place is file:line."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as lines:
+            header = next(lines, "").rstrip("\r\n").split("\t")
+            for number, line in enumerate(lines, start=2):
+                if line.strip():
+                    cells = line.rstrip("\r\n").split("\t")
+                    yield dict(zip(header, cells, strict=False)), f"{path}:{number}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
 def _table_rows(kind: str, path: Path) -> Rows:
     """Read the rows of a table piece by piece, so that the datasets library makes no second copy of it in its cache."""
 
@@ -182,6 +195,28 @@ def _hub_rows(reference: str, name: str, config: str | None, split: str, streami
     return _numbered(reference, open_set, not_loaded)
 
 
+def benchmark_rows(name: str, config: str | None, split: str, *, files: str) -> Rows:
+    """Read a split of a benchmark from the hub, whole, with places such as ``nyu-mll/glue, rte, validation: row 1``.
+
+    Raises:
+        UserError: it cannot be loaded; the message ends with the `files` that would do instead.
+    """
+    place = ", ".join(part for part in (name, config, split) if part is not None)
+
+    def open_set() -> Iterable[dict[str, Any]]:
+        import datasets
+
+        rows: Iterable[dict[str, Any]] = list(datasets.load_dataset(name, config, split=split))
+        return rows
+
+    def not_loaded(error: Exception) -> UserError:
+        return UserError(
+            f"{place}: not loaded from the hub ({_line(error)}); check the network, or give {files} as the data folder"
+        )
+
+    return _numbered(place, open_set, not_loaded)
+
+
 def _numbered(
     reference: str, open_set: Callable[[], Iterable[dict[str, Any]]], explain: Callable[[Exception], UserError]
 ) -> Rows:
@@ -208,6 +243,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".json": _json_rows,
     ".parquet": partial(_table_rows, "Parquet"),
     ".csv": partial(_table_rows, "CSV"),
+    ".tsv": tsv_rows,
 }
 """The readers by the ending of a file."""
 

@@ -24,6 +24,9 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_class, task_key
 from llmdistill.tasks.base import ScoredModel, ScoreTable, Task, TaskData
 
+_NAMED = 3
+"""The number of skipped questions that a warning names."""
+
 
 class BenchmarkData(TaskData):
     """The examples of a benchmark."""
@@ -258,3 +261,11 @@ def score_task(
         folder = Path(scratch) if predictions is None else predictions
         scored = ScoredModel(model=model, tokenizer=tokenizer, predictions=folder, world=world, sharded=False)
         return data.summary({name: data.score_set(name, scored) for name in data.sets})
+
+
+def skipped_questions(places: Sequence[str], because: str) -> list[str]:
+    """Return the warning about training questions that are left out, with the places of the first; none without any."""
+    if not places:
+        return []
+    more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
+    return [f"{len(places):,} training questions are skipped, because {because}: {', '.join(places[:_NAMED])}{more}"]

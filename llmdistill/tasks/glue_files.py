@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from llmdistill.data.pairs import PairExample
+from llmdistill.data.sources import benchmark_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks.out_of_domain import FurtherSet
 
@@ -269,22 +270,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _hub_rows(task: GlueTask, split: Split) -> _Rows:
     """Read rows from the Hub and convert them to the column names and labels of the files."""
-    import datasets
-
     name = split.replace("dev", "validation")
     if task.has_mismatched and name in ("validation", "test"):
         name += "_matched"
-    try:
-        rows: Any = list(datasets.load_dataset(HUB_NAME, task.hub, split=name))
-    except Exception as error:  # the datasets library passes on any exception of its readers and of the network
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise UserError(
-            f"{HUB_NAME}, {task.hub}, {name}: not loaded from the hub ({reason}); "
-            "check the network, or give the folder of GLUE's own download as the data folder"
-        ) from error
+    rows = benchmark_rows(HUB_NAME, task.hub, name, files="the folder of GLUE's own download")
     sentences = dict(zip(task.hub_sentences or task.sentences, task.sentences, strict=True))
-    for number, row in enumerate(rows, start=1):
-        place = f"{HUB_NAME}, {task.hub}, {name}: row {number}"
+    for row, place in rows:
         if not row.keys() >= {*sentences, "label", "idx"} or not all(isinstance(row[key], str) for key in sentences):
             raise UserError(
                 f"{place}: has {', '.join(row)}, expected {', '.join(sentences)} as text, label and idx; "

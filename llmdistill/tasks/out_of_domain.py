@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,12 +11,11 @@ from typing import Any
 import yaml
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.sources import stream_rows, unreadable
+from llmdistill.data.sources import Rows, stream_rows, tsv_rows
 from llmdistill.errors import UserError
 
 _KEY = "data.task.out_of_domain"
 _FIELDS = ("task", "data", "sentences", "label", "labels")
-_TABLES = (".tsv", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,20 +119,7 @@ def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sente
     return FurtherSet(examples=examples, labels=tuple(of_classes))
 
 
-def table_rows(reference: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield the rows of a table with its places; a .tsv or .txt has a header and no quoting."""
+def table_rows(reference: str) -> Rows:
+    """Yield the rows of a set with their places; a .txt is read as a table too (HANS)."""
     path = Path(reference)
-    if path.suffix.lower() not in _TABLES:
-        yield from stream_rows(reference)
-        return
-    if not path.is_file():
-        raise UserError(f"{reference}: no such file; give the file of the set, or its name on the hub")
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as lines:
-            header = next(lines, "").rstrip("\r\n").split("\t")
-            for number, line in enumerate(lines, start=2):
-                if line.strip():
-                    cells = line.rstrip("\r\n").split("\t")
-                    yield dict(zip(header, cells, strict=False)), f"{reference}:{number}"
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
+    return tsv_rows(path) if path.suffix.lower() == ".txt" and path.is_file() else stream_rows(reference)

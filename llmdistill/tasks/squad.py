@@ -23,13 +23,10 @@ from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import Models, ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions, skipped_questions
 from llmdistill.tasks.spans import Spans, predict_spans
 from llmdistill.tasks.squad_files import TASKS, QuestionSet, SquadFiles, check_files, read_files, read_sets
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
-
-_NAMED = 3
-"""The number of skipped questions that a warning names."""
 
 
 class Squad(Benchmark):
@@ -289,14 +286,8 @@ class SquadData(BenchmarkData):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: skipped questions, and a teacher that is not better than never answering."""
-        found = []
         skipped = [] if self.files is None else self.files.skipped
-        if skipped:
-            more = f" and {len(skipped) - _NAMED:,} more" if len(skipped) > _NAMED else ""
-            found.append(
-                f"{len(skipped):,} training questions are skipped, because their answer is not in the context where "
-                f"answer_start says: {', '.join(skipped[:_NAMED])}{more}"
-            )
+        found = skipped_questions(skipped, "their answer is not in the context where answer_start says")
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             found.append(
                 f"the teacher {self.teacher_name} is not better than never answering on {TASKS[self.key].title}: "

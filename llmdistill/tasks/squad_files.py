@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.config.data import TaskConfig
+from llmdistill.data.sources import benchmark_rows
 from llmdistill.data.windows import Answer, QuestionExample
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
@@ -298,18 +299,6 @@ def _only_file(folder: str, pattern: str) -> Path:
 
 
 def _hub_rows(key: str, split: str, pair: Pair | None) -> _Rows:
-    import datasets
-
-    named = TASKS[key].hub if pair is None else f"{TASKS[key].hub}, mlqa.{pair.context}.{pair.question}"
     config = None if pair is None else f"mlqa.{pair.context}.{pair.question}"
     name = split.replace("dev", "validation")
-    try:
-        rows: Any = list(datasets.load_dataset(TASKS[key].hub, config, split=name))
-    except Exception as error:  # the datasets library passes on any exception of its readers and of the network
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise UserError(
-            f"{named}, {name}: not loaded from the hub ({reason}); check the network, or give the folder of the "
-            "official download as the data folder"
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        yield row, f"{named}, {name}: row {number}"
+    return benchmark_rows(TASKS[key].hub, config, name, files="the folder of the official download")

@@ -22,12 +22,9 @@ from llmdistill.models.load import build_meta
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.tasks.base import Models, ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
 from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
 from llmdistill.tasks.writing_files import TASKS, TextSet, WritingFiles, check_folder, read_files, read_sets
-
-_NAMED = 3
-"""The number of skipped questions that a warning names."""
 
 _DECODING = ("max_length", "min_length", "beams", "length_penalty", "no_repeat_ngram_size")
 """The settings of writing on which a score depends."""
@@ -256,14 +253,8 @@ class WritingData(BenchmarkData):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
-        found = []
         skipped = [] if self.files is None else self.files.skipped
-        if skipped:
-            more = f" and {len(skipped) - _NAMED:,} more" if len(skipped) > _NAMED else ""
-            found.append(
-                f"{len(skipped):,} training questions are skipped, because their answer is not in their context: "
-                f"{', '.join(skipped[:_NAMED])}{more}"
-            )
+        found = skipped_questions(skipped, "their answer is not in their context")
         if "meteor" in self.metrics and not has_synonyms():
             found.append(
                 "METEOR matches equal words and stems only, because nltk finds no WordNet on this machine: such scores "

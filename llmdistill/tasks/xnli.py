@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -10,11 +10,12 @@ from typing import Any
 
 from llmdistill.config.data import TaskConfig
 from llmdistill.data.pairs import PairExample
+from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.glue import Glue, GlueData
 from llmdistill.tasks.glue_files import TASKS, TaskFiles, examples_digest
-from llmdistill.tasks.out_of_domain import FurtherSet, table_rows
+from llmdistill.tasks.out_of_domain import FurtherSet
 
 NAME = "XNLI"
 LANGUAGES = ("ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")
@@ -69,6 +70,14 @@ class XnliData(GlueData):
         mean = fmean(found["dev"][column]["accuracy"] for column in self.files.further)
         return {**found, "dev": {**found["dev"], NAME: {"accuracy": mean}}}
 
+    def legend(self) -> str:
+        """See BenchmarkData."""
+        languages = ", ".join(name.removeprefix(f"{NAME}-") for name in self.files.further)
+        return (
+            f"Accuracy x 100 on the joint dev set, by which settings are chosen, and on the test sets of {languages}; "
+            f"{NAME} is the mean of the test sets. {len(self.files.train):,} English training examples."
+        )
+
 
 def read_xnli(settings: TaskConfig) -> TaskFiles:
     """Read the English training set, the joint dev set, and the test set of each language.
@@ -77,7 +86,7 @@ def read_xnli(settings: TaskConfig) -> TaskFiles:
         UserError: a file is missing or malformed, or a language has no data.
     """
     folder = settings.dir
-    train_rows = _hub_rows("en", "train") if folder is None else _file_rows(_train_file(folder))
+    train_rows = _hub_rows("en", "train") if folder is None else tsv_rows(_train_file(folder))
     train = [_example(row, place, number) for number, (row, place) in enumerate(train_rows)]
     sets = {split: _by_language(split, settings) for split in _SPLITS}
     languages = _languages(settings, sets)
@@ -115,7 +124,7 @@ def _by_language(split: str, settings: TaskConfig) -> dict[str, list[PairExample
                 found[language] = [_example(row, place, number) for number, (row, place) in enumerate(rows)]
         return found
     path = _split_file(settings.dir, split)
-    for row, place in _file_rows(path):
+    for row, place in tsv_rows(path):
         if not row.get("language"):
             raise UserError(f"{place}: has no language, only {', '.join(row)}; take XNLI's own file")
         examples = found.setdefault(row["language"], [])
@@ -133,10 +142,6 @@ def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
     if label not in classes:
         raise UserError(f"{place}: label {label!r}, expected one of {', '.join(classes)}; mend the line")
     return PairExample(first, second, classes.index(label), number)
-
-
-def _file_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    return table_rows(str(path))
 
 
 def _train_file(folder: str) -> Path:
@@ -157,25 +162,15 @@ def _split_file(folder: str, split: str) -> Path:
     return path
 
 
-def _hub_rows(language: str, split: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    import datasets
-
-    name = split.replace("dev", "validation")
-    try:
-        rows: Any = list(datasets.load_dataset(_HUB, language, split=name))
-    except Exception as error:  # the datasets library passes on any exception of its readers and of the network
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise UserError(
-            f"{_HUB}, {language}, {name}: not loaded from the hub ({reason}); check the network, or give the folder of "
-            "XNLI's own files as the data folder"
-        ) from error
+def _hub_rows(language: str, split: str) -> Rows:
+    rows = benchmark_rows(_HUB, language, split.replace("dev", "validation"), files="the folder of XNLI's own files")
     classes = TASKS[NAME].classes
-    for number, row in enumerate(rows, start=1):
-        label = row.get("label")
+    for row, place in rows:
+        label: Any = row.get("label")
         known = isinstance(label, int) and 0 <= label < len(classes)
         named = {
             "premise": row.get("premise"),
             "hypo": row.get("hypothesis"),
             "label": classes[label] if known else label,
         }
-        yield named, f"{_HUB}, {language}, {name}: row {number}"
+        yield named, place

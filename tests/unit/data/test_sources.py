@@ -131,6 +131,15 @@ class TestTables:
             read_examples(folder / "a.parquet")
         assert str(error.value).startswith(f'{folder / "a.parquet"}: row 3: the key "output" is missing')
 
+    def test_a_tsv_has_a_header_and_no_quoting(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.tsv"
+        path.write_text('instruction\toutput\n"a\tb\n\nc, d\t"e" f\n', encoding="utf-8")
+        examples = read_examples(path)
+        assert [(each.instruction, each.outputs) for each in examples] == [('"a', ("b",)), ("c, d", ('"e" f',))]
+        path.write_text("instruction\toutput\n\na\n", encoding="utf-8")
+        with pytest.raises(UserError, match=r"a\.tsv:3: "):
+            read_examples(path)
+
     def test_cells_of_csv_stay_text(self, tmp_path: Path) -> None:
         path = write_csv(
             tmp_path / "a.csv", ["instruction", "input", "output"], ["007", "", "None"], ["1.50", "NA", "a\nb"]
@@ -262,7 +271,7 @@ class TestHub:
     )
     def test_what_is_no_name_is_a_missing_file(self, hub: Callable, reference: str) -> None:
         calls = hub(sized(1))
-        with pytest.raises(UserError, match=r"no such file; give a JSONL, JSON, Parquet or CSV file, or OWNER/NAME"):
+        with pytest.raises(UserError, match=r"no such file; give a JSONL, .* CSV or TSV file, or OWNER/NAME"):
             stream_rows(reference)
         assert calls == []
 
