@@ -45,6 +45,8 @@ class PublishedTable:
     title: str
     tasks: tuple[str, ...]
     """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if the table cannot be run here."""
+    out_of_domain: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Sets of other data on which the fine-tuned models are scored too, as in `data.task.out_of_domain` of a run."""
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
     protocol: ProtocolName | None = None

@@ -76,8 +76,8 @@ def teacher(tmp_path: Path) -> Path:
     return folder
 
 
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main(["compare", "--suite", "minilm-table2", *words, "--dry_run", "--json"]) == 0
+def plan(capsys: pytest.CaptureFixture[str], *words: str, suite: str = "minilm-table2") -> dict:
+    assert main(["compare", "--suite", suite, *words, "--dry_run", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -99,6 +99,24 @@ def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) 
     assert missing.startswith(f"tasks.data_dir {tmp_path / 'glue'}: it has no folder SST-2")
     last = plan(capsys, *own, "--tasks.names", "rte", "--tasks.seeds", "7")
     assert (last["missing"], last["fine_tunings"]) == ([], {"RTE": 16})
+
+
+def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Path, tmp_path: Path) -> None:
+    own = ("--rows", "teacher", "--teacher.model", str(teacher))
+    found = plan(capsys, *own, suite="kroneckerbert-table9")
+    assert found["missing"] == []  # the three sets are on the hub
+    assert (list(found["fine_tunings"]), found["out_of_domain"]) == (["MRPC", "SST-2", "RTE"], ["PAWS", "IMDb", "HANS"])
+
+    mine = {"PAWS": {"data": "paws/dev.tsv"}, "IMDb": {"data": "imdb.jsonl", "labels": {"0": "neg"}}, "HANS": {}}
+    own = (*own, "--tasks.out_of_domain", json.dumps(mine))
+    missing = plan(capsys, *own, suite="kroneckerbert-table9")["missing"]
+    assert [sentence.partition(";")[0] for sentence in missing] == [
+        "paws/dev.tsv: no such file",
+        "data.task.out_of_domain.IMDb.labels is {'0': 'neg'}: give a label of the set for each class of SST-2, which "
+        "are 0, 1",
+    ]
+    # A set of a task that is not asked for is not needed.
+    assert plan(capsys, *own, "--tasks.names", "rte", suite="kroneckerbert-table9")["missing"] == []
 
 
 @pytest.mark.parametrize(
