@@ -12,7 +12,7 @@ from llmdistill.batch import Aspect, LossSum, Taps
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
 from llmdistill.methods.method import Method
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -29,19 +29,17 @@ class MinilmConfig:
     """Weight of the KL between the value relations (L_VR)."""
     value_mse: float = 0.0
     """Weight of the MSE of the values, with a learnt matrix between them if the widths differ (MiniLM Table 6)."""
-    layers: Literal["last", "uniform"] = "last"
-    """last: only the last layer; uniform: every layer of the student learns from one layer of the teacher, evenly
-    spread (layer-to-layer, MiniLM Table 7)."""
-    teacher_layer: int | None = None
-    """The teacher's layer, counted from 1, if layers is last; default: the last layer (MiniLMv2 Table 4: another)."""
+    teacher_layer: int | Literal["last"] = "last"
+    """The teacher's layer that the student's last layer learns from, counted from 1 (MiniLMv2 Table 4)."""
+    teacher_layers: str | None = None
+    """Layer to layer (MiniLM Table 7: uniform): the teacher's layer for each layer of the student, uniform, spread,
+    first, last, or a number for each, such as 2,4,6, with 0 for a layer that learns from none. Default: only the last
+    layer learns, from teacher_layer."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a weight is out of its range, or teacher_layer is set but layers does not allow it."""
+        """Raises ValueError if a weight is out of its range, or both teacher_layer and teacher_layers are set."""
         check_settings("minilm", self, ("attention", "value_relation", "value_mse"))
-        if self.teacher_layer is not None and self.layers == "uniform":
-            raise ValueError(
-                "minilm.teacher_layer names one layer, but minilm.layers is uniform: leave one of them out"
-            )
+        check_one_map("minilm", self.teacher_layer, self.teacher_layers)
 
 
 def build_minilm(
@@ -49,14 +47,14 @@ def build_minilm(
 ) -> Method:
     """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), any depth and width.
 
-    The student's last layer learns from one layer of the teacher, or each layer of the student learns from one
-    (`uniform`; a term is then the sum over layers). The MSE of the values is an ablation in the paper (Table 6); if the
-    widths of the values differ, a learnt matrix maps the student's values. The method never uses the logits, whatever
-    the objective is.
+    The student's last layer learns from one layer of the teacher, or each layer of the student learns from one, as
+    `teacher_layers` maps them (a term is then the sum over layers). The MSE of the values is an ablation in the paper
+    (Table 6); if the widths of the values differ, a learnt matrix maps the student's values. The method never uses the
+    logits, whatever the objective is.
 
     Raises:
         UserError: the models have different numbers of heads, only one of them is a decoder, the attention windows
-            differ, or the layer does not exist.
+            differ, or the layer does not exist or the map of the layers does not fit.
     """
     layers.check_heads(teacher, student, method="minilm")
     causal = layers.same_direction(teacher, student, method="minilm")
@@ -66,7 +64,7 @@ def build_minilm(
     # If both models repeat their values by a common factor, the relations repeat too: the least common number of heads
     # gives the same mean.
     heads = math.lcm(of_student.num_kv_heads, of_teacher.num_kv_heads)
-    pairs = _pairs(settings, teacher, student)
+    pairs = layers.last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm")
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
     terms = [
         *(layers.attention_term(pair, attention_kl, causal=causal) for pair in pairs),
@@ -108,16 +106,6 @@ def _value_mse(pair: layers.LayerPair, *, mapped: bool) -> LayerTerm:
         return losses.matrix_mse(of_student, losses.side_by_side(teacher.value[pair.teacher]), mask)
 
     return layers.layer_term("value_mse", pair, loss, "value")
-
-
-def _pairs(settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[layers.LayerPair]:
-    depth, of_teacher = shape_of(student).num_layers, shape_of(teacher).num_layers
-    if settings.layers == "uniform":
-        numbers = list(enumerate(layers.uniform_map(depth, of_teacher)))
-    else:
-        layer: int | Literal["last"] = "last" if settings.teacher_layer is None else settings.teacher_layer
-        numbers = [(depth - 1, layers.named_layer(layer, teacher, key="minilm.teacher_layer"))]
-    return layers.pair_layers(numbers, teacher, student, method="minilm")
 
 
 MINILM = MethodEntry(

@@ -13,8 +13,8 @@ from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import LayerPair, layer_term, named_layer, pair_layers, same_direction
+from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
+from llmdistill.methods.layers import LayerPair, last_or_mapped, layer_term, same_direction
 from llmdistill.methods.method import Method
 from llmdistill.models.families import Shape, shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -55,18 +55,24 @@ class Minilmv2Config:
     teacher_layer: int | Literal["last", "auto"] = "last"
     """The teacher's layer, counted from 1, or auto to search for it. The paper takes the last of 12 layers; of 24
     layers the 21st for BERT, the 19th for RoBERTa and XLM-R."""
+    teacher_layers: str | None = None
+    """Layer to layer: the teacher's layer for each layer of the student, uniform, spread, first, last, or a number for
+    each, such as 2,4,6, with 0 for a layer that learns from none. Default: only the last layer learns, from
+    teacher_layer."""
     weight: float = 1.0
     """Weight of each relation."""
     search: SearchConfig = field(default_factory=SearchConfig)
     """The search, if teacher_layer is auto."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError without relations, relation heads or weight, or if a relation occurs twice."""
+        """Raises ValueError without relations, relation heads or weight, if a relation occurs twice, or if both
+        teacher_layer and teacher_layers are set."""
         if not self.relations or len(set(self.relations)) < len(self.relations):
             raise ValueError(f"minilmv2.relations is {self.relations}: give at least one of the nine, each once")
         if self.relation_heads < 1:
             raise ValueError(f"minilmv2.relation_heads is {self.relation_heads}: give 1 or more")
         check_settings("minilmv2", self, ("weight",))
+        check_one_map("minilmv2", self.teacher_layer, self.teacher_layers)
 
 
 SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value"}
@@ -80,26 +86,27 @@ def build_minilmv2(
 ) -> Method:
     """KL(R^T‖R^S) of each chosen relation (MiniLMv2 eq. 5); depth, width and number of heads of the models may differ.
 
-    The student's last layer learns from one layer of the teacher; if this layer is to be searched for, the search must
+    The student's last layer learns from one layer of the teacher, or each layer of the student learns from one, as
+    `teacher_layers` maps them (a term is then the sum over layers). If the layer is to be searched for, the search must
     be done before. The weight of each relation is α_ij times one common factor. The method never uses the logits,
     whatever the objective is.
 
     Raises:
         UserError: the relation heads do not divide a width, only one model is a decoder, the attention windows differ,
-            or the layer does not exist.
+            or the layer does not exist or the map of the layers does not fit.
     """
     if settings.teacher_layer == "auto":
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
     causal = same_direction(teacher, student, method="minilmv2")
     relations = {f"relation_{left}{right}": (SIDES[left], SIDES[right]) for left, right in settings.relations}
     _check_relation_heads(settings.relation_heads, relations.values(), shape_of(teacher), shape_of(student))
-    layer = named_layer(settings.teacher_layer, teacher, key="minilmv2.teacher_layer")
-    last = shape_of(student).num_layers - 1
-    (pair,) = pair_layers([(last, layer)], teacher, student, method="minilmv2")
+    pairs = last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilmv2")
     return Method(
         weights=dict.fromkeys(relations, settings.weight),
         layer_terms=[
-            _relation(name, sides, pair, settings.relation_heads, causal=causal) for name, sides in relations.items()
+            _relation(name, sides, pair, settings.relation_heads, causal=causal)
+            for name, sides in relations.items()
+            for pair in pairs
         ],
         shift=causal,
     )

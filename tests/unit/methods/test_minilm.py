@@ -13,7 +13,9 @@ from llmdistill.methods.minilm import MinilmConfig, build_minilm
 LAYERS = {
     "last": (MinilmConfig(), [(1, 4)]),
     "another": (MinilmConfig(teacher_layer=2, value_mse=0.5), [(1, 1)]),
-    "uniform": (MinilmConfig(layers="uniform", attention=2.0, value_mse=0.5), [(0, 2), (1, 4)]),
+    "uniform": (MinilmConfig(teacher_layers="uniform", attention=2.0, value_mse=0.5), [(0, 2), (1, 4)]),
+    "free": (MinilmConfig(teacher_layers="5,2"), [(0, 4), (1, 1)]),
+    "first alone": (MinilmConfig(teacher_layers="3,0"), [(0, 2)]),
 }
 
 
@@ -91,7 +93,7 @@ def test_it_asks_only_for_what_it_needs(models, settings: MinilmConfig, aspects:
 def test_student_that_equals_its_teacher_stays(models) -> None:
     config = models.llama(2, 16, 4, 2)
     pair = models.Pair(config, config, seeds=(0, 0))
-    method = build_minilm(MinilmConfig(layers="uniform", value_mse=1.0), config, config)
+    method = build_minilm(MinilmConfig(teacher_layers="uniform", value_mse=1.0), config, config)
     run = pair.run(method)
     terms = terms_of(method, run.student, run.teacher, pair.batch)
     torch.stack([term.sum for term in terms.values()]).sum().backward()
@@ -100,7 +102,9 @@ def test_student_that_equals_its_teacher_stays(models) -> None:
 
 
 def test_padding_does_not_matter(pair) -> None:
-    method = build_minilm(MinilmConfig(layers="uniform", value_mse=1.0), pair.teacher_config, pair.student_config)
+    method = build_minilm(
+        MinilmConfig(teacher_layers="uniform", value_mse=1.0), pair.teacher_config, pair.student_config
+    )
     assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
 
 
@@ -110,6 +114,7 @@ def test_padding_does_not_matter(pair) -> None:
         ({}, ("bert", 2, 24, 6), "the teacher has 4 attention heads and the student 6: .*minilmv2"),
         ({"teacher_layer": 6}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 6: the teacher has 5 layers"),
         ({"teacher_layer": 0}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 0"),
+        ({"teacher_layers": "1,2,3"}, ("bert", 2, 16, 4), r"minilm\.teacher_layers 1,2,3 does not fit: give 2 numbers"),
         ({}, ("gpt2", 2, 16, 4), r"the teacher \(bert\) is an encoder and the student \(gpt2\) a decoder"),
     ],
 )

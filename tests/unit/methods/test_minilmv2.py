@@ -55,6 +55,13 @@ def test_all_nine_relations_of_models_with_other_heads(models, family: str) -> N
     assert pair.means(method) == pytest.approx(naive(pair, models, EVERY, 3, 1, 2), rel=1e-4)
 
 
+def test_layer_to_layer_is_the_sum_over_the_layers(pair, models) -> None:
+    settings = Minilmv2Config(relation_heads=4, teacher_layers="uniform")
+    method = build_minilmv2(settings, pair.teacher_config, pair.student_config)
+    first, last = (naive(pair, models, settings.relations, 4, *layers) for layers in ((0, 2), (1, 4)))
+    assert pair.means(method) == pytest.approx({name: first[name] + last[name] for name in last}, rel=1e-4)
+
+
 def test_directions_of_a_mixed_relation_differ(models) -> None:
     pair = models.Pair(models.bert(3, 32, 4, 4), models.bert(2, 16, 4, 4))
     method = build_minilmv2(
