@@ -247,6 +247,43 @@ def _attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
     return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
 
 
+def relation_term(
+    name: str, sides: tuple[Aspect, Aspect], pair: LayerPair, relation_heads: int, *, causal: bool
+) -> LayerTerm:
+    """KL(R^T‖R^S) of one relation of both layers (MiniLMv2 eq. 6-8), such as that of the queries with the keys.
+
+    Args:
+        name: the name of the term.
+        sides: what is related: queries, keys or values, whose heads are cut anew into relation heads, or hidden states.
+        pair: the layers.
+        relation_heads: the number of relation heads, which divides the width of both sides in both models.
+        causal: whether the models are decoders.
+    """
+
+    def inputs(taps: Taps, layer: int) -> losses.RelationInputs:
+        left = _heads_of(taps, sides[0], layer)
+        return losses.RelationInputs(left, left if sides[0] == sides[1] else _heads_of(taps, sides[1], layer))
+
+    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        return losses.relation_kl(
+            inputs(student, pair.student),
+            inputs(teacher, pair.teacher),
+            mask,
+            relation_heads=relation_heads,
+            causal=causal,
+            window=pair.window,
+            horizon=teacher.horizon,
+        )
+
+    return layer_term(name, pair, loss, *sides)
+
+
+def _heads_of(taps: Taps, aspect: Aspect, layer: int) -> Tensor:
+    """A tap as (B, H, T, D); hidden states have one head."""
+    tensor: Tensor = getattr(taps, aspect)[layer]
+    return tensor.unsqueeze(1) if aspect == "hidden" else tensor
+
+
 def mse_term(
     aspect: Aspect, pair: LayerPair, *, name: str | None = None, mapped: bool = False, normalize: bool = False
 ) -> LayerTerm:

@@ -32,6 +32,7 @@ def naive(pair, models, relations: list[str], count: int, student_layer: int, te
     [
         (Minilmv2Config(relation_heads=4, relations=["qk", "vv"]), 4),
         (Minilmv2Config(relation_heads=2, teacher_layer=3, weight=0.5), 2),
+        (Minilmv2Config(relation_heads=8, relations=["hh"]), 4),
     ],
 )
 def test_terms_equal_the_naive_loop(pair, models, settings: Minilmv2Config, teacher_layer: int) -> None:
