@@ -153,6 +153,8 @@ def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any
             published=row.published,
             why_not=row.missing,
             measured=measured.get(row.name),
+            at=row.at,
+            line=row.line,
         )
         for row in table.rows
     ]
@@ -164,4 +166,6 @@ def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any
         "Fine-tuning": f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples"),
         "Finished": record["finished"],
     }
-    return PublishedReport(title=table.title, columns=table.columns, average=table.average, lines=lines, facts=facts)
+    return PublishedReport(
+        title=table.title, columns=table.columns, average=table.average, lines=lines, axis=table.axis, facts=facts
+    )
