@@ -126,7 +126,7 @@ def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:
     settings: dict[str, Any] = {"kd": KdConfig(), "makd": MakdConfig()}
     names = [task]
     if task == "encoder":
-        settings["minilm"] = MinilmConfig(attention=1.0, value_relation=0.0, layers="uniform")
+        settings["minilm"] = MinilmConfig(attention=1.0, value_relation=0.0, teacher_layers="uniform")
         settings["tinybert"] = TinybertConfig(attention=0.0, hidden=1.0, embedding=0.0)
         names = ["minilm", "tinybert", "sft"]
     return build_method(names, settings, teacher, student, objective)

@@ -107,7 +107,7 @@ def configs_of(
 
 def _config(table: PublishedTable, recipe: str, changes: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
     own = ["--recipe", recipe, "--tasks.names", ",".join(table.tasks), "--tasks.protocol", str(table.protocol)]
-    for key, value in changes.items():
+    for key, value in {"tasks.out_of_domain": dict(table.out_of_domain), **changes}.items():
         own += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     if not any(word.split("=")[0] == "--ds_config" for word in settings):
         own += ["--ds_config", DEFAULT_DS_CONFIG]
@@ -122,15 +122,18 @@ def _print_plan(study: TableStudy, *, as_json: bool) -> None:
         row = study.row(key)
         rows[key] = {"label": row.label, "recipe": row.recipe, "model": study.model(key)}
     left = {row.label: row.missing for row in study.table.rows if row.missing is not None}
-    missing = study.missing()
+    missing, further = study.missing(), list(study.tasks.out_of_domain)
     if as_json:
-        print(json.dumps({"rows": rows, "fine_tunings": trials, "not_run": left, "missing": missing}))
+        others = {"fine_tunings": trials, "out_of_domain": further, "not_run": left, "missing": missing}
+        print(json.dumps({"rows": rows, **others}))
         return
     for key, planned in rows.items():
         what = f"fine-tunes {planned['model']}" if planned["recipe"] is None else planned["recipe"]
         print(f"{key:24} {planned['label']}: {what}")
     counted = ", ".join(f"{name} {count}" for name, count in trials.items())
     print(f"then {sum(trials.values())} fine-tunings of each row: {counted}")
+    if further:
+        print(f"Scored too on {', '.join(further)}, by the models of the task that each belongs to")
     for label, reason in left.items():
         print(f"Not run     {label}: {reason}")
     for sentence in missing:
@@ -150,6 +153,8 @@ def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any
             published=row.published,
             why_not=row.missing,
             measured=measured.get(row.name),
+            at=row.at,
+            line=row.line,
         )
         for row in table.rows
     ]
@@ -161,4 +166,6 @@ def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any
         "Fine-tuning": f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples"),
         "Finished": record["finished"],
     }
-    return PublishedReport(title=table.title, columns=table.columns, average=table.average, lines=lines, facts=facts)
+    return PublishedReport(
+        title=table.title, columns=table.columns, average=table.average, lines=lines, axis=table.axis, facts=facts
+    )

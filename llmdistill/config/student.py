@@ -173,9 +173,9 @@ class StudentConfig:
     important: as slice, but the channels, heads and feed-forward neurons with the largest activations on the data of
     student.factorize.calibration."""
     layers: str | None = None
-    """Teacher layers that init copies: spread (evenly, every second layer for half of them), first, last, important
-    (those that change their input most on the calibration data), or numbers counted from 1 such as 1,3,5. Default:
-    important for init important, else spread."""
+    """Teacher layers that init copies: spread (evenly from the first, 1, 3, 5 for 3 of 6), uniform (evenly to the last,
+    2, 4, 6), first, last, important (those that change their input most on the calibration data), or numbers counted
+    from 1 such as 1,3,5. Default: important for init important, else spread."""
     assistants: list[str] = field(default_factory=list)
     """Shapes of teacher assistants (MiniLM §3.3): the first assistant learns from the teacher, each further one from
     the one before it, and the student from the last, each in its own folder inside the run's folder."""

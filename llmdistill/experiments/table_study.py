@@ -108,6 +108,7 @@ class TableStudy:
             *(partial(text_files, locate(config.data.train)) for config in configs),
             *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
             *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
+            *(partial(found.check_further, self.tasks.out_of_domain, key) for found, key in self._benchmarks()),
         ]
         sentences = []
         for check in checks:

@@ -33,6 +33,10 @@ class TableRow:
     """The hub name of a model that is only fine-tuned."""
     missing: str | None = None
     """Why the row is not run here."""
+    at: float | None = None
+    """The row's number on the axis of the table's plot, such as a layer."""
+    line: str = ""
+    """The name of its line in the plot, where there are several."""
     average_note: str | None = None
     """The mean of the published figures, where the paper's own average is another."""
 
@@ -45,6 +49,8 @@ class PublishedTable:
     title: str
     tasks: tuple[str, ...]
     """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if the table cannot be run here."""
+    out_of_domain: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Sets of other data on which the fine-tuned models are scored too, as in `data.task.out_of_domain` of a run."""
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
     protocol: ProtocolName | None = None
@@ -54,6 +60,8 @@ class PublishedTable:
     (KroneckerBERT); else on the labels alone."""
     average: bool = False
     """Whether the last figure of a row is the mean of the others."""
+    axis: str | None = None
+    """What the rows' numbers are: the label of the axis over which the report draws the scores; None without a plot."""
     missing: str | None = None
     """Why the table cannot be run here."""
 
@@ -88,10 +96,12 @@ def load_table(name: str) -> PublishedTable:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"--suite {name}: there is no such table{hint} (there are {', '.join(names)})")
     content = read_suite(name)
+    columns = [Column(**fields) for fields in content["columns"]]
+    # A figure of a paper may be a drawing without numbers.
+    none = [None] * (len(columns) + content.get("average", False))
     rows = [
-        TableRow(name=key, **{**fields, "published": tuple(fields["published"])})
+        TableRow(name=key, **{**fields, "published": tuple(fields.get("published", none))})
         for key, fields in content["rows"].items()
     ]
-    columns = [Column(**fields) for fields in content["columns"]]
     parts = {"tasks": tuple(content["tasks"]), "columns": tuple(columns), "rows": tuple(rows)}
     return PublishedTable(name=name, **{**content, **parts})

@@ -88,3 +88,16 @@ def check_settings(method: str, settings: object, weights: tuple[str, ...]) -> N
     temperature = getattr(settings, "temperature", 1.0)
     if not temperature > 0:
         raise ValueError(f"{method}.temperature is {temperature}: give a number over 0")
+
+
+def check_one_map(method: str, layer: int | str, layers: str | None) -> None:
+    """Check that a method's teacher_layer and teacher_layers are not both set.
+
+    Raises:
+        ValueError: both are.
+    """
+    if layer != "last" and layers is not None:
+        raise ValueError(
+            f"{method}.teacher_layer {layer} names one layer and {method}.teacher_layers {layers} a layer for each: "
+            "leave one of them out"
+        )

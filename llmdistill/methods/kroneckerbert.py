@@ -10,10 +10,10 @@ from llmdistill import losses
 from llmdistill.batch import Aspect
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import LayerPair, attention_term, check_same_shape, mse_term, weighted
+from llmdistill.methods.layers import LayerPair, attention_term, like_pairs, mse_term, weighted
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms, soft_terms
-from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.families import family_of
 from llmdistill.objective import TOKENS, Objective
 
 
@@ -22,6 +22,10 @@ class KroneckerbertConfig:
     """The loss of KroneckerBERT (eq. 14), between all layers of the teacher and of its factorized copy. A weight of
     0 drops the term; in the paper all weights are 1."""
 
+    teacher_layers: str | None = None
+    """The teacher's layer for each layer of the student: uniform, spread, first, last, or a number for each, such as
+    2,4,6, with 0 for a layer that learns from none; the models may then differ in depth. Default: the layer of the
+    same number, as in the paper."""
     embedding: float = 1.0
     """Weight of the MSE of the embedding's output."""
     attention: float = 1.0
@@ -71,13 +75,12 @@ def build_kroneckerbert(
     outputs of layers. `ffn_output` chooses the other reading, in which the network ends with the matrix of eq. 13.
 
     Raises:
-        UserError: the sizes of the models differ.
+        UserError: the sizes of the models differ, or the map of their layers does not fit.
     """
-    check_same_shape(teacher, student, method="kroneckerbert")
-    causal, windows = family_of(student).causal, shape_of(student).windows
-    pairs = [LayerPair(layer, layer, window) for layer, window in enumerate(windows)]
+    pairs = like_pairs(settings.teacher_layers, teacher, student, method="kroneckerbert")
+    causal = family_of(student).causal
     inner = [
-        mse_term("embedding", pairs[0]),
+        mse_term("embedding", LayerPair(0, 0, None)),
         *(attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs),
         *(mse_term(_FFN_OUTPUTS[settings.ffn_output], pair, name="ffn") for pair in pairs),
     ]

@@ -14,6 +14,7 @@ from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.method import Terms
 from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.layer_maps import mapped_layers
 
 
 class LayerPair(NamedTuple):
@@ -23,19 +24,6 @@ class LayerPair(NamedTuple):
     teacher: int
     window: int | None
     """Sliding attention window of both layers; None if the layers attend to all tokens."""
-
-
-def uniform_map(student_layers: int, teacher_layers: int) -> list[int]:
-    """The teacher's layer (0-based) for each layer of the student, evenly spread, the last layer for the last.
-
-    This is the uniform map of TinyBERT and MiniLM: layer m of M learns from layer m·L/M of L (both counted from 1). If
-    M does not divide L, the product is rounded, halves up. If the student is deeper than its teacher, some layers of
-    the teacher occur more than once.
-    """
-    return [
-        max(1, (2 * layer * teacher_layers + student_layers) // (2 * student_layers)) - 1
-        for layer in range(1, student_layers + 1)
-    ]
 
 
 def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
@@ -79,6 +67,19 @@ def named_layer(spec: int | Literal["last"], teacher: PreTrainedConfig, *, key: 
     if not 1 <= spec <= num_layers:
         raise UserError(f"{key} is {spec}: the teacher has {num_layers} layers; give one from 1 to {num_layers}")
     return spec - 1
+
+
+def map_layers(spec: str, teacher: PreTrainedConfig, student: PreTrainedConfig, *, key: str) -> list[tuple[int, int]]:
+    """The (student, teacher) layers (0-based) to compare, as a setting `teacher_layers` maps them.
+
+    The setting has one of the forms of `mapped_layers`, with 0 for a layer of the student that learns from none.
+
+    Raises:
+        UserError: the map does not fit the models.
+    """
+    depths = shape_of(student).num_layers, shape_of(teacher).num_layers
+    numbers = mapped_layers(spec, *depths, key=key, may_skip=True)
+    return [(layer, number - 1) for layer, number in enumerate(numbers) if number > 0]
 
 
 def pair_layers(
@@ -133,8 +134,62 @@ def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method:
         )
 
 
-def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
+def last_or_mapped(
+    layer: int | Literal["last"],
+    spec: str | None,
+    teacher: PreTrainedConfig,
+    student: PreTrainedConfig,
+    *,
+    method: str,
+) -> list[LayerPair]:
+    """The pairs of layers of a method whose settings are `teacher_layer` and `teacher_layers`.
+
+    Args:
+        layer: the teacher's layer that the student's last layer learns from, counted from 1.
+        spec: the map of a distillation from layer to layer, as in `map_layers`, which replaces `layer`; None: only the
+            student's last layer learns.
+        teacher, student: the configs of the models.
+        method: the name of the method, for the error message.
+
+    Raises:
+        UserError: the teacher has no such layer, the map does not fit, or the attention windows of a pair differ.
+    """
+    if spec is None:
+        last = shape_of(student).num_layers - 1
+        numbers = [(last, named_layer(layer, teacher, key=f"{method}.teacher_layer"))]
+    else:
+        numbers = map_layers(spec, teacher, student, key=f"{method}.teacher_layers")
+    return pair_layers(numbers, teacher, student, method=method)
+
+
+def like_pairs(
+    spec: str | None, teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str
+) -> list[LayerPair]:
+    """The pairs of layers of two models with the same sizes, which a method compares layer by layer.
+
+    Args:
+        spec: the method's `teacher_layers`, a map as in `map_layers`; the models may then differ in depth. None
+            compares each layer with the teacher's layer of the same number.
+        teacher, student: the configs of the models; the factorization may differ.
+        method: the name of the method, for the error message.
+
+    Raises:
+        UserError: a size differs, or the map does not fit the models.
+    """
+    check_same_shape(teacher, student, method=method, same_depth=spec is None)
+    if spec is None:
+        numbers = [(layer, layer) for layer in range(shape_of(teacher).num_layers)]
+    else:
+        numbers = map_layers(spec, teacher, student, key=f"{method}.teacher_layers")
+    return pair_layers(numbers, teacher, student, method=method)
+
+
+def check_same_shape(
+    teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str, same_depth: bool = True
+) -> None:
     """Check that all sizes agree, as layers and heads are compared one by one; the factorization may differ.
+
+    Without `same_depth` the numbers of layers may differ.
 
     Raises:
         UserError: a size differs.
@@ -146,10 +201,13 @@ def check_same_shape(teacher: PreTrainedConfig, student: PreTrainedConfig, *, me
         )
     of_teacher, of_student = asdict(shape_of(teacher)), asdict(shape_of(student))
     for name, size in of_teacher.items():
+        if not same_depth and name in ("num_layers", "windows"):  # a pair's windows are compared by pair_layers
+            continue
         if of_student[name] != size:
+            mapped = f", or map the layers by {method}.teacher_layers" if name == "num_layers" else ""
             raise UserError(
                 f"{method} compares layer with layer and head with head, but {name} is {size} in the teacher and "
-                f"{of_student[name]} in the student: factorize the teacher instead of reshaping it"
+                f"{of_student[name]} in the student: factorize the teacher instead of reshaping it{mapped}"
             )
 
 
@@ -187,6 +245,43 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
 
 def _attention_of(taps: Taps, layer: int) -> losses.AttentionInputs:
     return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
+
+
+def relation_term(
+    name: str, sides: tuple[Aspect, Aspect], pair: LayerPair, relation_heads: int, *, causal: bool
+) -> LayerTerm:
+    """KL(R^T‖R^S) of one relation of both layers (MiniLMv2 eq. 6-8), such as that of the queries with the keys.
+
+    Args:
+        name: the name of the term.
+        sides: what is related: queries, keys or values, whose heads are cut anew into relation heads, or hidden states.
+        pair: the layers.
+        relation_heads: the number of relation heads, which divides the width of both sides in both models.
+        causal: whether the models are decoders.
+    """
+
+    def inputs(taps: Taps, layer: int) -> losses.RelationInputs:
+        left = _heads_of(taps, sides[0], layer)
+        return losses.RelationInputs(left, left if sides[0] == sides[1] else _heads_of(taps, sides[1], layer))
+
+    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+        return losses.relation_kl(
+            inputs(student, pair.student),
+            inputs(teacher, pair.teacher),
+            mask,
+            relation_heads=relation_heads,
+            causal=causal,
+            window=pair.window,
+            horizon=teacher.horizon,
+        )
+
+    return layer_term(name, pair, loss, *sides)
+
+
+def _heads_of(taps: Taps, aspect: Aspect, layer: int) -> Tensor:
+    """A tap as (B, H, T, D); hidden states have one head."""
+    tensor: Tensor = getattr(taps, aspect)[layer]
+    return tensor.unsqueeze(1) if aspect == "hidden" else tensor
 
 
 def mse_term(

@@ -24,6 +24,10 @@ class MakdConfig:
     """Layers of the matrix losses: lower, upper, all, none, or numbers from 1 such as 1-3,6."""
     layer_layers: str = "upper"
     """Layers of the attention and hidden-state losses, in the same notation."""
+    teacher_layers: str | None = None
+    """The teacher's layer for each layer of the student: uniform, spread, first, last, or a number for each, such as
+    2,4,6, with 0 for a layer that learns from none; the models may then differ in depth, and the layers of the losses
+    are the student's. Default: the layer of the same number, as in the paper."""
     query: float = 1.0
     """Weight of the queries' MSE (eq. 15)."""
     key: float = 1.0
@@ -70,17 +74,17 @@ def build_makd(
     targets, logits and label have a counterpart of the same weight for them (sequence_logits, sequence_label).
 
     Raises:
-        UserError: the sizes of the models differ, a layer does not exist, a weight is negative, the temperature is not
-            positive, or no term is left.
+        UserError: the sizes of the models differ, a layer does not exist, the map of the layers does not fit, a weight
+            is negative, the temperature is not positive, or no term is left.
     """
-    layers.check_same_shape(teacher, student, method="makd")
+    pairs = {pair.student: pair for pair in layers.like_pairs(settings.teacher_layers, teacher, student, method="makd")}
     _check(settings)
-    family, shape = family_of(student), shape_of(student)
-    pairs = [layers.LayerPair(layer, layer, window) for layer, window in enumerate(shape.windows)]
-    of_matrices, of_layers = (
-        [pairs[layer] for layer in layers.parse_layers(getattr(settings, key), shape.num_layers, key=f"makd.{key}")]
+    family, depth = family_of(student), shape_of(student).num_layers
+    acting = [
+        layers.parse_layers(getattr(settings, key), depth, key=f"makd.{key}")
         for key in ("matrix_layers", "layer_layers")
-    )
+    ]
+    of_matrices, of_layers = ([pairs[layer] for layer in named if layer in pairs] for named in acting)
     aspects = [aspect for aspect in MATRIX_TERMS if aspect != "ffn_gate" or family.ffn_gate is not None]
     normalize = settings.normalize_mse
     inner = [

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, LossSum, Taps
+from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
 from llmdistill.methods.method import Method
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
+
+_TERMS = ("attention", "value_relation", "value_mse", "hidden_relation", "hidden_mse")
+"""All terms, in the order of the log. The weight of each term is a setting of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +34,23 @@ class MinilmConfig:
     """Weight of the KL between the value relations (L_VR)."""
     value_mse: float = 0.0
     """Weight of the MSE of the values, with a learnt matrix between them if the widths differ (MiniLM Table 6)."""
-    layers: Literal["last", "uniform"] = "last"
-    """last: only the last layer; uniform: every layer of the student learns from one layer of the teacher, evenly
-    spread (layer-to-layer, MiniLM Table 7)."""
-    teacher_layer: int | None = None
-    """The teacher's layer, counted from 1, if layers is last; default: the last layer (MiniLMv2 Table 4: another)."""
+    hidden_relation: float = 0.0
+    """Weight of the KL between the relations of the hidden states, the layers' outputs, which are cut into as many
+    parts as there are heads (tried in MiniLM's first arXiv version, §4.4, which gives no figures)."""
+    hidden_mse: float = 0.0
+    """Weight of the MSE of the hidden states, with a learnt matrix between them if the widths differ (MiniLM §4.2.3:
+    transferring hidden states)."""
+    teacher_layer: int | Literal["last"] = "last"
+    """The teacher's layer that the student's last layer learns from, counted from 1 (MiniLMv2 Table 4)."""
+    teacher_layers: str | None = None
+    """Layer to layer (MiniLM Table 7: uniform): the teacher's layer for each layer of the student, uniform, spread,
+    first, last, or a number for each, such as 2,4,6, with 0 for a layer that learns from none. Default: only the last
+    layer learns, from teacher_layer."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a weight is out of its range, or teacher_layer is set but layers does not allow it."""
-        check_settings("minilm", self, ("attention", "value_relation", "value_mse"))
-        if self.teacher_layer is not None and self.layers == "uniform":
-            raise ValueError(
-                "minilm.teacher_layer names one layer, but minilm.layers is uniform: leave one of them out"
-            )
+        """Raises ValueError if a weight is out of its range, or both teacher_layer and teacher_layers are set."""
+        check_settings("minilm", self, _TERMS)
+        check_one_map("minilm", self.teacher_layer, self.teacher_layers)
 
 
 def build_minilm(
@@ -49,31 +58,40 @@ def build_minilm(
 ) -> Method:
     """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), any depth and width.
 
-    The student's last layer learns from one layer of the teacher, or each layer of the student learns from one
-    (`uniform`; a term is then the sum over layers). The MSE of the values is an ablation in the paper (Table 6); if the
-    widths of the values differ, a learnt matrix maps the student's values. The method never uses the logits, whatever
-    the objective is.
+    The student's last layer learns from one layer of the teacher, or each layer of the student learns from one, as
+    `teacher_layers` maps them (a term is then the sum over layers). The MSE of the values (Table 6) and the terms on
+    hidden states (§4.2.3, and §4.4 of the first arXiv version) are ablations in the paper; if widths differ, a learnt
+    matrix maps the student's. The method never uses the logits, whatever the objective is.
 
     Raises:
         UserError: the models have different numbers of heads, only one of them is a decoder, the attention windows
-            differ, or the layer does not exist.
+            differ, the layer does not exist or the map of the layers does not fit, or the heads do not divide the width
+            of the hidden states that are related.
     """
     layers.check_heads(teacher, student, method="minilm")
     causal = layers.same_direction(teacher, student, method="minilm")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     widths = of_student.num_kv_heads * of_student.head_dim, of_teacher.num_kv_heads * of_teacher.head_dim
-    maps_values = settings.value_mse > 0 and widths[0] != widths[1]
+    hidden_widths = of_student.hidden_size, of_teacher.hidden_size
+    if settings.hidden_relation > 0:
+        _check_parts(of_student.num_heads, hidden_widths)
+    projections: dict[Aspect, tuple[int, int]] = {}
+    if settings.value_mse > 0 and widths[0] != widths[1]:
+        projections["value"] = widths
+    if settings.hidden_mse > 0 and hidden_widths[0] != hidden_widths[1]:
+        projections["hidden"] = hidden_widths
     # If both models repeat their values by a common factor, the relations repeat too: the least common number of heads
     # gives the same mean.
     heads = math.lcm(of_student.num_kv_heads, of_teacher.num_kv_heads)
-    pairs = _pairs(settings, teacher, student)
+    pairs = layers.last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm")
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
     terms = [
         *(layers.attention_term(pair, attention_kl, causal=causal) for pair in pairs),
         *(_value_relation(pair, heads=heads, causal=causal) for pair in pairs),
-        *(_value_mse(pair, mapped=maps_values) for pair in pairs),
+        *(_value_mse(pair, mapped="value" in projections) for pair in pairs),
+        *(_hidden_relation(pair, of_student.num_heads, causal=causal) for pair in pairs),
+        *(layers.mse_term("hidden", pair, name="hidden_mse", mapped="hidden" in projections) for pair in pairs),
     ]
-    projections: dict[Aspect, tuple[int, int]] = {"value": widths} if maps_values else {}
     return Method(**vars(layers.weighted(settings, terms)), shift=causal, projections=projections)
 
 
@@ -110,14 +128,17 @@ def _value_mse(pair: layers.LayerPair, *, mapped: bool) -> LayerTerm:
     return layers.layer_term("value_mse", pair, loss, "value")
 
 
-def _pairs(settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> list[layers.LayerPair]:
-    depth, of_teacher = shape_of(student).num_layers, shape_of(teacher).num_layers
-    if settings.layers == "uniform":
-        numbers = list(enumerate(layers.uniform_map(depth, of_teacher)))
-    else:
-        layer: int | Literal["last"] = "last" if settings.teacher_layer is None else settings.teacher_layer
-        numbers = [(depth - 1, layers.named_layer(layer, teacher, key="minilm.teacher_layer"))]
-    return layers.pair_layers(numbers, teacher, student, method="minilm")
+def _hidden_relation(pair: layers.LayerPair, heads: int, *, causal: bool) -> LayerTerm:
+    return layers.relation_term("hidden_relation", ("hidden", "hidden"), pair, heads, causal=causal)
+
+
+def _check_parts(heads: int, widths: Iterable[int]) -> None:
+    wrong = next((width for width in widths if width % heads != 0), None)
+    if wrong is not None:
+        raise UserError(
+            f"minilm.hidden_relation cuts hidden states into one part for each of the {heads} heads, which do not "
+            f"divide a width of {wrong}: set it to 0, or take method minilmv2 with relations hh"
+        )
 
 
 MINILM = MethodEntry(

@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmdistill import losses
-from llmdistill.batch import Aspect, LossSum, Taps
+from llmdistill.batch import Aspect
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import LayerTerm
-from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import LayerPair, layer_term, named_layer, pair_layers, same_direction
+from llmdistill.methods.annotations import PreTrainedConfig
+from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
+from llmdistill.methods.layers import last_or_mapped, relation_term, same_direction
 from llmdistill.methods.method import Method
 from llmdistill.models.families import Shape, shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -45,31 +43,38 @@ class Minilmv2Config:
     """MiniLMv2: relations between queries, keys and values (MiniLMv2 eq. 5-8). Depth, width and number of heads of
     the models may differ."""
 
-    relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]] = field(
+    relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv", "hh"]] = field(
         default_factory=lambda: ["qq", "kk", "vv"]
     )
-    """The relations to use, each named after its two sides: query, key, value. All have weight 1 (alpha in eq. 5)."""
+    """The relations to use, each named after its two sides: query, key, value. All have weight 1 (alpha in eq. 5). hh,
+    which is not in the paper, relates the layer's outputs, its hidden states."""
     relation_heads: int = 48
     """The number of heads that queries, keys and values are split into again; it must divide the width of both
     models. The paper takes 48 for base-size and 64 for large teachers."""
     teacher_layer: int | Literal["last", "auto"] = "last"
     """The teacher's layer, counted from 1, or auto to search for it. The paper takes the last of 12 layers; of 24
     layers the 21st for BERT, the 19th for RoBERTa and XLM-R."""
+    teacher_layers: str | None = None
+    """Layer to layer: the teacher's layer for each layer of the student, uniform, spread, first, last, or a number for
+    each, such as 2,4,6, with 0 for a layer that learns from none. Default: only the last layer learns, from
+    teacher_layer."""
     weight: float = 1.0
     """Weight of each relation."""
     search: SearchConfig = field(default_factory=SearchConfig)
     """The search, if teacher_layer is auto."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError without relations, relation heads or weight, or if a relation occurs twice."""
+        """Raises ValueError without relations, relation heads or weight, if a relation occurs twice, or if both
+        teacher_layer and teacher_layers are set."""
         if not self.relations or len(set(self.relations)) < len(self.relations):
-            raise ValueError(f"minilmv2.relations is {self.relations}: give at least one of the nine, each once")
+            raise ValueError(f"minilmv2.relations is {self.relations}: give at least one of the ten, each once")
         if self.relation_heads < 1:
             raise ValueError(f"minilmv2.relation_heads is {self.relation_heads}: give 1 or more")
         check_settings("minilmv2", self, ("weight",))
+        check_one_map("minilmv2", self.teacher_layer, self.teacher_layers)
 
 
-SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value"}
+SIDES: dict[str, Aspect] = {"q": "query", "k": "key", "v": "value", "h": "hidden"}
 """The letters in the names of relations."""
 
 Sides = tuple[Aspect, Aspect]
@@ -80,26 +85,27 @@ def build_minilmv2(
 ) -> Method:
     """KL(R^T‖R^S) of each chosen relation (MiniLMv2 eq. 5); depth, width and number of heads of the models may differ.
 
-    The student's last layer learns from one layer of the teacher; if this layer is to be searched for, the search must
+    The student's last layer learns from one layer of the teacher, or each layer of the student learns from one, as
+    `teacher_layers` maps them (a term is then the sum over layers). If the layer is to be searched for, the search must
     be done before. The weight of each relation is α_ij times one common factor. The method never uses the logits,
     whatever the objective is.
 
     Raises:
         UserError: the relation heads do not divide a width, only one model is a decoder, the attention windows differ,
-            or the layer does not exist.
+            or the layer does not exist or the map of the layers does not fit.
     """
     if settings.teacher_layer == "auto":
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
     causal = same_direction(teacher, student, method="minilmv2")
     relations = {f"relation_{left}{right}": (SIDES[left], SIDES[right]) for left, right in settings.relations}
     _check_relation_heads(settings.relation_heads, relations.values(), shape_of(teacher), shape_of(student))
-    layer = named_layer(settings.teacher_layer, teacher, key="minilmv2.teacher_layer")
-    last = shape_of(student).num_layers - 1
-    (pair,) = pair_layers([(last, layer)], teacher, student, method="minilmv2")
+    pairs = last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilmv2")
     return Method(
         weights=dict.fromkeys(relations, settings.weight),
         layer_terms=[
-            _relation(name, sides, pair, settings.relation_heads, causal=causal) for name, sides in relations.items()
+            relation_term(name, sides, pair, settings.relation_heads, causal=causal)
+            for name, sides in relations.items()
+            for pair in pairs
         ],
         shift=causal,
     )
@@ -119,25 +125,6 @@ def check_minilmv2(settings: Minilmv2Config, config: RunConfig) -> None:
         raise ValueError("minilmv2.teacher_layer auto scores its candidates on data.valid: name a text there")
 
 
-def _relation(name: str, sides: Sides, pair: LayerPair, relation_heads: int, *, causal: bool) -> LayerTerm:
-    def inputs(taps: Taps, layer: int) -> losses.RelationInputs:
-        left, right = (getattr(taps, aspect)[layer] for aspect in sides)
-        return losses.RelationInputs(left, right)
-
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        return losses.relation_kl(
-            inputs(student, pair.student),
-            inputs(teacher, pair.teacher),
-            mask,
-            relation_heads=relation_heads,
-            causal=causal,
-            window=pair.window,
-            horizon=teacher.horizon,
-        )
-
-    return layer_term(name, pair, loss, *sides)
-
-
 def _check_relation_heads(relation_heads: int, relations: Iterable[Sides], teacher: Shape, student: Shape) -> None:
     of_teacher, of_student = (sorted({_width(shape, sides) for sides in relations}) for shape in (teacher, student))
     common = math.gcd(*of_teacher, *of_student)
@@ -152,6 +139,8 @@ def _check_relation_heads(relation_heads: int, relations: Iterable[Sides], teach
 
 def _width(shape: Shape, sides: Sides) -> int:
     """The width of both sides after the side with fewer heads is repeated."""
+    if "hidden" in sides:
+        return shape.hidden_size
     return shape.head_dim * (shape.num_heads if "query" in sides else shape.num_kv_heads)
 
 

@@ -22,6 +22,11 @@ class TinybertConfig:
     over the student's (Jiao et al. 2020, eq. 7-9). Learnt matrices map the student's width to the teacher's. A
     weight of 0 drops the term."""
 
+    teacher_layers: str = "uniform"
+    """The teacher's layer for each layer of the student: uniform (layer m of M learns from m·L/M of L, 2, 4, 6 for 3
+    of 6), spread (1, 3, 5), first, last, or a number for each, such as 2,4,6, with 0 for a layer that learns from
+    none."""
+
     attention: float = 1.0
     """Weight of the MSE of the attention scores before the softmax; both models need the same number of heads."""
     hidden: float = 1.0
@@ -43,16 +48,17 @@ def build_tinybert(
 ) -> Method:
     """MSE of the attention scores (eq. 7), hidden states (eq. 8) and embedding (eq. 9); soft cross-entropy (eq. 10).
 
-    Layer m of the student learns from layer m·L/M of the teacher; a term is the sum over the student's layers (eq. 11).
+    Layer m of the student learns from layer m·L/M of the teacher, or as `teacher_layers` says; a term is the sum over
+    the student's layers (eq. 11).
     If the widths differ, one learnt matrix maps the hidden states of all layers, and another maps the embedding.
 
     Raises:
         UserError: one model is a decoder and the other an encoder, or the attention loss is used and the numbers of
-            heads or the attention windows differ.
+            heads or the attention windows differ, or the map of the layers does not fit.
     """
     causal = layers.same_direction(teacher, student, method="tinybert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
-    numbers = list(enumerate(layers.uniform_map(of_student.num_layers, of_teacher.num_layers)))
+    numbers = layers.map_layers(settings.teacher_layers, teacher, student, key="tinybert.teacher_layers")
     widths = of_student.hidden_size, of_teacher.hidden_size
     aspects: tuple[Aspect, ...] = ("hidden", "embedding") if widths[0] != widths[1] else ()
     projections = {aspect: widths for aspect in aspects if getattr(settings, aspect) > 0}

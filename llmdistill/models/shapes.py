@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import Axis, Family, Shape, base_name, family_of, has_rotary, is_head, shape_of
+from llmdistill.models.layer_maps import mapped_layers
 
 
 class StudentShape(NamedTuple):
@@ -94,9 +95,8 @@ def teacher_layers(
 ) -> list[int]:
     """The teacher's layers (0-based) whose weights initialise the student's layers.
 
-    `spec` is spread (i · teacher / student: 0, 2, 4 for 3 of 6 layers), first, last, important (those with the largest
-    `influence`, which has a number for each of the teacher's layers; in their order), or one number (from 1) for each
-    of the student's layers, such as 1,3,5. Raises UserError, which names the setting by `key`, for another word, for
+    `spec` is important (those with the largest `influence`, which has a number for each of the teacher's layers; in
+    their order), or one of `mapped_layers`. Raises UserError, which names the setting by `key`, for another word, for
     numbers that do not fit, and for a student that is deeper than its teacher.
     """
     if student_depth > teacher_depth:
@@ -104,26 +104,11 @@ def teacher_layers(
             f"{key} {spec}: a student of {student_depth} layers cannot be made of a teacher's {teacher_depth}; "
             "take fewer, or student.init random"
         )
-    if spec == "spread":
-        return [layer * teacher_depth // student_depth for layer in range(student_depth)]
-    if spec == "first":
-        return list(range(student_depth))
-    if spec == "last":
-        return list(range(teacher_depth - student_depth, teacher_depth))
     if spec == "important":
         assert influence is not None, "the influence of the layers is not measured"
         return largest(influence, student_depth).tolist()
-    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", spec) is None:
-        raise UserError(
-            f"{key} {spec!r} names no layers: give spread, first, last, important, or numbers from 1 such as 1,3,5"
-        )
-    layers = [int(number) - 1 for number in spec.split(",")]
-    if len(layers) != student_depth or not all(0 <= layer < teacher_depth for layer in layers):
-        raise UserError(
-            f"{key} {spec} does not fit: give {student_depth} numbers, one for each layer of the student, from 1 to "
-            f"the teacher's {teacher_depth}"
-        )
-    return layers
+    numbers = mapped_layers(spec, student_depth, teacher_depth, key=key, more=["important"])
+    return [number - 1 for number in numbers]
 
 
 def largest(values_N: Tensor, count: int) -> Tensor:

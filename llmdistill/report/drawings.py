@@ -10,6 +10,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from llmdistill.report import plots
+from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
 from llmdistill.report.starts import draw_predictions, draw_weighting, plot_sizes
@@ -124,7 +125,7 @@ def _terms(row: Row, style: plots.Style) -> Drawing | None:
         return None
     name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', row.key)}"
     caption = "Each term of the training loss, mean over seeds, with a band from the lowest to the highest seed."
-    return Drawing(name, f"Terms of the loss: {row.title}", caption, plots.plot_terms(terms, style))
+    return Drawing(name, f"Terms of the loss: {row.title}", caption, plot_terms(terms, style))
 
 
 def _size(comparison: Comparison, styles: Mapping[str, plots.Style], teacher: float | None) -> list[Drawing]:

@@ -1,4 +1,4 @@
-"""The plots of reports: scores, learning curves, terms of a loss, quality against size, points in a plane.
+"""The plots of reports: scores, learning curves, quality against size, points in a plane.
 
 Every method has the same colour and marker in all plots. The same data always gives the same bytes.
 """
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context, rc_params_from_file
@@ -31,7 +31,6 @@ COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
 
-
 _MAX_PANELS = 4
 """Maximum number of panels side by side."""
 
@@ -42,6 +41,7 @@ class Style(NamedTuple):
     color: str
     marker: str
     dashes: tuple[float, ...]
+    fill: Literal["full", "none"] = "full"
 
 
 class Curve(NamedTuple):
@@ -156,35 +156,12 @@ def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figu
     figure = new_figure(7.0, 3.6)
     axes = figure.subplots()
     for label, style, curve in curves:
-        _draw_curve(axes, label, style, curve)
-    _scale_y(axes, [curve for _, _, curve in curves])
+        draw_curve(axes, label, style, curve)
+    scale_y(axes, [curve for _, _, curve in curves])
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     _legend(axes, [curve.mean[-1] for _, _, curve in curves])
-    return figure
-
-
-@rc_context(STYLE)
-def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
-    """Plot the terms of one method's loss, one panel per term."""
-    columns = min(3, len(terms))
-    lines = math.ceil(len(terms) / columns)
-    figure = new_figure(7.0, 0.3 + 1.55 * lines)
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=True)
-    panels = list(grid.flat)
-    for axes, (name, curve) in zip(panels, terms.items(), strict=False):
-        _draw_curve(axes, name, style, curve, marker=False)
-        _scale_y(axes, [curve], ticks=4)
-        axes.set_title(name, loc="left", fontsize=9)
-        axes.tick_params(labelsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, steps=[1, 2, 5, 10]))
-    for axes in panels[len(terms) :]:
-        axes.set_visible(False)
-    for axes in panels[max(0, len(terms) - columns) : len(terms)]:
-        # A panel above an empty cell is the last of its column and has tick labels too.
-        axes.tick_params(labelbottom=True)
-    figure.supxlabel("step", fontsize=9)
     return figure
 
 
@@ -275,7 +252,8 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: bool = True) -> None:
+def draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: bool = True) -> None:
+    """Draw a line with the band of its runs, and a marker at each value if there are few."""
     few = len(curve.steps) < 25
     axes.plot(
         curve.steps,
@@ -284,6 +262,7 @@ def _draw_curve(axes: Axes, label: str, style: Style, curve: Curve, *, marker: b
         linewidth=1.6,
         marker=style.marker if (marker and few) or len(curve.steps) == 1 else None,
         markersize=4,
+        fillstyle=style.fill,
         dashes=style.dashes,
         label=label,
     )
@@ -310,10 +289,10 @@ def _draw_cloud(axes: Axes, cloud: Cloud, targets: np.ndarray, classes: Sequence
     axes.spines[:].set_alpha(0.5)
 
 
-def _scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6) -> None:
-    """Make the y axis logarithmic if all values are positive and span more than a factor of 10."""
+def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = True) -> None:
+    """Make the y axis logarithmic, if it may be, if all values are positive and span more than a factor of 10."""
     low, high = min(min(curve.low) for curve in curves), max(max(curve.high) for curve in curves)
-    if low <= 0 or high / low <= 10:
+    if not log or low <= 0 or high / low <= 10:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks))
         return
     axes.set_yscale("log")

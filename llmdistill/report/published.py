@@ -12,7 +12,10 @@ from rich.console import Console
 
 from llmdistill.files import write_json
 from llmdistill.report.column import Column
+from llmdistill.report.drawings import save_drawings
 from llmdistill.report.pages import write_page
+from llmdistill.report.panels import plot_panels
+from llmdistill.report.plots import DASHES, Curve, Drawing, Style, method_styles
 from llmdistill.report.spread import Spread, plus_minus, spread
 from llmdistill.report.tables import print_table
 
@@ -50,6 +53,10 @@ class Line:
     why_not: str | None = None
     """The reason why the row is not run; None if it was, or was not asked for."""
     measured: Measured | None = None
+    at: float | None = None
+    """The row's number on the axis of the plot; None if it is in no plot."""
+    line: str = ""
+    """The name of the line of the plot that the row belongs to."""
 
     def cells(self, columns: Sequence[Column], *, average: bool) -> list[Spread | None]:
         """Return our score in each column, and their mean over columns if all columns have scores."""
@@ -73,6 +80,8 @@ class PublishedReport:
     average: bool
     """Whether the last figure is the mean over the columns."""
     lines: Sequence[Line]
+    axis: str | None = None
+    """The label of the axis of the rows' numbers, over which the scores are drawn; None without a plot."""
     facts: Mapping[str, str]
     """Command, hardware, versions, protocol and data, by the names that the report shows."""
 
@@ -101,9 +110,12 @@ def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
             del values["scores"]
             figures = [None if cell is None else cell.to_dict() for cell in cells]
             measured = {**values, "figures": figures}
-        rows.append({"key": line.key, "label": line.label, "published": list(line.published), "measured": measured})
+        place = {} if line.at is None else {"at": line.at}
+        own = {"key": line.key, "label": line.label, **place}
+        rows.append({**own, "published": list(line.published), "measured": measured})
     results = {"title": report.title, "columns": report.header, "rows": rows, "facts": dict(report.facts)}
     write_json(folder / "results.json", results)
+    plots = save_drawings(folder / "plots", draw_rows(report))
     for kind in ("html", "md"):
         write_page(
             folder / f"report.{kind}",
@@ -111,9 +123,43 @@ def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
             report=report,
             table=[(line, _shown(line, report)) for line in report.lines],
             failed=_failed(report),
+            plots=plots,
             folder=folder,
         )
     return results
+
+
+def draw_rows(report: PublishedReport) -> list[Drawing]:
+    """Return the plot of the scores over the numbers of the rows, a panel for each column with figures, if any."""
+    lines: dict[str, list[Line]] = {}
+    for row in report.lines:
+        if row.at is not None:
+            lines.setdefault(row.line, []).append(row)
+    styles, panels = method_styles(list(lines)), dict[str, list[tuple[str, Style, Curve]]]()
+    for index, title in enumerate(report.header):
+        for name, rows in lines.items():
+            ours, paper = list[tuple[float, Spread]](), list[tuple[float, Spread]]()
+            for row in rows:
+                cell, figure = row.cells(report.columns, average=report.average)[index], row.published[index]
+                assert row.at is not None
+                ours += [] if cell is None else [(row.at, cell)]
+                paper += [] if figure is None else [(row.at, spread([figure]))]
+            hollow = styles[name]._replace(dashes=DASHES[1], fill="none")
+            for who, style, points in (("ours", styles[name], ours), ("paper", hollow, paper)):
+                if points:
+                    label = f"{name}, {who}" if name else who
+                    panels.setdefault(title, []).append((label, style, _curve(points)))
+    if report.axis is None or not panels:
+        return []
+    caption = "Mean over seeds, with a band from the lowest to the highest seed. Hollow, dashed: the paper's figures."
+    made = plot_panels(panels, report.axis, scores=True)
+    return [Drawing("scores", f"Scores by {report.axis}", caption, made)]
+
+
+def _curve(points: Sequence[tuple[float, Spread]]) -> Curve:
+    places, cells = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+    low, high = ([choose(cell.values) for cell in cells] for choose in (min, max))
+    return Curve(list(places), [cell.mean for cell in cells], low, high)
 
 
 def _shown(line: Line, report: PublishedReport) -> list[tuple[str, str]]:

@@ -10,7 +10,8 @@ from typing import Any
 from llmdistill.files import write_json
 from llmdistill.report.metrics_log import Log, term_names
 from llmdistill.report.pages import write_page
-from llmdistill.report.plots import mean_curve, method_styles, plot_terms, save_plot
+from llmdistill.report.panels import plot_terms
+from llmdistill.report.plots import mean_curve, method_styles, save_plot
 from llmdistill.report.record import make_record
 from llmdistill.report.starts import draw_weighting, read_weighting
 from llmdistill.report.tables import Texts, print_table

@@ -120,6 +120,7 @@ class Benchmark(Task):
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         self.key = task_key(str(config.data.task.name))
         self.check_folder(config.data.task.dir, self.key, setting="data.task.dir")
+        self.check_further(config.data.task.out_of_domain, self.key)
 
     @classmethod
     @abstractmethod
@@ -133,6 +134,16 @@ class Benchmark(Task):
 
         Raises:
             UserError: the folder or a file does not exist; the message names the setting.
+        """
+
+    @classmethod
+    def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
+        """Check the sets of other data on which models are scored too (data.task.out_of_domain), and that they exist.
+
+        Only a task with classes has such sets.
+
+        Raises:
+            UserError: a setting is missing or does not fit, or a file does not exist.
         """
 
     @classmethod

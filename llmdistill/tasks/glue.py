@@ -44,7 +44,7 @@ from llmdistill.tasks.glue_files import (
     read_task,
     with_further,
 )
-from llmdistill.tasks.out_of_domain import read_further
+from llmdistill.tasks.out_of_domain import check_further, read_further
 
 
 class Glue(Benchmark):
@@ -68,6 +68,13 @@ class Glue(Benchmark):
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
         """See Benchmark."""
         check_data_dir(folder, [glue_name(key)], key=setting)
+
+    @classmethod
+    def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
+        """See Benchmark."""
+        task = TASKS[glue_name(key)]
+        if task.classes:
+            check_further(asked, glue_name(key), task.classes, len(task.sentences))
 
     @classmethod
     def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:

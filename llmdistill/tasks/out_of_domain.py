@@ -51,11 +51,27 @@ def read_further(
     Raises:
         UserError: a setting is missing or unknown, a map leaves out a class, or the data are missing or malformed.
     """
-    return {
-        name: _read(name, given, classes, num_sentences)
-        for name, given in _whole(asked).items()
-        if _plain(given["task"]) == _plain(task)
-    }
+    return {name: _read(name, given, classes, num_sentences) for name, given in _of_task(asked, task).items()}
+
+
+def check_further(
+    asked: Mapping[str, Mapping[str, Any]], task: str, classes: Sequence[str], num_sentences: int
+) -> None:
+    """Check the settings of the sets that belong to a task, and that their files exist; nothing is read.
+
+    The arguments are those of `read_further`.
+
+    Raises:
+        UserError: a setting is missing or unknown, a map leaves out a class, or a file does not exist.
+    """
+    for name, given in _of_task(asked, task).items():
+        _labels(name, given, classes, num_sentences)
+        table_rows(str(given["data"]))
+
+
+def _of_task(asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of the sets that belong to a task."""
+    return {name: given for name, given in _whole(asked).items() if _plain(given["task"]) == _plain(task)}
 
 
 def _plain(name: object) -> str:
@@ -79,24 +95,33 @@ def _whole(asked: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return sets
 
 
-def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sentences: int) -> FurtherSet:
+def _labels(
+    name: str, given: Mapping[str, Any], classes: Sequence[str], num_sentences: int
+) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Return the number of each label of a set by its spelling, and the label that each class stands for."""
     columns, map_of_labels = list(given["sentences"]), given["labels"]
     if len(columns) != num_sentences:
         raise UserError(
             f"{_KEY}.{name}.sentences is {columns}, but an example of {given['task']} has {num_sentences}: name as many"
         )
-    spellings, of_classes = dict[str, int](), list[int]()
     if not isinstance(map_of_labels, Mapping) or set(map(str, map_of_labels)) != set(classes):
         raise UserError(
             f"{_KEY}.{name}.labels is {map_of_labels}: give a label of the set for each class of {given['task']}, "
             f"which are {', '.join(classes)}"
         )
+    spellings, of_classes = dict[str, int](), list[int]()
     labels = {str(key): value for key, value in map_of_labels.items()}
     for each in classes:
         written = [str(label) for label in (labels[each] if isinstance(labels[each], list) else [labels[each]])]
         number = next((spellings[label] for label in written if label in spellings), len(set(spellings.values())))
         spellings.update(dict.fromkeys(written, number))
         of_classes.append(number)
+    return spellings, tuple(of_classes)
+
+
+def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sentences: int) -> FurtherSet:
+    spellings, of_classes = _labels(name, given, classes, num_sentences)
+    columns = list(given["sentences"])
     examples = []
     needed = [*columns, str(given["label"])]
     for number, (row, place) in enumerate(table_rows(str(given["data"]))):
@@ -116,10 +141,14 @@ def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sente
         examples.append(PairExample(texts[0], texts[1] if len(texts) > 1 else None, spellings[label], number))
     if not examples:
         raise UserError(f"{given['data']}: holds no example; give at least one for {_KEY}.{name}")
-    return FurtherSet(examples=examples, labels=tuple(of_classes))
+    return FurtherSet(examples=examples, labels=of_classes)
 
 
 def table_rows(reference: str) -> Rows:
-    """Yield the rows of a set with their places; a .txt is read as a table too (HANS)."""
+    """Read the rows of a set with their places; a .txt is a table with tabs too (HANS).
+
+    Raises:
+        UserError: immediately if there is no such file; for a row or a file that cannot be read, when it is read.
+    """
     path = Path(reference)
     return tsv_rows(path) if path.suffix.lower() == ".txt" and path.is_file() else stream_rows(reference)

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertTokenizerFast
 
 from support import ROOT, environment
 
@@ -95,3 +96,20 @@ def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(bring: Path,
         study = json.loads((run.parent / "tasks" / row / "results.json").read_text(encoding="utf-8"))
         assert rows[key]["figures"][1]["mean"] == study["tasks"]["SST-2"]["dev"]["SST-2"]["accuracy"]["mean"]
         assert (study["teacher"] is None) == (key == "no-kd")
+
+
+def test_models_of_one_set_are_scored_on_another(bring: Path, tmp_path: Path) -> None:
+    rows = [("0" if number % 4 else "1", f"{'no' if number % 4 else 'yes'} w{number}") for number in range(16)]
+    file = tmp_path / "imdb.tsv"
+    file.write_text("\n".join(["label\ttext", *map("\t".join, rows)]) + "\n", encoding="utf-8")
+    words = ("--suite", "kroneckerbert-table9", "--rows", "teacher", "--tasks.names", "sst2", "--train.epochs", "null")
+
+    _, results = compare(bring, tmp_path / "table", *words, "--tasks.out_of_domain.IMDb.data", str(file))
+
+    best = tmp_path / "table" / "tasks" / "teacher" / "SST-2" / "best"
+    model, tokenizer = BertForSequenceClassification.from_pretrained(best).eval(), BertTokenizerFast.from_pretrained(best)
+    logits = [model(**tokenizer(text, return_tensors="pt")).logits for _, text in rows]
+    right = fmean(str(int(each.argmax())) == label for each, (label, _) in zip(logits, rows, strict=True))
+    found = {row["key"]: row["measured"] for row in results["rows"]}["teacher"]["figures"]
+    assert found[0] is found[2] is None  # the sets of the tasks that were not asked for
+    assert found[1]["mean"] == pytest.approx(100 * right)

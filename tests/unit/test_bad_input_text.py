@@ -119,7 +119,7 @@ def test_a_layer_that_is_not_there(fails, teacher):
             ("--student.shape", "2x32x4", "--student.assistants", '["2x32x4"]', "--method", "none"),
             "student.assistants teach, but method none has no teacher",
         ),
-        (("--minilm.layers", "uniform", "--minilm.teacher_layer", "2"), "leave one of them out"),
+        (("--minilm.teacher_layers", "uniform", "--minilm.teacher_layer", "2"), "leave one of them out"),
         (("--minilmv2.relations", '["qq", "qq"]'), "each once"),
         (("--minilmv2.relations", '["qx"]'), "qx"),
         (("--tinybert.hidden", "-1"), "tinybert.hidden is -1.0"),

@@ -284,7 +284,7 @@ def test_an_assistant_is_trained_by_settings_of_its_own(plans_of: Callable[[str]
 
 
 def test_layer_to_layer_and_starting_points() -> None:
-    assert parse("minilm/6x384-layer-to-layer").method_settings["minilm"].layers == "uniform"
+    assert parse("minilm/6x384-layer-to-layer").method_settings["minilm"].teacher_layers == "uniform"
     students = {name: parse(name).student for name in RECIPES if "makd" not in name}
     starts = {name: (student.init, student.teacher_layers) for name, student in students.items()}
     assert starts.pop("distilbert/6x768") == starts.pop("distilbert/4x768") == ("layers", "spread")

@@ -57,7 +57,7 @@ SETTINGS: dict[str, Any] = {
     "sft": None,
     "kd": KdConfig(ratio=0.7, temperature=2.0, divergence="skew_reverse_kl"),
     "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5),
-    "minilm": MinilmConfig(layers="uniform", value_mse=1.0),
+    "minilm": MinilmConfig(teacher_layers="uniform", value_mse=1.0),
     "minilmv2": Minilmv2Config(relation_heads=8, relations=("qq", "kk", "qk")),
     "distilbert": DistilbertConfig(),
     "tinybert": TinybertConfig(soft=1.0),

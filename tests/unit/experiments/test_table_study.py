@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import BertConfig
 
 from llmdistill.cli import main
+from llmdistill.experiments import table_study
 from llmdistill.report.column import Column
-from llmdistill.report.published import Line, Measured, PublishedReport, print_published, write_published
+from llmdistill.report.published import Line, Measured, PublishedReport, draw_rows, print_published, write_published
 
 COLUMNS = [
     Column(label="SQuAD 2.0 F1", column="SQuAD2", metric="best_f1"),
@@ -67,6 +69,40 @@ def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.Cap
     assert "Theirs" not in shown
 
 
+def test_scores_are_drawn_over_the_numbers_of_the_rows(tmp_path: Path) -> None:
+    def row(at: int, line: str, scores: list[float], published: float | None) -> Line:
+        measured = Measured(folder="f", scores={("MNLI-m", "accuracy"): scores}) if scores else None
+        return Line(key=f"{line}{at}", label="l", published=[published], measured=measured, at=at, line=line)
+
+    lines = [
+        row(6, "A", [80.0, 82.0], 79.0),
+        row(3, "A", [70.0], None),
+        row(9, "A", [], 78.0),
+        row(3, "B", [60.0], None),
+    ]
+    columns = [Column(label="MNLI-m", column="MNLI-m", metric="accuracy")]
+    report = PublishedReport(title="T", columns=columns, average=False, lines=lines, axis="layer", facts={})
+
+    results = write_published(tmp_path, report)
+
+    (drawing,) = draw_rows(report)
+    (panel,) = drawing.figure.axes
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
+    assert drawn == {
+        "A, ours": ([3, 6], [70.0, 81.0]),
+        "A, paper": ([6, 9], [79.0, 78.0]),
+        "B, ours": ([3], [60.0]),
+    }
+    band = {tuple(point) for point in panel.collections[0].get_paths()[0].vertices}
+    assert band == {(3, 70.0), (6, 80.0), (6, 82.0)}
+    assert drawing.figure.get_supxlabel() == "layer"
+    assert [each["at"] for each in results["rows"]] == [6, 3, 9, 3]
+    assert (tmp_path / "plots" / "scores.png").is_file()
+    assert "(plots/scores.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "<svg" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert draw_rows(replace(report, lines=[replace(each, at=None) for each in lines])) == []
+
+
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
     """A teacher that is nothing but a config, with a vocabulary."""
@@ -76,8 +112,8 @@ def teacher(tmp_path: Path) -> Path:
     return folder
 
 
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main(["compare", "--suite", "minilm-table2", *words, "--dry_run", "--json"]) == 0
+def plan(capsys: pytest.CaptureFixture[str], *words: str, suite: str = "minilm-table2") -> dict:
+    assert main(["compare", "--suite", suite, *words, "--dry_run", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -99,6 +135,42 @@ def test_a_dry_run_names_what_is_missing(capsys, teacher: Path, tmp_path: Path) 
     assert missing.startswith(f"tasks.data_dir {tmp_path / 'glue'}: it has no folder SST-2")
     last = plan(capsys, *own, "--tasks.names", "rte", "--tasks.seeds", "7")
     assert (last["missing"], last["fine_tunings"]) == ([], {"RTE": 16})
+
+
+def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Path, tmp_path: Path) -> None:
+    own = ("--rows", "teacher", "--teacher.model", str(teacher))
+    found = plan(capsys, *own, suite="kroneckerbert-table9")
+    assert found["missing"] == []  # the three sets are on the hub
+    assert (list(found["fine_tunings"]), found["out_of_domain"]) == (["MRPC", "SST-2", "RTE"], ["PAWS", "IMDb", "HANS"])
+
+    mine = {"PAWS": {"data": "paws/dev.tsv"}, "IMDb": {"data": "imdb.jsonl", "labels": {"0": "neg"}}, "HANS": {}}
+    own = (*own, "--tasks.out_of_domain", json.dumps(mine))
+    missing = plan(capsys, *own, suite="kroneckerbert-table9")["missing"]
+    assert [sentence.partition(";")[0] for sentence in missing] == [
+        "paws/dev.tsv: no such file",
+        "data.task.out_of_domain.IMDb.labels is {'0': 'neg'}: give a label of the set for each class of SST-2, which "
+        "are 0, 1",
+    ]
+    # A set of a task that is not asked for is not needed.
+    assert plan(capsys, *own, "--tasks.names", "rte", suite="kroneckerbert-table9")["missing"] == []
+
+
+def test_a_figure_s_rows_are_drawn_over_their_layers(monkeypatch, capsys, teacher: Path, tmp_path: Path) -> None:
+    def conduct(study: table_study.TableStudy) -> dict[str, Measured]:
+        layers = {key: config.method_settings["minilmv2"].teacher_layer for key, config in study.configs.items()}
+        return {
+            key: Measured(folder="f", scores={("SST-2", "accuracy"): [80.0 + layer]}) for key, layer in layers.items()
+        }
+
+    monkeypatch.setattr(table_study, "conduct", conduct)
+    monkeypatch.setattr(table_study.TableStudy, "check", lambda study: None)
+    words = ("--suite", "minilmv2-figure2a", "--rows", "layer-3,layer-7", "--teacher.model", str(teacher))
+    assert main(["compare", *words, "--output_dir", str(tmp_path / "out"), "--json"]) == 0
+    rows = {row["at"]: row["measured"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert list(rows) == list(range(1, 13))
+    means = {at: row["figures"][2]["mean"] for at, row in rows.items() if row is not None}
+    assert means == {3: 83.0, 7: 87.0}
+    assert "layer of the teacher" in (tmp_path / "out" / "plots" / "scores.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

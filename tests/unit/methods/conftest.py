@@ -181,7 +181,12 @@ def kl(p: Tensor, q: Tensor) -> float:
 def relation(seen: Seen, sides: tuple[str, str], layer: int, b: int, i: int, keys: list[int], count: int) -> Tensor:
     """MiniLMv2 eq. 7: (R, keys), one token's distributions."""
     heads = seen.heads if "query" in sides else seen.groups
-    left, right = (seen.per_head(side, layer, heads)[b].flatten(1).unflatten(1, (count, -1)) for side in sides)
+
+    def cut(side: str) -> Tensor:
+        flat = seen.flat[side, layer] if side == "hidden" else seen.per_head(side, layer, heads).flatten(2)
+        return flat[b].unflatten(1, (count, -1))
+
+    left, right = map(cut, sides)
     scores = torch.stack([(left[i] * right[j]).sum(-1) for j in keys], dim=-1)
     return (scores / math.sqrt(left.shape[-1])).softmax(-1)
 

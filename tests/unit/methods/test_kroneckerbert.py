@@ -33,7 +33,7 @@ def only(*names: str) -> KroneckerbertConfig:
     return KroneckerbertConfig(**weights)
 
 
-def naive(pair, temperature: float, output: str) -> dict[str, float]:
+def naive(pair, temperature: float, output: str, layers: list[tuple[int, int]]) -> dict[str, float]:
     """KroneckerBERT eq. 14, token by token, in fp64; `output` is the hook at the feed-forward output."""
     student, teacher = pair.seen()
 
@@ -45,14 +45,14 @@ def naive(pair, temperature: float, output: str) -> dict[str, float]:
     def attention(b: int, i: int) -> float:
         keys = student.keys_of(pair.batch, b, i)
         return sum(
-            (score(student, layer, h, b, i, j) - score(teacher, layer, h, b, i, j)) ** 2 / (4 * len(keys))
-            for layer in range(LAYERS)
+            (score(student, mine, h, b, i, j) - score(teacher, theirs, h, b, i, j)) ** 2 / (4 * len(keys))
+            for mine, theirs in layers
             for h in range(4)
             for j in keys
         )
 
     def ffn(b: int, i: int) -> float:
-        errors = [student.flat[output, n][b, i] - teacher.flat[output, n][b, i] for n in range(LAYERS)]
+        errors = [student.flat[output, mine][b, i] - teacher.flat[output, theirs][b, i] for mine, theirs in layers]
         return sum(error.square().mean() for error in errors)
 
     def embedding(b: int, i: int) -> float:
@@ -72,13 +72,24 @@ def naive(pair, temperature: float, output: str) -> dict[str, float]:
 @pytest.mark.parametrize("settings", [KroneckerbertConfig(), OTHER], ids=["the paper's", "others"])
 def test_terms_equal_the_naive_loop(pair, settings: KroneckerbertConfig) -> None:
     method = build_kroneckerbert(settings, pair.teacher_config, pair.student_config)
-    expected = naive(pair, settings.temperature, "ffn_down" if settings is OTHER else "hidden")
+    same = [(layer, layer) for layer in range(LAYERS)]
+    expected = naive(pair, settings.temperature, "ffn_down" if settings is OTHER else "hidden", same)
     weights = asdict(settings)
     assert method.weights == {name: weights[name] for name in expected}
     assert list(method.weights) == [*INNER, "logits", "label"]
     assert method.positions == {name: "tokens" if name in INNER else "labels" for name in expected}
     assert not method.projections
     assert pair.means(method) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers"), [("uniform", [(0, 2), (1, 4)]), ("4,1", [(0, 3), (1, 0)]), ("0,3", [(1, 2)])]
+)
+def test_a_student_of_fewer_layers_learns_from_those_of_the_map(models, spec: str, layers: list) -> None:
+    pair = models.Pair(models.bert(5, 16, 4, 4), models.bert(2, 16, 4, 4))
+    settings = KroneckerbertConfig(teacher_layers=spec)
+    method = build_kroneckerbert(settings, pair.teacher_config, pair.student_config)
+    assert pair.means(method) == pytest.approx(naive(pair, 1.0, "hidden", layers), rel=1e-4)
 
 
 def random_taps(seed: int, padding: torch.Tensor, groups: int) -> Taps:

@@ -5,39 +5,9 @@ from transformers import LlamaConfig
 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.methods.layers import named_layer, parse_layers, uniform_map
+from llmdistill.methods.layers import named_layer, parse_layers
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.objective import TOKENS
-
-
-@pytest.mark.parametrize(
-    ("student", "teacher", "expected"),
-    [
-        (6, 12, [1, 3, 5, 7, 9, 11]),
-        (4, 12, [2, 5, 8, 11]),
-        (3, 12, [3, 7, 11]),
-        (12, 24, [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23]),
-        (12, 12, list(range(12))),
-        (1, 7, [6]),
-        (2, 5, [2, 4]),  # 2.5 -> 3
-        (5, 12, [1, 4, 6, 9, 11]),  # 2.4 4.8 7.2 9.6 12
-        (4, 2, [0, 0, 1, 1]),  # 0.5 1 1.5 2
-        (5, 2, [0, 0, 0, 1, 1]),  # 0.4 is no layer: the first
-    ],
-)
-def test_uniform_map(student: int, teacher: int, expected: list[int]) -> None:
-    assert uniform_map(student, teacher) == expected
-
-
-def test_uniform_map_ends_with_the_last_and_never_goes_back() -> None:
-    for student in range(1, 26):
-        for teacher in range(1, 26):
-            layers = uniform_map(student, teacher)
-            assert len(layers) == student
-            assert layers[-1] == teacher - 1
-            assert layers == sorted(layers)
-            assert layers[0] >= 0
-            assert student > teacher or len(set(layers)) == student
 
 
 def test_named_layers_count_from_one() -> None:
@@ -87,3 +57,39 @@ def test_makds_attention_of_a_target_is_that_of_the_source_and_itself_so_far(mod
         )
 
     assert pair.means(method)["attention"] == pytest.approx(pair.mean_over_tokens(attention), rel=1e-4)
+
+
+def test_makds_layers_are_the_students_and_the_map_says_which_teach_them(models) -> None:
+    pair = models.Pair(models.bert(5, 16, 4, 4), models.bert(3, 16, 4, 4))
+    settings = MakdConfig(teacher_layers="5,0,2", matrix_layers="all", layer_layers="2-3")
+    means = pair.means(METHODS["makd"].build(settings, pair.teacher_config, pair.student_config, TOKENS))
+    student, teacher = pair.seen()
+
+    def error(name: str, layers: list[tuple[int, int]]) -> float:
+        def of_token(b: int, i: int) -> float:
+            return sum(
+                (student.flat[name, mine][b, i] - teacher.flat[name, theirs][b, i]).square().mean()
+                for mine, theirs in layers
+            )
+
+        return pair.mean_over_tokens(of_token)
+
+    def attention(b: int, i: int) -> float:
+        keys = student.keys_of(pair.batch, b, i)
+        return sum(
+            models.kl(student.attentions[2][b, h, i, keys], teacher.attentions[1][b, h, i, keys]) / 4 for h in range(4)
+        )
+
+    for name in ("query", "key", "value"):
+        assert means[name] == pytest.approx(error(name, [(0, 4), (2, 1)]), rel=1e-4)
+    assert means["hidden"] == pytest.approx(error("hidden", [(2, 1)]), rel=1e-4)
+    assert means["attention"] == pytest.approx(pair.mean_over_tokens(attention), rel=1e-4)
+
+
+def test_without_a_map_like_is_compared_with_like(models) -> None:
+    settings = MakdConfig()
+    with pytest.raises(UserError, match=r"num_layers is 5 in .* and 3 in .* or map the layers by makd\.teacher_layers"):
+        METHODS["makd"].build(settings, models.bert(5, 16, 4, 4), models.bert(3, 16, 4, 4), TOKENS)
+    mapped = MakdConfig(teacher_layers="uniform")
+    with pytest.raises(UserError, match="hidden_size is 16 in the teacher and 8 in the student"):
+        METHODS["makd"].build(mapped, models.bert(5, 16, 4, 4), models.bert(3, 8, 4, 4), TOKENS)

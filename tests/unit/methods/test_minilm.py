@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references import terms_of
+from transformers import Qwen3Config
 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
@@ -13,12 +14,19 @@ from llmdistill.methods.minilm import MinilmConfig, build_minilm
 LAYERS = {
     "last": (MinilmConfig(), [(1, 4)]),
     "another": (MinilmConfig(teacher_layer=2, value_mse=0.5), [(1, 1)]),
-    "uniform": (MinilmConfig(layers="uniform", attention=2.0, value_mse=0.5), [(0, 2), (1, 4)]),
+    "uniform": (MinilmConfig(teacher_layers="uniform", attention=2.0, value_mse=0.5), [(0, 2), (1, 4)]),
+    "free": (MinilmConfig(teacher_layers="5,2"), [(0, 4), (1, 1)]),
+    "first alone": (MinilmConfig(teacher_layers="3,0"), [(0, 2)]),
+    "hidden states": (MinilmConfig(value_relation=0.0, hidden_relation=2.0, hidden_mse=0.5), [(1, 4)]),
+    "hidden states by a map": (
+        MinilmConfig(attention=0.0, hidden_relation=1.0, teacher_layers="4,1"),
+        [(0, 3), (1, 0)],
+    ),
 }
 
 
-def naive(pair, models, names, layers: list[tuple[int, int]], projector=None) -> dict[str, float]:
-    """MiniLM §3.1 and §3.2, and the values' MSE, token by token and head by head."""
+def naive(pair, models, names, layers: list[tuple[int, int]], projectors=None) -> dict[str, float]:
+    """MiniLM §3.1 and §3.2, and the ablations' terms, token by token and head by head, in fp64."""
     student, teacher = pair.seen()
 
     def attention(b: int, i: int) -> float:
@@ -40,28 +48,45 @@ def naive(pair, models, names, layers: list[tuple[int, int]], projector=None) ->
                 result += models.kl(p, q) / 4
         return result
 
-    def value_mse(b: int, i: int) -> float:
-        result = 0.0
+    def squares(aspect: str):
+        def loss(b: int, i: int) -> float:
+            result = 0.0
+            for s, t in layers:
+                mine = student.flat[aspect, s][b, i]
+                mine = mine if aspect not in (projectors or {}) else projectors[aspect] @ mine
+                result += ((mine - teacher.flat[aspect, t][b, i]) ** 2).mean()
+            return result
+
+        return loss
+
+    def hidden_relation(b: int, i: int) -> float:
+        keys, result = student.keys_of(pair.batch, b, i), 0.0
         for s, t in layers:
-            mine = student.flat["value", s][b, i]
-            mine = mine if projector is None else projector @ mine
-            result += ((mine - teacher.flat["value", t][b, i]) ** 2).mean()
+            for h in range(4):  # as many parts as heads
+                p, q = (
+                    torch.stack([part[i, h] @ part[j, h] / part.shape[-1] ** 0.5 for j in keys]).softmax(0)
+                    for part in (
+                        teacher.flat["hidden", t][b].unflatten(-1, (4, -1)),
+                        student.flat["hidden", s][b].unflatten(-1, (4, -1)),
+                    )
+                )
+                result += models.kl(p, q) / 4
         return result
 
-    losses = {"attention": attention, "value_relation": value_relation, "value_mse": value_mse}
+    losses = {"attention": attention, "value_relation": value_relation, "value_mse": squares("value")}
+    losses |= {"hidden_relation": hidden_relation, "hidden_mse": squares("hidden")}
     return {name: pair.mean_over_tokens(losses[name]) for name in names}
 
 
 @pytest.mark.parametrize(("settings", "layers"), LAYERS.values(), ids=LAYERS)
 def test_terms_equal_the_naive_loop(pair, models, settings: MinilmConfig, layers: list[tuple[int, int]]) -> None:
     method = build_minilm(settings, pair.teacher_config, pair.student_config)
-    projector = None
-    if method.projections:
-        projector = pair.run(method).projectors["value"].weight.detach().double()
-    names = ("attention", "value_relation", "value_mse")
+    made = pair.run(method).projectors
+    projectors = {name: made[name].weight.detach().double() for name in method.projections}
+    names = ("attention", "value_relation", "value_mse", "hidden_relation", "hidden_mse")
     assert method.weights == {name: getattr(settings, name) for name in names if getattr(settings, name)}
     assert set(method.positions.values()) == {"tokens"}
-    assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, layers, projector), rel=1e-4)
+    assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, layers, projectors), rel=1e-4)
 
 
 def test_values_of_the_same_width_need_no_matrix(models) -> None:
@@ -78,6 +103,7 @@ def test_values_of_the_same_width_need_no_matrix(models) -> None:
         (MinilmConfig(value_relation=0.0), {"query", "key"}),
         (MinilmConfig(attention=0.0), {"value"}),
         (MinilmConfig(attention=0.0, value_relation=0.0, value_mse=1.0), {"value"}),
+        (MinilmConfig(attention=0.0, value_relation=0.0, hidden_relation=1.0), {"hidden"}),
     ],
 )
 def test_it_asks_only_for_what_it_needs(models, settings: MinilmConfig, aspects: set[str]) -> None:
@@ -91,7 +117,8 @@ def test_it_asks_only_for_what_it_needs(models, settings: MinilmConfig, aspects:
 def test_student_that_equals_its_teacher_stays(models) -> None:
     config = models.llama(2, 16, 4, 2)
     pair = models.Pair(config, config, seeds=(0, 0))
-    method = build_minilm(MinilmConfig(layers="uniform", value_mse=1.0), config, config)
+    extra = {"value_mse": 1.0, "hidden_relation": 1.0, "hidden_mse": 1.0}
+    method = build_minilm(MinilmConfig(teacher_layers="uniform", **extra), config, config)
     run = pair.run(method)
     terms = terms_of(method, run.student, run.teacher, pair.batch)
     torch.stack([term.sum for term in terms.values()]).sum().backward()
@@ -100,8 +127,20 @@ def test_student_that_equals_its_teacher_stays(models) -> None:
 
 
 def test_padding_does_not_matter(pair) -> None:
-    method = build_minilm(MinilmConfig(layers="uniform", value_mse=1.0), pair.teacher_config, pair.student_config)
+    method = build_minilm(
+        MinilmConfig(teacher_layers="uniform", value_mse=1.0), pair.teacher_config, pair.student_config
+    )
     assert pair.means(method, pair.padded()) == pytest.approx(pair.means(method), rel=1e-5)
+
+
+def test_hidden_states_are_cut_into_as_many_parts_as_heads(models) -> None:
+    def qwen(width: int) -> Qwen3Config:
+        sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": 2}
+        return Qwen3Config(vocab_size=40, num_attention_heads=4, num_key_value_heads=4, head_dim=4, **sizes)
+
+    with pytest.raises(UserError, match=r"hidden_relation .* the 4 heads, which do not divide a width of 18"):
+        build_minilm(MinilmConfig(hidden_relation=1.0), qwen(16), qwen(18))
+    build_minilm(MinilmConfig(), qwen(16), qwen(18))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +149,7 @@ def test_padding_does_not_matter(pair) -> None:
         ({}, ("bert", 2, 24, 6), "the teacher has 4 attention heads and the student 6: .*minilmv2"),
         ({"teacher_layer": 6}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 6: the teacher has 5 layers"),
         ({"teacher_layer": 0}, ("bert", 2, 16, 4), r"minilm\.teacher_layer is 0"),
+        ({"teacher_layers": "1,2,3"}, ("bert", 2, 16, 4), r"minilm\.teacher_layers 1,2,3 does not fit: give 2 numbers"),
         ({}, ("gpt2", 2, 16, 4), r"the teacher \(bert\) is an encoder and the student \(gpt2\) a decoder"),
     ],
 )

@@ -32,6 +32,7 @@ def naive(pair, models, relations: list[str], count: int, student_layer: int, te
     [
         (Minilmv2Config(relation_heads=4, relations=["qk", "vv"]), 4),
         (Minilmv2Config(relation_heads=2, teacher_layer=3, weight=0.5), 2),
+        (Minilmv2Config(relation_heads=8, relations=["hh"]), 4),
     ],
 )
 def test_terms_equal_the_naive_loop(pair, models, settings: Minilmv2Config, teacher_layer: int) -> None:
@@ -53,6 +54,13 @@ def test_all_nine_relations_of_models_with_other_heads(models, family: str) -> N
     method = build_minilmv2(settings, pair.teacher_config, pair.student_config)
     assert list(method.weights) == [f"relation_{relation}" for relation in EVERY]
     assert pair.means(method) == pytest.approx(naive(pair, models, EVERY, 3, 1, 2), rel=1e-4)
+
+
+def test_layer_to_layer_is_the_sum_over_the_layers(pair, models) -> None:
+    settings = Minilmv2Config(relation_heads=4, teacher_layers="uniform")
+    method = build_minilmv2(settings, pair.teacher_config, pair.student_config)
+    first, last = (naive(pair, models, settings.relations, 4, *layers) for layers in ((0, 2), (1, 4)))
+    assert pair.means(method) == pytest.approx({name: first[name] + last[name] for name in last}, rel=1e-4)
 
 
 def test_directions_of_a_mixed_relation_differ(models) -> None:

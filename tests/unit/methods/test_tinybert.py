@@ -50,13 +50,21 @@ def naive(pair, projectors: dict[str, torch.Tensor], layers=LAYERS, temperature:
     return {**inner, "soft": soft / count}
 
 
-@pytest.mark.parametrize("settings", [TinybertConfig(), TinybertConfig(hidden=0.5, soft=2.0, temperature=3.0)])
-def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig) -> None:
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        (TinybertConfig(), LAYERS),
+        (TinybertConfig(hidden=0.5, soft=2.0, temperature=3.0), LAYERS),
+        (TinybertConfig(teacher_layers="5,1"), [(0, 4), (1, 0)]),
+        (TinybertConfig(teacher_layers="0,2"), [(1, 1)]),
+    ],
+)
+def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig, layers: list[tuple[int, int]]) -> None:
     method = build_tinybert(settings, pair.teacher_config, pair.student_config)
     run = pair.run(method)
     projectors = {name: module.weight.detach().double() for name, module in run.projectors.items()}
     assert method.projections == {"hidden": (16, 32), "embedding": (16, 32)}
-    expected = naive(pair, projectors, temperature=settings.temperature)
+    expected = naive(pair, projectors, layers, temperature=settings.temperature)
     weights = {name: getattr(settings, name) for name in expected if getattr(settings, name)}
     assert method.weights == weights
     assert method.positions == {name: "labels" if name == "soft" else "tokens" for name in weights}

@@ -231,7 +231,11 @@ def test_which_layers(spec: str, student: int, teacher: int, expected: list[int]
 @pytest.mark.parametrize(
     ("spec", "depth", "expected"),
     [
-        ("middle", 3, "student.layers 'middle' names no layers: give spread, first, last, important, or numbers"),
+        (
+            "middle",
+            3,
+            "student.layers 'middle' names no layers: give uniform, spread, first, last, important, or num",
+        ),
         ("1,,2", 3, "names no layers"),
         ("1,2", 3, "student.layers 1,2 does not fit: give 3 numbers, .* from 1 to the teacher's 12"),
         ("0,1,2", 3, "does not fit"),

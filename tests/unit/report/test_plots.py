@@ -74,13 +74,6 @@ def test_legend_is_in_the_order_in_which_the_lines_end():
     assert colors == [look["m0"].color, look["m1"].color]
 
 
-def test_terms_have_a_panel_each_and_a_logarithm_where_they_spread():
-    terms = {"wide": curve([10.0, 1.0, 0.01]), "narrow": curve([2.0, 1.5]), "negative": curve([10.0, -1.0])}
-    panels = plots.plot_terms({**terms, "fourth": curve([1.0])}, styles(1)["m0"]).axes
-    assert [panel.get_title(loc="left") for panel in panels if panel.get_visible()] == [*terms, "fourth"]
-    assert [panel.get_yscale() for panel in panels[:3]] == ["log", "linear", "linear"]
-
-
 def test_sizes_are_drawn_from_small_to_large():
     figure = plots.plot_size([("KD", styles(1)["m0"], [(500, 4.0), (300, 3.0)])], teacher=9.0)
     assert list(figure.axes[0].lines[0].get_xdata()) == [300, 500]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from llmdistill.errors import UserError
+from llmdistill.models.layer_maps import mapped_layers, uniform_map
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "expected"),
+    [
+        (6, 12, [2, 4, 6, 8, 10, 12]),
+        (4, 12, [3, 6, 9, 12]),
+        (3, 12, [4, 8, 12]),
+        (12, 24, [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]),
+        (12, 12, list(range(1, 13))),
+        (1, 7, [7]),
+        (2, 5, [3, 5]),  # 2.5 -> 3
+        (5, 12, [2, 5, 7, 10, 12]),  # 2.4 4.8 7.2 9.6 12
+        (4, 2, [1, 1, 2, 2]),  # 0.5 1 1.5 2
+        (5, 2, [1, 1, 1, 2, 2]),  # 0.4 is no layer: the first
+    ],
+)
+def test_uniform_map(student: int, teacher: int, expected: list[int]) -> None:
+    assert uniform_map(student, teacher) == expected
+
+
+def test_uniform_map_ends_with_the_last_and_never_goes_back() -> None:
+    for student in range(1, 26):
+        for teacher in range(1, 26):
+            layers = uniform_map(student, teacher)
+            assert len(layers) == student
+            assert layers[-1] == teacher
+            assert layers == sorted(layers)
+            assert layers[0] >= 1
+            assert student > teacher or len(set(layers)) == student
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("uniform", [2, 4, 6]),
+        ("spread", [1, 3, 5]),
+        ("first", [1, 2, 3]),
+        ("last", [4, 5, 6]),
+        ("6, 1,6 ", [6, 1, 6]),  # any order, and a layer twice
+    ],
+)
+def test_maps_of_three_of_six_layers(spec: str, expected: list[int]) -> None:
+    assert mapped_layers(spec, 3, 6, key="k") == expected
+
+
+def test_zero_is_a_layer_that_learns_from_none() -> None:
+    assert mapped_layers("0,0,6", 3, 6, key="k", may_skip=True) == [0, 0, 6]
+    with pytest.raises(UserError, match=r"k 0,0,6 does not fit: give 3 numbers, .* from 1 to the teacher's 6"):
+        mapped_layers("0,0,6", 3, 6, key="k")
+    with pytest.raises(UserError, match=r"k 0,0,0: no layer of the student has a layer of the teacher"):
+        mapped_layers("0,0,0", 3, 6, key="k", may_skip=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "depth", "message"),
+    [
+        ("2,4", 3, "x.y 2,4 does not fit: give 3 numbers, one for each layer of the student, from 0 (0: none) to the"),
+        ("2,4,7", 3, "x.y 2,4,7 does not fit"),
+        ("-1,2,3", 3, "x.y '-1,2,3' names no layers: give uniform, spread, first, last, or numbers from 1"),
+        ("middle", 3, "x.y 'middle' names no layers"),
+        ("", 3, "x.y '' names no layers"),
+        ("1,,2", 3, "names no layers"),
+        ("first", 7, "x.y first: the student has 7 layers and the teacher 6; give a number for each layer"),
+        ("last", 7, "x.y last: the student has 7 layers and the teacher 6"),
+    ],
+)
+def test_what_is_no_map(spec: str, depth: int, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        mapped_layers(spec, depth, 6, key="x.y", may_skip=True)
