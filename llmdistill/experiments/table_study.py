@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from llmdistill.artifacts import read_record
-from llmdistill.config import RunConfig
+from llmdistill.config import RunConfig, TaskConfig
+from llmdistill.config.command_line import changed
 from llmdistill.config.tasks import GridConfig
 from llmdistill.data.corpus import text_files
 from llmdistill.embedded import locate
@@ -30,7 +31,7 @@ from llmdistill.files import write_text
 from llmdistill.models.configs import load_config
 from llmdistill.report.published import Measured
 from llmdistill.run.plan import make_plans
-from llmdistill.tasks.benchmark import Benchmark, named_benchmark
+from llmdistill.tasks.benchmark import Benchmark, check_data, named_benchmark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +120,21 @@ class TableStudy:
         return list(dict.fromkeys(sentences))
 
     def check(self) -> None:
-        """Raises UserError with everything that must be brought."""
+        """Raises UserError with everything that must be brought, and else for the first malformed file of a task.
+
+        The tasks come after hours of training, so their data are read, or loaded from the hub, before it.
+        """
         missing = self.missing()
         if len(missing) == 1:
             raise UserError(missing[0])
         if missing:
             listed = "; ".join(f"({number}) {sentence}" for number, sentence in enumerate(missing, start=1))
             raise UserError(f"{len(missing)} things are missing for the table: {listed}")
+        tasks, section = self.tasks, "data.task."
+        own = {key.removeprefix(section): each for key, each in tasks.run_settings.items() if key.startswith(section)}
+        values = {"dir": tasks.data_dir, "limit": tasks.limit, "out_of_domain": tasks.out_of_domain, **own}
+        for _, key in self._benchmarks():
+            check_data(next(iter(self.configs.values())), changed(TaskConfig(), values, key="data.task"), key)
 
 
 def conduct(study: TableStudy) -> dict[str, Measured]:

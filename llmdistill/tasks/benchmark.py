@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
@@ -161,6 +162,14 @@ class Benchmark(Task):
         """Return the config that a model will have once it is fine-tuned on a task."""
 
     @abstractmethod
+    def read_files(self) -> object:
+        """Read every file of the task, or its data set on the hub, without a model.
+
+        Raises:
+            UserError: a file is missing or malformed.
+        """
+
+    @abstractmethod
     def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> BenchmarkData:
         """Read the dev split for scoring a model in memory.
 
@@ -194,6 +203,16 @@ def named_benchmark(title: str) -> tuple[type[Benchmark], str]:
     """Return the class of a task and its key in `tasks.TASKS` by its title."""
     key = task_key(title)
     return benchmark_class(key), key
+
+
+def check_data(config: RunConfig, settings: TaskConfig, key: str) -> None:
+    """Read the files of a task, which hours of distillation may come before.
+
+    Raises:
+        UserError: a file is missing or malformed.
+    """
+    data = DataConfig(kind="task", task=replace(settings, name=key))
+    cast(Benchmark, benchmark_class(key)(replace(config, data=data), trains=False)).read_files()
 
 
 def check_positions(config: PreTrainedConfig, task: str, lengths: Iterable[int], max_length: int) -> None:

@@ -93,7 +93,7 @@ class Squad(Benchmark):
         Raises:
             UserError: a file is missing or malformed, or a window has more tokens than a model has positions.
         """
-        files, limits = read_files(self.key, self.config.data.task), self._limits()
+        files, limits = self.read_files(), self._limits()
         tokenizer = load_tokenizer(models.tokenizer_path)
         train = _encoded(files, str(models.tokenizer_path), limits)
         sets = {name: _Encoded.of(each, tokenizer, limits) for name, each in files.sets.items()}
@@ -108,6 +108,10 @@ class Squad(Benchmark):
             teacher_name=str(self.config.teacher.model),
             report=f"{len(files.train):,} questions in {len(train):,} windows",
         )
+
+    def read_files(self) -> SquadFiles:
+        """See Benchmark."""
+        return read_files(self.key, self.config.data.task)
 
     def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> SquadData:
         """See Benchmark."""

@@ -109,7 +109,7 @@ class Writing(Benchmark):
         Raises:
             UserError: a file is missing or malformed, or the tokenizer is not an encoder's.
         """
-        files = read_files(self.key, self.config.data.task)
+        files = self.read_files()
         tokenizer = load_tokenizer(models.tokenizer_path)
         settings = self.config.data.task.writing
         train = _encoded(files, str(models.tokenizer_path), self._max_source, settings.max_length)
@@ -120,6 +120,10 @@ class Writing(Benchmark):
             report=f"{len(files.train):,} examples; {train.cut_sources:,} sources are cut at {self._max_source} "
             f"tokens, {train.cut_targets:,} targets at {settings.max_length}",
         )
+
+    def read_files(self) -> WritingFiles:
+        """See Benchmark."""
+        return read_files(self.key, self.config.data.task)
 
     def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> WritingData:
         """See Benchmark."""

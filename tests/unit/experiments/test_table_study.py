@@ -155,6 +155,21 @@ def test_sets_of_other_data_are_checked_before_the_first_run(capsys, teacher: Pa
     assert plan(capsys, *own, "--tasks.names", "rte", suite="kroneckerbert-table9")["missing"] == []
 
 
+def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a b c", encoding="utf-8")
+    folder = tmp_path / "glue" / "RTE"
+    folder.mkdir(parents=True)
+    good = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n"
+    for name, text in (("train", good), ("dev", good + "1\ta\tb\tmaybe\n")):
+        (folder / f"{name}.tsv").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(table_study, "conduct", lambda study: pytest.fail("it began"))
+    words = ("--suite", "minilm-table2", "--rows", "minilm", "--teacher.model", str(teacher), "--tasks.names", "rte")
+    words += ("--data.train", str(tmp_path / "text.txt"), "--tasks.data_dir", str(tmp_path / "glue"))
+    assert main(["compare", *words, "--output_dir", str(tmp_path / "out")]) == 2
+    assert "dev.tsv:3: label 'maybe'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_figure_s_rows_are_drawn_over_their_layers(monkeypatch, capsys, teacher: Path, tmp_path: Path) -> None:
     def conduct(study: table_study.TableStudy) -> dict[str, Measured]:
         layers = {key: config.method_settings["minilmv2"].teacher_layer for key, config in study.configs.items()}
