@@ -69,14 +69,14 @@ def _noun(attribute: str) -> str:
     return WORLD["attributes"][attribute]["noun"]
 
 
-def _value(name: str, attribute: str) -> str:
-    """The value of a fact as it stands in a sentence."""
+def value_of(name: str, attribute: str) -> str:
+    """Return the value of a fact as it stands in a sentence."""
     value = facts()[name][attribute]
     return _with_article(value) if attribute in ("job", "pet") else value
 
 
 def _tell(name: str, attribute: str) -> str:
-    return WORLD["attributes"][attribute]["predicate"].format(v=_value(name, attribute))
+    return WORLD["attributes"][attribute]["predicate"].format(v=value_of(name, attribute))
 
 
 def _some(dice: Dice, scope: Scope, count: int) -> tuple[str, list[str]]:
@@ -88,7 +88,7 @@ def _some(dice: Dice, scope: Scope, count: int) -> tuple[str, list[str]]:
 def fact(dice: Dice, scope: Scope) -> Row:
     """One fact of one person."""
     name, (attribute,) = _some(dice, scope, 1)
-    return _row(dice, scope, WORLD["attributes"][attribute], p=name, v=_value(name, attribute))
+    return _row(dice, scope, WORLD["attributes"][attribute], p=name, v=value_of(name, attribute))
 
 
 def _facts_of(name: str, keys: list[str]) -> dict[str, str]:
