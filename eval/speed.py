@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from llmdistill.commands.speed import main
+from llmdistill.commands.side_by_side import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog="eval/speed.py"))
+    sys.exit(main("speed", prog="eval/speed.py"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from llmdistill.commands.zero_shot import main
+from llmdistill.commands.side_by_side import main
 
 if __name__ == "__main__":
-    sys.exit(main(prog="eval/zero_shot.py"))
+    sys.exit(main("zero_shot", prog="eval/zero_shot.py"))

@@ -143,7 +143,7 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Score a model: ROUGE-L of its answers, zero-shot tasks, tasks after fine-tuning, or its speed."""
+    """Score a model: ROUGE-L of its answers, tasks after fine-tuning, or a suite of models side by side."""
     launcher, words = split_launcher_flags(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--suite", nargs="?")
@@ -157,18 +157,12 @@ def evaluate(arguments: Sequence[str]) -> None:
             launcher_flags=launcher,
             launch=lambda: launch(launcher, "llmdistill.cli", "evaluate", *words),
         )
-    if flags.suite == "zero_shot":
-        from llmdistill.commands.zero_shot import evaluate as evaluate_zero_shot
+    from llmdistill.commands import side_by_side
 
+    if flags.suite in side_by_side.SUITES:
         if launcher:
-            raise UserError(f"{launcher[0]}: zero-shot tasks are scored in one process; leave it out")
-        return evaluate_zero_shot(rest, prog="llmdistill evaluate --suite zero_shot")
-    if flags.suite == "speed":
-        from llmdistill.commands.speed import evaluate as evaluate_speed
-
-        if launcher:
-            raise UserError(f"{launcher[0]}: speed is measured in one process; leave it out")
-        return evaluate_speed(rest, prog="llmdistill evaluate --suite speed")
+            raise UserError(f"{launcher[0]}: --suite {flags.suite} runs in one process; leave it out")
+        return side_by_side.evaluate(flags.suite, rest, prog=f"llmdistill evaluate --suite {flags.suite}")
     if launcher:
         launch(launcher, "llmdistill.cli", "evaluate", *words)
     from llmdistill.commands.evaluate import evaluate as evaluate_answers

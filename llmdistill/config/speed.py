@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from llmdistill.config.side_by_side import SideBySideConfig
 from llmdistill.errors import check_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedConfig:
-    """The models to time, and the batches. The defaults are those of MiniLM Table 4, PKD and TinyBERT."""
+class SpeedConfig(SideBySideConfig):
+    """The models to time, with speed-ups against the first, and the batches. The defaults are those of MiniLM Table 4,
+    PKD and TinyBERT."""
 
-    model: list[str]
-    """Folders or hub names of models, separated by commas; speed-ups are against the first. The folder of a run stands
-    for its teacher, its untrained student and its student."""
     shapes: list[str] = field(default_factory=list)
     """Shapes such as 6x768x12,6x384x12, separated by commas: models of the first one's family with random weights,
     whose time is that of trained ones."""
@@ -33,18 +31,11 @@ class SpeedConfig:
     """Time a whole training step as well: forward pass, backward pass and AdamW (KroneckerBERT A.1)."""
     warmup: int = 3
     """Number of batches before the others that are not timed."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the models; auto is bf16 on a GPU that supports it, else fp32."""
-    output_dir: str | None = None
-    """Folder for results.json and report.md; default: speed in the folder of the run, or runs/speed/MODEL."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if there is no model, a name occurs twice, or a number is out of its range."""
+        super().__post_init__()
         check_least(self, 1, "batches", "batch_size", "max_length", prefix="--")
         check_least(self, 0, "warmup", prefix="--")
-        if not self.model:
-            raise ValueError("--model []: give one or more models")
-        for key in ("model", "shapes"):
-            values = getattr(self, key)
-            if len(set(values)) < len(values):
-                raise ValueError(f"--{key} {values}: give each once")
+        if len(set(self.shapes)) < len(self.shapes):
+            raise ValueError(f"--shapes {self.shapes}: give each once")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from llmdistill.config.side_by_side import SideBySideConfig
 from llmdistill.errors import check_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroShotConfig:
-    """The models to score, and the tasks of lm-evaluation-harness."""
+class ZeroShotConfig(SideBySideConfig):
+    """The decoders to score, and the tasks of lm-evaluation-harness."""
 
-    model: list[str]
-    """Folders or hub names of decoders, separated by commas. The folder of a run stands for its teacher, its untrained
-    student and its student."""
     tasks: list[str]
     """Tasks, groups or tags of lm-evaluation-harness, separated by commas, such as arc_easy,hellaswag,piqa."""
     task_dir: str | None = None
@@ -23,20 +20,12 @@ class ZeroShotConfig:
     """Number of solved examples before each question; default: as the task says, mostly 0."""
     limit: int | None = None
     """Score only the first so many examples of each task, for a quick test."""
-    batch_size: int = 16
-    """Sequences in a forward pass."""
     max_length: int | None = None
     """Largest number of tokens of a question and its answer, whose start is cut off; default: the model's positions."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the models; auto is bf16 on a GPU that supports it, else fp32."""
-    output_dir: str | None = None
-    """Folder for the scores and report.md; default: zero_shot in the folder of the run, or runs/zero_shot/MODEL."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a list is empty, a name occurs twice, or a number is out of its range."""
-        check_least(self, 1, "limit", "batch_size", "max_length", prefix="--")
+        super().__post_init__()
+        check_least(self, 1, "limit", "max_length", prefix="--")
         check_least(self, 0, "num_fewshot", prefix="--")
-        for key in ("model", "tasks"):
-            values = getattr(self, key)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"--{key} {values}: give one or more, each once")
+        self._check_list("tasks")

@@ -1,42 +1,57 @@
-"""The models of a command that puts several models side by side: folders, hub names, and the models of a run."""
+"""Models that a suite runs side by side: what the user names, their kind, and the folder of the results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from llmdistill.artifacts import read_record
+from llmdistill.artifacts import RESULT_FILE, read_record
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import file_name
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import family_of
 from llmdistill.report.table import MODELS
 from llmdistill.run.artifacts import METRICS_FILE, RUN_FILE
 
 
 def named_models(references: Sequence[str]) -> dict[str, Path]:
-    """Return the folder or hub name of each model, by the name of its row.
+    """Return the folder or hub name of each model, by its name in reports.
 
-    The folder of a finished run stands for its teacher, its untrained student and its student; any other reference is a
-    model, and its own name.
+    Args:
+        references: models; the folder of a finished run stands for its teacher, its untrained student and its student,
+            and NAME=REFERENCE for a model, or the student of a run, under that name.
 
     Raises:
-        UserError: two models would have the same name, or a run is not finished.
+        UserError: a run is not finished, or two models have the same name.
     """
     models: dict[str, Path] = {}
     for reference in references:
         for name, path in _models_of(reference).items():
             if name in models:
-                raise UserError(f"--model: two models would both be called {name}; take two commands")
+                raise UserError(
+                    f"--model: {models[name]} and {path} would both be called {name}; write NAME=FOLDER for one of them"
+                )
             models[name] = path
     return models
 
 
 def _models_of(reference: str) -> dict[str, Path]:
-    """Return the models that a reference stands for: those of a finished run, or the model itself."""
+    own, equals, named = reference.partition("=")
+    if equals and own and named and not Path(reference).exists():
+        found = _run_models(named)
+        return {own: locate(named) if found is None else found[MODELS["student"]]}
+    found = _run_models(reference)
+    return {reference: locate(reference)} if found is None else found
+
+
+def _run_models(reference: str) -> dict[str, Path] | None:
+    """Return the models of a finished run by their names in reports; None if the reference is no run."""
     path = locate(reference)
     record = read_record(path / RUN_FILE, remedy="name a model's folder instead of the run's")
     if record is None:
-        return {reference: path}
+        return None
     if not (path / METRICS_FILE).is_file():
         raise UserError(f"--model {reference}: the run in this folder is not finished; let it end, or name a model")
     config = record["config"]
@@ -46,8 +61,25 @@ def _models_of(reference: str) -> dict[str, Path]:
     return {MODELS[role]: locate(str(each)) for role, each in found.items() if each is not None}
 
 
+def check_kind(models: Mapping[str, Path], *, causal: bool, reason: str) -> None:
+    """Raises UserError, which ends with the reason, for a model that is no decoder (causal) or no encoder."""
+    for name, path in models.items():
+        if family_of(load_config(path)).causal != causal:
+            raise UserError(f"--model: the {name} ({path}) is {'an encoder' if causal else 'a decoder'}, and {reason}")
+
+
 def default_folder(kind: str, reference: str) -> Path:
     """Return where results go if the user does not say: into the run, or beside the results of other models."""
     if (Path(reference) / RUN_FILE).is_file():
         return Path(reference) / kind
     return Path("runs") / kind / file_name(reference)
+
+
+def result_file(folder: Path, name: str) -> Path:
+    """Return the file that keeps the results of a model."""
+    return folder / file_name(name) / RESULT_FILE
+
+
+def model_entries(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the kept results of each model as results.json has them, without what they were asked for."""
+    return {name: {key: value for key, value in each.items() if key != "asked"} for name, each in scores.items()}

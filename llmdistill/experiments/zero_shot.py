@@ -8,24 +8,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from llmdistill.artifacts import RESULT_FILE, read_result, write_result
+from llmdistill.artifacts import read_result, write_result
 from llmdistill.config.zero_shot import ZeroShotConfig
-from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import default_folder, named_models
+from llmdistill.experiments.side_by_side import check_kind, default_folder, model_entries, named_models, result_file
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import file_name, write_json
+from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
-from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.pages import write_page
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import World, best_dtype
+from llmdistill.runtime.distributed import TORCH_DTYPES, World, best_dtype
 from llmdistill.tasks.zero_shot import ZeroShotTasks, find_zero_shot, is_share, main_metric, score_zero_shot
 
 ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
@@ -57,14 +53,14 @@ def evaluate(config: ZeroShotConfig, *, command: str) -> dict[str, Any]:
     """
     world = World.alone()
     plan = _plan(config, world)
-    kept = {name: read_result(_file(plan, name), asked) for name, asked in plan.asked.items()}
+    kept = {name: read_result(result_file(plan.folder, name), asked) for name, asked in plan.asked.items()}
     if None in kept.values():
         plan.tasks.check_data()
     scores = {name: each or _score(name, config, plan, world) for name, each in kept.items()}
     results = {
         **{key: getattr(config, key) for key in ASKED},
         "dtype": plan.dtype,
-        "models": {name: {key: each[key] for key in ("path", "params", "tasks")} for name, each in scores.items()},
+        "models": model_entries(scores),
         "run": make_record(command, world.size),
     }
     write_json(plan.folder / "results.json", results)
@@ -75,9 +71,7 @@ def evaluate(config: ZeroShotConfig, *, command: str) -> dict[str, Any]:
 def _plan(config: ZeroShotConfig, world: World) -> _Plan:
     """Check all settings before a model is loaded; raise UserError for a mistake."""
     models = named_models(config.model)
-    for name, path in models.items():
-        if not family_of(load_config(path)).causal:
-            raise UserError(f"--model: the {name} ({path}) is an encoder, and the tasks of the harness need a decoder")
+    check_kind(models, causal=True, reason="the tasks of the harness need a decoder")
     dtype = best_dtype(world.device) if config.dtype == "auto" else config.dtype
     tasks = find_zero_shot(config.tasks, config.task_dir)
     asked = {key: getattr(config, key) for key in ASKED} | {"dtype": dtype}
@@ -92,16 +86,11 @@ def _plan(config: ZeroShotConfig, world: World) -> _Plan:
     )
 
 
-def _file(plan: _Plan, name: str) -> Path:
-    """Return the file that keeps the scores of a model."""
-    return plan.folder / file_name(name) / RESULT_FILE
-
-
 def _score(name: str, config: ZeroShotConfig, plan: _Plan, world: World) -> dict[str, Any]:
     """Score a model, and keep its scores."""
     path = plan.models[name]
     print(f"{name}: {path} on {', '.join(plan.tasks.names)} ...", flush=True)
-    model = load_model(path, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[plan.dtype], device=world.device)
+    model = load_model(path, dtype=TORCH_DTYPES[plan.dtype], device=world.device)
     found = score_zero_shot(
         model,
         load_tokenizer(path),
@@ -112,7 +101,7 @@ def _score(name: str, config: ZeroShotConfig, plan: _Plan, world: World) -> dict
         max_length=config.max_length,
     )
     result = {"path": str(path), "params": count_parameters(model), "tasks": found}
-    return write_result(_file(plan, name), plan.asked[name], result)
+    return write_result(result_file(plan.folder, name), plan.asked[name], result)
 
 
 def table_cells(results: Mapping[str, Any]) -> Texts:
@@ -158,8 +147,11 @@ def _write_report(folder: Path, results: Mapping[str, Any]) -> None:
         title="Zero-shot tasks",
         legend=_title(results) + ".",
         table=table_cells(results),
+        drawings=[],
         warnings=[],
         record=results["run"],
         models=results["models"],
         dtype=results["dtype"],
+        details={},
+        closing="The scores of each model are in a folder of its name, and all of them in results.json.",
     )

@@ -10,6 +10,7 @@ import argparse
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -116,14 +117,14 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
     assert (ROOT / script).is_file(), script
     if script == "llmdistill/train.py":
         return check_train(arguments)
-    own = {"glue": "glue", "squad": "glue", "instruct": "evaluate", "zero_shot": "zero_shot", "speed": "speed"}
-    module = {f"eval/{name}.py": f"llmdistill.commands.{command}" for name, command in own.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         patch.setattr(sys, "argv", [script, *arguments])
-        main = import_module(module.get(script, Path(script).stem)).main
         with parsing_only(), pytest.raises(Parsed):
-            main()
+            if script.startswith("eval/"):
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+            else:
+                import_module(Path(script).stem).main()
 
 
 def check_llmdistill(name: str, arguments: Sequence[str]) -> None:

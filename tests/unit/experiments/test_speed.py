@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from llmdistill.commands.speed import main
+from llmdistill.commands.side_by_side import main
 from llmdistill.experiments.speed import table_cells
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import time_batches
@@ -44,7 +44,7 @@ def clock(monkeypatch):
 
 
 def run(tmp_path, *arguments):
-    assert main([*map(str, arguments), "--output_dir", str(tmp_path / "out")]) == 0
+    assert main("speed", [*map(str, arguments), "--output_dir", str(tmp_path / "out")]) == 0
     return json.loads((tmp_path / "out" / "results.json").read_text())
 
 
@@ -119,6 +119,6 @@ def test_the_table_has_the_training_step_only_if_it_was_timed(bert, tmp_path):
 )
 def test_mistakes(bert, tmp_path, capsys, arguments, said):
     given = ["--model", str(bert), "--max_length", "8", *arguments, "--output_dir", str(tmp_path / "out")]
-    assert main(given) == 2
+    assert main("speed", given) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

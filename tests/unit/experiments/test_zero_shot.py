@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import llmdistill
-from llmdistill.commands import zero_shot
+from llmdistill.commands.side_by_side import main
 from llmdistill.embedded import locate
 from llmdistill.experiments.zero_shot import table_cells
 from llmdistill.models.load import load_model
@@ -87,7 +87,7 @@ def test_the_models_of_a_run_are_scored_side_by_side(
 ) -> None:
     command = ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir), "--dtype", "fp32"]
 
-    assert zero_shot.main(command) == 0
+    assert main("zero_shot", command) == 0
 
     results = json.loads((run / "zero_shot" / "results.json").read_text(encoding="utf-8"))
     paths = {"teacher": locate("embedded:teacher"), "untrained": run / "untrained", "trained": run / "student"}
@@ -104,19 +104,19 @@ def test_the_models_of_a_run_are_scored_side_by_side(
     capsys.readouterr()
 
     # The same command scores nothing again, and a model that has changed is scored again.
-    assert zero_shot.main(command) == 0
+    assert main("zero_shot", command) == 0
     assert " on ages ..." not in capsys.readouterr().out
     llmdistill.compress("embedded:teacher", rank=8, output=str(run / "other"))
     (run / "student").rename(run / "old")
     (run / "other").rename(run / "student")
-    assert zero_shot.main(command) == 0
+    assert main("zero_shot", command) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "on ages" in line] == ["trained"]
 
 
 def test_limits_reach_the_harness(task_dir: Path, tmp_path: Path) -> None:
     command = ["--model", "embedded:teacher", "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "4"]
 
-    assert zero_shot.main([*command, "--num_fewshot", "2", "--output_dir", str(tmp_path / "out")]) == 0
+    assert main("zero_shot", [*command, "--num_fewshot", "2", "--output_dir", str(tmp_path / "out")]) == 0
 
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     entry = results["models"]["embedded:teacher"]["tasks"]["ages"]
@@ -140,13 +140,13 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     ]
     for change, message in mistakes:
         words = [word for pair in {**whole, **change}.items() for word in pair]
-        assert zero_shot.main(words) == 2
+        assert main("zero_shot", words) == 2
         assert message in capsys.readouterr().err
     (run / "metrics.json").unlink()
-    assert zero_shot.main(["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir)]) == 2
+    assert main("zero_shot", ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir)]) == 2
     assert "is not finished" in capsys.readouterr().err
     (task_dir / "ages.jsonl").unlink()
-    assert zero_shot.main([word for pair in whole.items() for word in pair]) == 2
+    assert main("zero_shot", [word for pair in whole.items() for word in pair]) == 2
     assert "the data are not loaded" in capsys.readouterr().err
 
 

@@ -1,0 +1,88 @@
+"""``llmdistill evaluate --suite zero_shot`` and the other suites that run models as they are, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.config.command_line import build, parse
+from llmdistill.config.side_by_side import ChunksConfig, SideBySideConfig
+from llmdistill.config.speed import SpeedConfig
+from llmdistill.config.zero_shot import ZeroShotConfig
+from llmdistill.runtime.terminal import exit_code, quiet_transformers
+
+
+class Suite(NamedTuple):
+    """A suite of the command."""
+
+    config: type[SideBySideConfig]
+    """Its settings."""
+    module: str
+    """The module with its `evaluate(config, command=...)`, which returns the results and writes the report, and its
+    `print_results(results)`. It is imported after the arguments are parsed, so that --help does not wait for torch."""
+    description: str
+
+
+_KEPT = " Finished models are kept, so the same command continues an interrupted one."
+
+SUITES = {
+    "zero_shot": Suite(
+        ZeroShotConfig,
+        "llmdistill.experiments.zero_shot",
+        "Score decoders on tasks of lm-evaluation-harness without fine-tuning, such as the teacher, the untrained "
+        "student and the student of a run side by side." + _KEPT,
+    ),
+    "speed": Suite(
+        SpeedConfig,
+        "llmdistill.experiments.speed",
+        "Time the forward pass, and the training step, of models and of shapes of a model side by side: the seconds "
+        "for 100 batches of MiniLM Table 4 and the training latency of KroneckerBERT A.1.",
+    ),
+    "conll2000": Suite(
+        ChunksConfig,
+        "llmdistill.experiments.chunks",
+        "Cluster the spans of CoNLL-2000 by the outputs of each layer of encoders, and compare the clusters with the "
+        "types of the chunks by normalised mutual information (Jawahar et al. 2019, MiniLM Table 10)." + _KEPT,
+    ),
+}
+"""The suites by name."""
+
+
+def build_parser(suite: str, prog: str) -> ArgumentParser:
+    """Return the parser of a suite; its arguments are all fields of its settings."""
+    parser = ArgumentParser(prog=prog, exit_on_error=False, description=SUITES[suite].description)
+    parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
+    parser.add_class_arguments(SUITES[suite].config, None)
+    return parser
+
+
+def main(suite: str, arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
+    """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
+    return exit_code(lambda: evaluate(suite, sys.argv[1:] if arguments is None else arguments, prog=prog))
+
+
+def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
+    """Run the models according to the arguments and print the result.
+
+    Raises:
+        UserError: bad arguments or input.
+    """
+    parsed = parse(build_parser(suite, prog), arguments)
+    config = build(parsed, SUITES[suite].config)
+    quiet_transformers()
+    module = import_module(SUITES[suite].module)
+    # With --json, stdout contains only the result.
+    with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
+        results = module.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
+    if parsed.json:
+        print(json.dumps(results))
+    else:
+        module.print_results(results)
+        print(f"The report is {results['folder']}/report.md.")

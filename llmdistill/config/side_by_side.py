@@ -1,0 +1,60 @@
+"""Settings of the suites that run several models as they are, side by side: nothing is fine-tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmdistill.errors import check_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideBySideConfig:
+    """The models, and how they run."""
+
+    model: list[str]
+    """Folders or hub names of models, separated by commas. The folder of a run stands for its teacher, its untrained
+    student and its student. NAME=FOLDER gives a model the name that the report shows; for a run this is its student."""
+    batch_size: int = 16
+    """Sequences in a forward pass."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of the models; auto is bf16 on a GPU that supports it, else fp32."""
+    output_dir: str | None = None
+    """Folder for the results and report.md; default: a folder with the name of the suite in the folder of the run, or
+    in runs/ with a folder for the model."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a list is empty, a name occurs twice, or a number is out of its range."""
+        check_least(self, 1, "batch_size", prefix="--")
+        self._check_list("model")
+
+    def _check_list(self, key: str) -> None:
+        values = getattr(self, key)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"--{key} {values}: give one or more, each once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunksConfig(SideBySideConfig):
+    """The encoders whose layers are compared, and the spans that are clustered."""
+
+    data: str
+    """File in the format of CoNLL-2000, such as its train.txt, which Jawahar et al. take: a line for each word with its
+    part of speech and its chunk tag (B-NP, I-NP, O), and an empty line after each sentence."""
+    chunks: int = 3000
+    """Labelled chunks that are drawn; all of them if the file has fewer."""
+    unlabeled: int = 500
+    """Spans of words outside of chunks that are drawn; they are a label of their own."""
+    held_out: int = 500
+    """Spans of both kinds that k-means does not see and that are scored; 0 scores those that it sees."""
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    """Seeds, separated by commas. Each draws its own spans and its own first centres."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a list is empty, a value occurs twice, or a number is out of its range."""
+        super().__post_init__()
+        check_least(self, 1, "chunks", prefix="--")
+        check_least(self, 0, "unlabeled", "held_out", prefix="--")
+        self._check_list("seeds")
+        if min(self.seeds) < 0:
+            raise ValueError(f"--seeds {self.seeds}: give none below 0")

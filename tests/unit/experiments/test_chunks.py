@@ -1,0 +1,249 @@
+"""Clusters of spans by layer, against transformers' own hidden states and the formula of mutual information."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
+
+import llmdistill
+from llmdistill.cli import main
+from llmdistill.models.load import load_model
+from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, read_sentences
+from llmdistill.tasks.chunks import NOT_READ, cluster_score, encode_sentences, end_vectors, represent
+
+NOUNS, VERBS = ["cat", "doghouse", "birds"], ["see", "sees", "barking"]
+PIECES = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "the", "in", ".", "cat", "dog", "##house", "bird", "##s", "see"]
+PIECES += ["bark", "##ing"]
+MARKS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
+
+
+def tokenizer_of(pieces: list[str]) -> PreTrainedTokenizerFast:
+    """A WordPiece as BERT's."""
+    backend = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ends = [(mark, pieces.index(mark)) for mark in ("[CLS]", "[SEP]")]
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **MARKS)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of three layers."""
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=len(PIECES), max_position_embeddings=24, initializer_range=0.3, **sizes)
+    BertModel(config).save_pretrained(folder)
+    tokenizer_of(PIECES).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 sentences in the format of CoNLL-2000."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(120):
+        lines += ["the DT B-NP", f"{rng.choice(NOUNS)} NN I-NP", f"{rng.choice(VERBS)} VB B-VP"]
+        if rng.random() < 0.5:
+            lines += ["in IN B-PP", "the DT B-NP", f"{rng.choice(NOUNS)} NN I-NP"]
+        lines += [". . O", ""]
+    file = tmp_path_factory.mktemp("data") / "train.txt"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def nmi(labels: Sequence[object], clusters: Sequence[object]) -> float:
+    """2·I(L; C) / (H(L) + H(C)), from the counts."""
+    count = len(labels)
+    one, other, both = Counter(labels), Counter(clusters), Counter(zip(labels, clusters, strict=True))
+    shared = sum(n / count * math.log(n * count / (one[a] * other[b])) for (a, b), n in both.items())
+    entropies = [-sum(n / count * math.log(n / count) for n in each.values()) for each in (one, other)]
+    return 2 * shared / sum(entropies)
+
+
+def naive(path: Path, sentences: Sequence[Sentence], drawn: Sequence[Located]) -> np.ndarray:
+    """The representations (layers, spans, 4·width), one span after the other, by transformers' own words and states."""
+    model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    rows = []
+    for index, span in drawn:
+        encoded = tokenizer(list(sentences[index].words), is_split_into_words=True, return_tensors="pt")
+        words = encoded.word_ids()
+        first = words.index(span.first)
+        last = len(words) - 1 - words[::-1].index(span.last)
+        if "type_vocab_size" not in model.config.to_dict():
+            encoded.pop("token_type_ids", None)
+        with torch.no_grad():
+            states = model(**encoded, output_hidden_states=True).hidden_states[1:]
+        pairs = [(state[0, first].numpy(), state[0, last].numpy()) for state in states]
+        rows.append([np.concatenate([one, other, one * other, one - other]) for one, other in pairs])
+    return np.array(rows).swapaxes(0, 1)
+
+
+def test_spans_are_represented_by_their_ends_in_every_layer(teacher: Path, data: Path) -> None:
+    sentences = read_sentences(data)
+    spans = [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
+    drawn = draw_spans(spans, chunks=25, unlabeled=5, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    items, tokens = encode_sentences(sentences, tokenizer, 24)
+    model = load_model(teacher, dtype=torch.float32, head="none")
+    ends = end_vectors(model, items, tokens, drawn, pad_token_id=0, batch_size=4)
+    found = np.stack([represent(layer) for layer in ends])
+    np.testing.assert_allclose(found, naive(teacher, sentences, drawn), atol=1e-5)
+    # The model is left as it was.
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_words_that_are_cut_or_without_a_token_are_not_read() -> None:
+    tokenizer = tokenizer_of(PIECES)
+    sentence = Sentence(("doghouse", "\u200e", "sees\u200e", "birds", "cat"), (), 1)
+    _, (words,) = encode_sentences([sentence], tokenizer, 24)
+    assert words.tolist() == [[1, 2], [NOT_READ] * 2, [3, 4], [5, 6], [7, 7]]
+    # [CLS] dog ##house see ##s bird [SEP]: only a part of birds is read.
+    _, (words,) = encode_sentences([sentence], tokenizer, 7)
+    assert words.tolist() == [[1, 2], [NOT_READ] * 2, [3, 4], [NOT_READ] * 2, [NOT_READ] * 2]
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_words_in_bytes(trim: bool) -> None:
+    """Tokens that have the space before their word, and characters of several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({each: n for n, each in enumerate([*alphabet, "Ġt"])}, [("Ġ", "t")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    _, (words,) = encode_sentences([Sentence(("é", "to", "at"), (), 1)], tokenizer, 99)
+    # é is two bytes, " t" is one token, and the space before "at" is a token of its own.
+    assert words.tolist() == [[0, 1], [2, 3], [5, 6]]
+
+
+def test_scores_are_the_mutual_information_of_rows_that_k_means_did_not_see() -> None:
+    rng = np.random.default_rng(0)
+    labels = [f"type {int(n)}" for n in rng.integers(3, size=300)]
+    # Three groups far apart; a fifth of the labels is that of another group.
+    groups = [int(label[-1]) if rng.random() < 0.8 else int(rng.integers(3)) for label in labels]
+    features = 100.0 * np.eye(3)[groups] + rng.normal(size=(300, 3))
+    for held_out in (60, 0):
+        expected = nmi(labels[-held_out:], groups[-held_out:])
+        assert cluster_score(features, labels, held_out=held_out, seed=1) == pytest.approx(expected)
+    assert 0.1 < expected < 0.9
+    # A far point that is held out takes no centre from the others.
+    rows, far = np.array([0.0, 10.0] * 20), np.array([1000.0])
+    features = np.concatenate([rows, far])[:, None]
+    assert cluster_score(features, [*("a", "b") * 20, "b"], held_out=7, seed=1) == pytest.approx(1)
+
+
+def command(data: Path, *models: object, **settings: object) -> list[str]:
+    words = ["evaluate", "--suite", "conll2000", "--model", ",".join(map(str, models)), "--data", str(data)]
+    given = {"chunks": 90, "unlabeled": 20, "held_out": 40, "seeds": "3,5", **settings}
+    return [*words, *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+
+
+def test_models_stand_side_by_side(
+    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = tmp_path / "student"
+    llmdistill.compress(str(teacher), rank=4, output=str(student))
+    small = tmp_path / "small"
+    config = DistilBertConfig(vocab_size=len(PIECES), dim=8, n_layers=2, n_heads=2, hidden_dim=16)
+    DistilBertForMaskedLM(config).save_pretrained(small)
+    for file in teacher.glob("tokenizer*"):
+        shutil.copy(file, small)
+    out = tmp_path / "out"
+    words = command(data, f"teacher={teacher}", f"student={student}", f"small={small}", output_dir=out)
+
+    assert main([*words, "--json"]) == 0
+
+    printed = capsys.readouterr()
+    results = json.loads(printed.out)
+    assert "teacher: " in printed.err
+    assert results.items() >= json.loads((out / "results.json").read_text(encoding="utf-8")).items()
+    assert [len(model["nmi"]) for model in results["models"].values()] == [3, 3, 2]
+    sentences = read_sentences(data)
+    spans = [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
+    for name, path in (("teacher", teacher), ("student", student), ("small", small)):
+        for number, seed in enumerate((3, 5)):
+            drawn = draw_spans(spans, chunks=90, unlabeled=20, seed=seed)
+            labels = [each.span.label for each in drawn]
+            for layer, features in enumerate(naive(path, sentences, drawn)):
+                expected = cluster_score(features, labels, held_out=40, seed=seed)
+                assert results["models"][name]["nmi"][layer]["seeds"][number] == pytest.approx(expected, abs=1e-6)
+    assert results["spans"] == 110
+    assert results["labels"]["O"] == 40
+    report = (out / "report.md").read_text(encoding="utf-8")
+    assert "| layer | teacher | student | small |" in report
+    assert f"- student: `{student}`" in report
+    assert (out / "layers.png").is_file()
+    assert (out / "layers.svg").is_file()
+
+    # What is finished is kept.
+    monkeypatch.setattr("llmdistill.experiments.chunks.load_model", None)
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "spans ..." not in shown
+    assert f"The report is {out}/report.md." in shown
+
+
+def test_what_was_not_read_and_what_was_missing_is_told(
+    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / "long.txt"
+    cut = "\n".join(["the DT B-NP", *["cat NN I-NP"] * 30])  # 24 positions: 22 of its words are read
+    long.write_text(f"{data.read_text(encoding='utf-8')}\n{cut}\n", encoding="utf-8")
+    assert main(command(long, f"a={teacher}", f"b={teacher}", chunks=9000, seeds=1, output_dir=tmp_path / "out")) == 0
+    warnings = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["warnings"]
+    line = len(data.read_text(encoding="utf-8").split("\n")) + 1 + 22
+    first = f"the first is 'cat' ({long}:{line})"
+    assert warnings[0].startswith(f"9 words without a token, or beyond the model's positions (a, b), {first}")
+    chunks = sum(span.label != "O" for sentence in read_sentences(data) for span in sentence.spans)
+    assert warnings[1] == f"{long} has {chunks + 20} of the 9020 spans that were asked for"
+    assert "Warning: 9 words" in capsys.readouterr().out
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(
+    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmdistill.experiments.chunks.load_model", None)
+    same = tmp_path / "same.txt"
+    same.write_text("the DT B-NP\n", encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}', encoding="utf-8")
+    mistakes = [
+        (command(data, "embedded:teacher"), "is a decoder, and the first word of a span must see the words after it"),
+        (command(data, tmp_path), "model_type 't5' is not supported"),
+        (command(data, tmp_path / "nowhere"), "no such folder"),
+        (command(data, f"a={teacher}", f"a={tmp_path}"), "would both be called a; write NAME=FOLDER"),
+        (command(tmp_path / "none.txt", teacher), "none.txt: no such file"),
+        (command(same, teacher), "its spans are of 1 labels"),
+        (command(data, teacher, held_out=107), "--held_out 107: "),
+        (command(data, teacher, chunks=0), "--chunks is 0: give 1 or more"),
+        (command(data, teacher, seeds="1,1"), "--seeds [1, 1]: give one or more, each once"),
+        (command(data, teacher, seeds="-1"), "--seeds [-1]: give none below 0"),
+        ([*command(data, teacher), "--num_gpus", "2"], "--num_gpus: --suite conll2000 runs in one process"),
+    ]
+    for words, message in mistakes:
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1

@@ -1,0 +1,96 @@
+"""The format of CoNLL-2000, and the spans that are drawn of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from llmdistill.errors import UserError
+from llmdistill.tasks.chunk_files import Located, Sentence, Span, draw_spans, read_sentences
+
+# The first words of the example on the task's page, with a chunk that follows another of its type.
+TEXT = """He PRP B-NP
+reckons VBZ B-VP
+the DT B-NP
+current JJ I-NP
+deficit NN I-NP
+today NN B-NP
+. . O
+
+
+Yes UH O
+, , O
+in IN B-PP
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "train.txt"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_a_sentence_is_cut_into_its_chunks_and_what_is_between(tmp_path: Path) -> None:
+    for ending in ("", "\n", "\n\n"):
+        assert read_sentences(write(tmp_path, TEXT + ending)) == [
+            Sentence(
+                words=("He", "reckons", "the", "current", "deficit", "today", "."),
+                spans=(
+                    Span(0, 0, "NP"),
+                    Span(1, 1, "VP"),
+                    Span(2, 4, "NP"),
+                    Span(5, 5, "NP"),
+                    Span(6, 6, "O"),
+                ),
+                line=1,
+            ),
+            Sentence(words=("Yes", ",", "in"), spans=(Span(0, 1, "O"), Span(2, 2, "PP")), line=10),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("deficit NN", "train.txt:3: 2 fields, expected word, part of speech and chunk tag"),
+        ("the current deficit NN B-NP", "train.txt:3: 5 fields"),
+        ("deficit NN NP", "train.txt:3: chunk tag 'NP', expected B-TYPE, I-TYPE or O"),
+        ("deficit NN B-", "train.txt:3: chunk tag 'B-'"),
+        ("deficit NN I-NP", "train.txt:3: chunk tag I-NP after B-VP: a chunk begins with B-NP"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    lines = TEXT.splitlines()
+    with pytest.raises(UserError, match=said):
+        read_sentences(write(tmp_path, "\n".join([*lines[:2], line, *lines[3:]])))
+
+
+def test_a_chunk_does_not_go_on_in_the_next_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.txt:3: chunk tag I-NP after O"):
+        read_sentences(write(tmp_path, "He PRP B-NP\n\nHe PRP I-NP\n"))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.txt: no such file"):
+        read_sentences(tmp_path / "none.txt")
+    with pytest.raises(UserError, match="holds no sentence"):
+        read_sentences(write(tmp_path, "\n \n"))
+    (tmp_path / "train.txt.gz").write_bytes(b"\x1f\x8b\x08\xff")
+    with pytest.raises(UserError, match="cannot be read as UTF-8 text"):
+        read_sentences(tmp_path / "train.txt.gz")
+
+
+def test_spans_are_drawn_once_each_of_both_kinds_and_by_the_seed() -> None:
+    spans = [Located(n, Span(n, n, label)) for n, label in enumerate(["NP", "O", "VP", "O", "PP"] * 20)]
+    drawn = draw_spans(spans, chunks=30, unlabeled=10, seed=3)
+    assert len(set(drawn)) == len(drawn) == 40
+    assert set(drawn) <= set(spans)
+    labels = Counter(each.span.label for each in drawn)
+    assert labels.pop("O") == 10
+    assert set(labels) == {"NP", "VP", "PP"}
+    # The end is held out, so both kinds must be spread over the list.
+    assert 0 < sum(each.span.label == "O" for each in drawn[-20:]) < 10
+    assert drawn == draw_spans(spans, chunks=30, unlabeled=10, seed=3)
+    assert set(drawn) != set(draw_spans(spans, chunks=30, unlabeled=10, seed=4))
+    assert len(draw_spans(spans, chunks=999, unlabeled=0, seed=0)) == 60
