@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import build, parse
-from llmdistill.config.side_by_side import ChunksConfig, SideBySideConfig
+from llmdistill.config.side_by_side import AttentionConfig, ChunksConfig, SideBySideConfig
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.config.zero_shot import ZeroShotConfig
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
@@ -50,6 +50,12 @@ SUITES = {
         "llmdistill.experiments.chunks",
         "Cluster the spans of CoNLL-2000 by the outputs of each layer of encoders, and compare the clusters with the "
         "types of the chunks by normalised mutual information (Jawahar et al. 2019, MiniLM Table 10)." + _KEPT,
+    ),
+    "attention": Suite(
+        AttentionConfig,
+        "llmdistill.experiments.attention",
+        "Draw the attention maps of models side by side, such as those of teacher and student, with the divergence of "
+        "each from the first (MiniLM, supplement).",
     ),
 }
 """The suites by name."""

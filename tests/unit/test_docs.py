@@ -121,10 +121,15 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
         patch.syspath_prepend(str(ROOT / "scripts"))
         patch.setattr(sys, "argv", [script, *arguments])
         with parsing_only(), pytest.raises(Parsed):
-            if script.startswith("eval/"):
-                runpy.run_path(str(ROOT / script), run_name="__main__")
-            else:
-                import_module(Path(script).stem).main()
+            run_script(script)
+
+
+def run_script(script: str) -> None:
+    """Run a program of eval/, or the main function of a program of scripts/."""
+    if script.startswith("eval/"):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    else:
+        import_module(Path(script).stem).main()
 
 
 def check_llmdistill(name: str, arguments: Sequence[str]) -> None:

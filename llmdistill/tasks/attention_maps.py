@@ -1,0 +1,70 @@
+"""The attention distributions of a layer, and how far those of two models are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.data.pairs import EncodedPair, collate_pairs
+from llmdistill.losses.attention import repeat_heads
+from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+
+
+@torch.no_grad()
+def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, layer: int) -> list[Tensor]:
+    """Return the logarithms of a layer's attention distributions on each text: (H, T, T), fp64, -inf where not seen.
+
+    They are computed from queries and keys, for stock and factorized models alike, and in logarithms, so that no share
+    is rounded to 0.
+
+    Args:
+        model: the model in evaluation mode.
+        items: the tokens of each text.
+        layer: the layer, counted from 0.
+    """
+    request = {aspect: frozenset({layer}) for aspect in ("query", "key")}
+    forward = TappedModel(model, Recorder(model, request))  # type: ignore[arg-type]
+    maps = []
+    try:
+        for item in items:
+            taps = forward(collate_pairs([item], pad_token_id=0).to(model.device)).taps
+            query_HTD = taps.query[layer][0].double()
+            key_HTD = repeat_heads(taps.key[layer], len(query_HTD))[0].double()
+            scores_HTT = query_HTD @ key_HTD.transpose(1, 2) * taps.scaling[layer]
+            hidden_TT = ~_seen(model, len(item), layer).to(scores_HTT.device)
+            maps.append(scores_HTT.masked_fill(hidden_TT, -math.inf).log_softmax(-1).cpu())
+    finally:
+        forward.remove()
+    return maps
+
+
+def _seen(model: PreTrainedModel, tokens: int, layer: int) -> Tensor:
+    """Return which keys (second axis) the queries of one text without padding see: (T, T)."""
+    seen_TT = torch.ones(tokens, tokens, dtype=torch.bool)
+    window = shape_of(model.config).windows[layer]
+    if family_of(model.config).causal:
+        seen_TT = seen_TT.tril()
+    return seen_TT if window is None else seen_TT.triu(1 - window)
+
+
+def mean_map(log_HTT: Tensor) -> Tensor:
+    """Return the logarithm of the mean distribution over heads: (1, T, T)."""
+    return log_HTT.logsumexp(0, keepdim=True) - math.log(len(log_HTT))
+
+
+def map_divergence(teacher_HTT: Tensor, student_HTT: Tensor) -> Tensor:
+    """Return KL(A^T‖A^S) of each head in nats, mean over the queries (MiniLM eq. 5): (H,).
+
+    Args:
+        teacher_HTT: logarithms of distributions over the last axis.
+        student_HTT: the same of the other model.
+    """
+    shares_HTT = teacher_HTT.exp()
+    terms_HTT = torch.where(shares_HTT > 0, shares_HTT * (teacher_HTT - student_HTT), 0.0)
+    return terms_HTT.sum(-1).mean(-1)

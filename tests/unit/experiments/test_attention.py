@@ -1,0 +1,182 @@
+"""Attention maps and their divergence, against transformers' own attention and scipy's relative entropy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import rel_entr
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers import models as token_models
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+import llmdistill
+from llmdistill.cli import main
+from llmdistill.data.pairs import EncodedPair
+from llmdistill.losses import attention_kl
+from llmdistill.losses.attention import AttentionInputs
+from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
+
+LETTERS = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {"vocab_size": 30, "max_position_embeddings": 24, "initializer_range": 0.5, **LETTERS}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "bert": BertConfig(**SIZES),
+    "distilbert": DistilBertConfig(vocab_size=30, dim=16, n_layers=3, n_heads=4, hidden_dim=24, initializer_range=0.5),
+    "gpt2": GPT2Config(vocab_size=30, n_embd=16, n_layer=3, n_head=4, initializer_range=0.5),
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_maps_are_those_of_transformers(name: str) -> None:
+    config = CONFIGS[name]
+    torch.manual_seed(1)
+    model = AutoModel.from_config(deepcopy(config), attn_implementation="sdpa").eval()
+    eager = AutoModel.from_config(deepcopy(config), attn_implementation="eager").eval()
+    eager.load_state_dict(model.state_dict())
+    items = [EncodedPair(torch.randint(5, 30, (count,)).tolist(), None, None) for count in (7, 4)]
+    for item, found in zip(items, attention_maps(model, items, layer=1), strict=True):
+        with torch.no_grad():
+            expected = eager(torch.tensor([item.input_ids]), output_attentions=True).attentions[1][0]
+        assert found.dtype == torch.float64
+        np.testing.assert_allclose(found.exp().numpy(), expected.numpy(), atol=2e-6)
+        np.testing.assert_allclose(mean_map(found)[0].exp().numpy(), expected.mean(0).numpy(), atol=2e-6)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_divergence_is_the_loss_of_minilm_and_survives_shares_near_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sides = [torch.randn(1, 3, 6, 5, generator=generator, dtype=torch.float64) for _ in range(4)]
+    student, teacher = AttentionInputs(sides[0], sides[1], 2.0), AttentionInputs(sides[2], sides[3], 2.0)
+    maps = [(2.0 * each.query @ each.key.transpose(2, 3))[0].log_softmax(-1) for each in (student, teacher)]
+    loss = attention_kl(student, teacher, torch.ones(1, 6), causal=False, direction="teacher_student")
+    found = map_divergence(maps[1], maps[0])
+    assert found.mean().item() == pytest.approx((loss.sum / loss.count).item())
+    expected = rel_entr(maps[1].exp().numpy(), maps[0].exp().numpy()).sum(-1).mean(-1)
+    np.testing.assert_allclose(found.numpy(), expected)
+    # The student's share of the first key is e^-900, which is 0 in any float.
+    far = torch.tensor([[[-900.0, 0.0]]], dtype=torch.float64).log_softmax(-1)
+    half = torch.tensor([[[0.0, 0.0]]], dtype=torch.float64).log_softmax(-1)
+    assert map_divergence(half, far).item() == pytest.approx(450 - np.log(2))
+    assert map_divergence(far, half).item() == pytest.approx(np.log(2))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of three layers, whose tokens are letters."""
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    torch.manual_seed(0)
+    BertModel(CONFIGS["bert"]).save_pretrained(folder)
+    words = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", *"abcdefghijklmnopqrstuvwxy"]
+    backend = Tokenizer(token_models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [("[CLS]", 1), ("[SEP]", 2)]
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    marks = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "mask", "unk")}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **marks).save_pretrained(folder)
+    return folder
+
+
+def eager_maps(path: Path, text: str, layer: int) -> np.ndarray:
+    """(H, T, T), by transformers."""
+    model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    inputs = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")
+    with torch.no_grad():
+        return model(**inputs, output_attentions=True).attentions[layer - 1][0].double().numpy()
+
+
+def test_teacher_and_student_stand_side_by_side(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student, two = tmp_path / "student", tmp_path / "two"
+    llmdistill.compress(str(teacher), rank=4, output=str(student))
+    BertModel(BertConfig(**{**SIZES, "num_attention_heads": 2, "num_hidden_layers": 2})).save_pretrained(two)
+    for file in teacher.glob("tokenizer*"):
+        shutil.copy(file, two)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a b c d\n\n e a a\n not read\n", encoding="utf-8")
+    words = ["evaluate", "--suite", "attention", "--model", f"teacher={teacher},student={student},two={two}"]
+    words += ["--data", str(texts), "--examples", "2", "--output_dir", str(tmp_path / "out"), "--layers", "3,2,1"]
+
+    assert main([*words, "--json"]) == 0
+
+    results = json.loads(capsys.readouterr().out)
+    means = {"teacher": [], "student": [], "two": []}
+    for entry, text in zip(results["texts"], ["a b c d", "e a a"], strict=True):
+        assert entry["tokens"] == ["[CLS]", *text.split(), "[SEP]"]
+        first = eager_maps(teacher, text, 3)
+        for name, path, layer in (("teacher", teacher, 3), ("student", student, 2), ("two", two, 1)):
+            maps = eager_maps(path, text, layer)
+            mean = rel_entr(first.mean(0), maps.mean(0)).sum(-1).mean()
+            means[name].append(mean)
+            found = entry["models"][name]
+            assert found["kl"] == {"mean": pytest.approx(mean, abs=1e-5)}
+            shared = None if name == "two" else pytest.approx(rel_entr(first, maps).sum(-1).mean(), abs=1e-5)
+            assert found["kl_of_all_heads"] == shared
+    for name, values in means.items():
+        assert results["models"][name]["kl"]["mean"] == pytest.approx(np.mean(values), abs=1e-5)
+    assert means["student"][0] > 0.001
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "![a b c d](attention-1.png)" in report
+    assert "![e a a](attention-2.png)" in report
+    assert f"| student | {results['models']['student']['params']:,} | 2 | " in report
+    assert (tmp_path / "out" / "attention-2.svg").is_file()
+
+
+def test_chosen_heads_have_a_row_each(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    student, out = tmp_path / "student", tmp_path / "out"
+    llmdistill.compress(str(teacher), rank=4, output=str(student))
+    words = ["evaluate", "--suite", "attention", "--model", f"{teacher},{student}", "--text", "a b, c"]
+    assert main([*words, "--heads", "4,2", "--output_dir", str(out)]) == 0
+    (entry,) = json.loads((out / "results.json").read_text(encoding="utf-8"))["texts"]
+    first, other = (eager_maps(path, "a b, c", 3) for path in (teacher, student))
+    expected = rel_entr(first, other).sum(-1).mean(-1)
+    found = entry["models"][str(student)]["kl"]
+    assert found == {"4": pytest.approx(expected[3], abs=1e-5), "2": pytest.approx(expected[1], abs=1e-5)}
+    drawn = (out / "attention-1.svg").read_text(encoding="utf-8")
+    assert f"layer 3, head 4, KL {found['4']:.3f}" in drawn
+    assert "KL of head 4" in capsys.readouterr().out
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmdistill.experiments.attention.load_model", None)
+    file = tmp_path / "texts.txt"
+    file.write_text("one line\n", encoding="utf-8")
+    model, text = ["--model", str(teacher)], ["--text", "a b"]
+    two = ["--model", f"a={teacher},b={teacher}"]
+    mistakes = [
+        (model, "--text or --data: give one of them"),
+        ([*model, *text, "--data", str(file)], "--text or --data: give one of them"),
+        ([*model, "--data", str(tmp_path / "none.txt")], "none.txt: no such file; give a plain text file"),
+        ([*model, "--data", str(file), "--examples", "2"], "--examples 2: "),
+        ([*model, *text, "--layers", "4"], f"--layers 4: the {teacher} ({teacher}) has the layers 1 to 3"),
+        ([*two, *text, "--layers", "0,1"], f"--layers 0: the a ({teacher}) has the layers 1 to 3"),
+        ([*model, *text, "--layers", "1,2"], "--layers [1, 2]: there are 1 models; give one layer, or one for each"),
+        ([*model, *text, "--heads", "5"], "has the heads 1 to 4"),
+        ([*model, *text, "--max_length", "2"], "max_length is 2: the tokenizer's own marks take 2"),
+        (["--model", f"{teacher},embedded:teacher", *text], "cuts the text into other tokens than"),
+    ]
+    for words, message in mistakes:
+        assert main(["evaluate", "--suite", "attention", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
