@@ -58,14 +58,14 @@ def compare_table(
     from llmdistill.report.published import print_published, write_published
 
     table = load_table(name)
-    if not table.tasks:
-        raise UserError(f"--suite {name}: {table.missing}")
     chosen = rows_to_run(table, rows)
     configs, models = configs_of(table, chosen, settings)
     launcher = Launcher(tuple(launcher_flags), trials_at_once)
     launcher.check()
     root = Path(output_dir or f"runs/{name}")
     study = TableStudy(table=table, configs=configs, models=models, root=root, launcher=launcher)
+    if table.suite is not None and study.names:
+        raise UserError(f"tasks.names is {study.names}: nothing is fine-tuned for {name}; leave it out")
     if dry_run:
         _print_plan(study, as_json=as_json)
         return 0
@@ -106,7 +106,9 @@ def configs_of(
 
 
 def _config(table: PublishedTable, recipe: str, changes: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
-    own = ["--recipe", recipe, "--tasks.names", ",".join(table.tasks), "--tasks.protocol", str(table.protocol)]
+    own = ["--recipe", recipe]
+    if table.tasks:
+        own += ["--tasks.names", ",".join(table.tasks), "--tasks.protocol", str(table.protocol)]
     for key, value in {"tasks.out_of_domain": dict(table.out_of_domain), **changes}.items():
         own += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     if not any(word.split("=")[0] == "--ds_config" for word in settings):
@@ -124,20 +126,26 @@ def _print_plan(study: TableStudy, *, as_json: bool) -> None:
     left = {row.label: row.missing for row in study.table.rows if row.missing is not None}
     missing, further = study.missing(), list(study.tasks.out_of_domain)
     if as_json:
-        others = {"fine_tunings": trials, "out_of_domain": further, "not_run": left, "missing": missing}
-        print(json.dumps({"rows": rows, **others}))
+        others = {"fine_tunings": trials, "out_of_domain": further, "suite": study.table.suite}
+        print(json.dumps({"rows": rows, **others, "not_run": left, "missing": missing}))
         return
     for key, planned in rows.items():
-        what = f"fine-tunes {planned['model']}" if planned["recipe"] is None else planned["recipe"]
+        verb = "fine-tunes" if study.table.suite is None else "scores"
+        what = f"{verb} {planned['model']}" if planned["recipe"] is None else planned["recipe"]
         print(f"{key:24} {planned['label']}: {what}")
     counted = ", ".join(f"{name} {count}" for name, count in trials.items())
-    print(f"then {sum(trials.values())} fine-tunings of each row: {counted}")
+    fine_tunings = f"{sum(trials.values())} fine-tunings of each row: {counted}"
+    print(f"then {fine_tunings if study.table.suite is None else 'all rows side by side by ' + _suite_command(study)}")
     if further:
         print(f"Scored too on {', '.join(further)}, by the models of the task that each belongs to")
     for label, reason in left.items():
         print(f"Not run     {label}: {reason}")
     for sentence in missing:
         print(f"Missing     {sentence}")
+
+
+def _suite_command(study: TableStudy) -> str:
+    return f"llmdistill evaluate --suite {study.table.suite}"
 
 
 def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any:
@@ -159,13 +167,20 @@ def _report(study: TableStudy, measured: Mapping[str, Any], command: str) -> Any
         for row in table.rows
     ]
     limit = study.tasks.limit
+    protocol = f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples")
     facts = {
         "Command": command,
         "Hardware": record["hardware"],
         "Versions": describe_versions(record),
-        "Fine-tuning": f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples"),
+        **({"Fine-tuning": protocol} if table.suite is None else {"Scores": _suite_command(study)}),
         "Finished": record["finished"],
     }
     return PublishedReport(
-        title=table.title, columns=table.columns, average=table.average, lines=lines, axis=table.axis, facts=facts
+        title=table.title,
+        columns=table.columns,
+        average=table.average,
+        lines=lines,
+        axis=table.axis,
+        facts=facts,
+        fine_tuned=table.suite is None,
     )

@@ -20,7 +20,8 @@ class GridConfig:
 
     data_dir: str | None = None
     """Folder with a folder for each task: GLUE's own download (RTE/train.tsv ...), the files of SQuAD
-    (squad2/train-v2.0.json ...) and of MLQA (MLQA/test/test-context-de-question-de.json ...); default: the hub."""
+    (squad2/train-v2.0.json ...), of MLQA (MLQA/test/test-context-de-question-de.json ...), and for MiniLM Table 10 of
+    CoNLL-2000 (conll2000/train.txt); default: the hub, except for CoNLL-2000."""
     protocol: ProtocolName = "makd"
     """The settings to try. makd: MaKD's four learning rates x 5 seeds (the paper does not give its epochs: 3 here);
     minilm: MiniLM's four learning rates x 3, 4 and 5 epochs (CoLA, RTE and MRPC 10 too) x 4 seeds;

@@ -29,7 +29,7 @@ from llmdistill.report.record import make_record
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
 from llmdistill.report.tables import Texts, print_table
 from llmdistill.runtime.distributed import TORCH_DTYPES, World, best_dtype
-from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, read_sentences
+from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
 from llmdistill.tasks.chunks import cluster_score, encode_sentences, end_vectors, is_read, represent
 
 ASKED = ("data", "chunks", "unlabeled", "held_out", "seeds")
@@ -86,12 +86,12 @@ def _plan(config: ChunksConfig, world: World) -> _Plan:
     check_kind(models, causal=False, reason="the first word of a span must see the words after it: give an encoder")
     sentences = read_sentences(config.data)
     encoded = {name: encode_sentences(sentences, load_tokenizer(path), _limit(path)) for name, path in models.items()}
-    spans = [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
-    read = [each for each in spans if all(is_read(each, tokens) for _, tokens in encoded.values())]
+    read = [each for each in located(sentences) if all(is_read(each, tokens) for _, tokens in encoded.values())]
     drawn = {
         seed: draw_spans(read, chunks=config.chunks, unlabeled=config.unlabeled, seed=seed) for seed in config.seeds
     }
-    _check_count(config, drawn)
+    for spans in drawn.values():
+        _check_count(config.data, config.held_out, spans)
     return _Plan(
         models=models,
         folder=Path(config.output_dir or default_folder("conll2000", config.model[0])),
@@ -106,19 +106,28 @@ def _limit(path: Path) -> int:
     return max_positions(load_config(path), _TOKENS)
 
 
-def _check_count(config: ChunksConfig, drawn: Mapping[int, Sequence[Located]]) -> None:
+def check_file(path: Path) -> None:
+    """Check that a file has spans enough for the default settings.
+
+    Raises:
+        UserError: the file is missing or malformed, or has too few spans.
+    """
+    drawn = draw_spans(
+        located(read_sentences(path)), chunks=ChunksConfig.chunks, unlabeled=ChunksConfig.unlabeled, seed=0
+    )
+    _check_count(str(path), ChunksConfig.held_out, drawn)
+
+
+def _check_count(data: str, held_out: int, spans: Sequence[Located]) -> None:
     """Check that k-means sees at least as many spans as it makes clusters."""
-    for spans in drawn.values():
-        clusters = len({each.span.label for each in spans})
-        if clusters < 2:
-            raise UserError(
-                f"{config.data}: its spans are of {clusters} labels, and clusters need 2; give another file"
-            )
-        if len(spans) - config.held_out < clusters:
-            raise UserError(
-                f"--held_out {config.held_out}: {config.data} gives {len(spans)} spans of {clusters} labels, which "
-                "leaves too few for as many clusters; hold out fewer, or give a larger file"
-            )
+    clusters = len({each.span.label for each in spans})
+    if clusters < 2:
+        raise UserError(f"{data}: its spans are of {clusters} labels, and clusters need 2; give another file")
+    if len(spans) - held_out < clusters:
+        raise UserError(
+            f"--held_out {held_out}: {data} gives {len(spans)} spans of {clusters} labels, which leaves too few for "
+            "as many clusters; hold out fewer, or give a larger file"
+        )
 
 
 def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Runs the rows of a table of encoders: distils the student of each recipe, and fine-tunes every model on the tasks.
 
 Each row is what a user would run for it alone: its recipe as a run of the main job, and then a study of fine-tuning
-over its student, or the recipe's own second stage. What is finished is kept, so that the same command goes on where it
-stopped.
+over its student, or the recipe's own second stage. The rows of other tables are scored side by side as they are. What
+is finished is kept, so that the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.glue.protocols import Protocol, protocol_of
 from llmdistill.experiments.launcher import Launcher, shown_command
+from llmdistill.experiments.table_suites import TABLE_SUITES, data_file
 from llmdistill.experiments.tables import PublishedTable, TableRow
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.files import write_text
@@ -110,6 +111,7 @@ class TableStudy:
             *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
             *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
             *(partial(found.check_further, self.tasks.out_of_domain, key) for found, key in self._benchmarks()),
+            *([] if self.table.suite is None else [partial(data_file, self.table.suite, folder)]),
         ]
         sentences = []
         for check in checks:
@@ -138,7 +140,7 @@ class TableStudy:
 
 
 def conduct(study: TableStudy) -> dict[str, Measured]:
-    """Train and fine-tune what is not finished, and return the scores of each row that was asked for.
+    """Train, fine-tune and score what is not finished, and return the scores of each row that was asked for.
 
     A row whose run fails does not stop the others; its reason is in its entry.
     """
@@ -146,20 +148,44 @@ def conduct(study: TableStudy) -> dict[str, Measured]:
     runs = {trial.folder: trial for trial in trials.values()}
     results = study.launcher.run(list(runs.values()), Progress(len(runs), _describe))
     by_folder = dict(zip(runs, results, strict=True))
-    found = {}
-    for number, key in enumerate(study.configs, start=1):
-        result = by_folder[trials[key].folder] if key in trials else None
-        if result is not None and result.metrics is None:
-            found[key] = Measured(folder=str(result.trial.folder), error=result.error)
-            continue
-        print(f"[{number}/{len(study.configs)}] {study.row(key).label} on {', '.join(study.titles())} ...", flush=True)
-        found[key] = _fine_tune(study, key, result)
+    ended = {key: by_folder[trial.folder] for key, trial in trials.items()}
+    found = {
+        key: Measured(folder=str(result.trial.folder), error=result.error)
+        for key, result in ended.items()
+        if result.metrics is None
+    }
+    left = [key for key in study.configs if key not in found]
+    if study.table.suite is not None:
+        return found | _score_as_they_are(study, left, ended)
+    for number, key in enumerate(left, start=1):
+        print(f"[{number}/{len(left)}] {study.row(key).label} on {', '.join(study.titles())} ...", flush=True)
+        found[key] = _fine_tune(study, key, ended.get(key))
     return found
 
 
 def _describe(metrics: Mapping[str, Any]) -> str:
     loss = metrics["student"].get("valid_loss")
     return "trained" if loss is None else f"validation loss {loss:.4f}"
+
+
+def _score_as_they_are(study: TableStudy, keys: Sequence[str], trained: Mapping[str, Result]) -> dict[str, Measured]:
+    """Score the models of rows side by side, by the suite of the table."""
+    if not keys:
+        return {}
+    name, folder = str(study.table.suite), study.root / str(study.table.suite)
+    suite, file = TABLE_SUITES[name], data_file(name, study.tasks.data_dir)
+    results = suite.score({key: study.model(key) for key in keys}, file, folder, study.configs[keys[0]])
+    return {
+        key: Measured(
+            folder=str(folder),
+            model=results["models"][key]["path"],
+            scores=suite.scores(results["models"][key]),
+            params=results["models"][key]["params"],
+            warnings=results["warnings"] if key == keys[0] else (),
+            seconds=(trained[key].seconds if key in trained else 0.0) or 0.0,
+        )
+        for key in keys
+    }
 
 
 def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:

@@ -48,11 +48,13 @@ class PublishedTable:
     name: str
     title: str
     tasks: tuple[str, ...]
-    """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if the table cannot be run here."""
+    """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if a suite scores them."""
     out_of_domain: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Sets of other data on which the fine-tuned models are scored too, as in `data.task.out_of_domain` of a run."""
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
+    suite: str | None = None
+    """The suite of `table_suites` that scores the models as they are; None if they are fine-tuned."""
     protocol: ProtocolName | None = None
     """The settings of fine-tuning; None without tasks."""
     second_stage: bool = False
@@ -62,8 +64,6 @@ class PublishedTable:
     """Whether the last figure of a row is the mean of the others."""
     axis: str | None = None
     """What the rows' numbers are: the label of the axis over which the report draws the scores; None without a plot."""
-    missing: str | None = None
-    """Why the table cannot be run here."""
 
 
 def suite_files(key: str) -> list[str]:

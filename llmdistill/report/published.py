@@ -84,6 +84,15 @@ class PublishedReport:
     """The label of the axis of the rows' numbers, over which the scores are drawn; None without a plot."""
     facts: Mapping[str, str]
     """Command, hardware, versions, protocol and data, by the names that the report shows."""
+    fine_tuned: bool = True
+    """Whether the models were fine-tuned on the tasks of the columns; else they were scored as they are."""
+
+    @property
+    def explanation(self) -> str:
+        """What our figures are."""
+        seeds = "the seeds of the fine-tuning" if self.fine_tuned else "seeds"
+        choice = " The learning rate and the epochs of each task were chosen on the same dev sets, as in the papers."
+        return f"Ours, x 100, mean ± sample standard deviation over {seeds}.{choice if self.fine_tuned else ''}"
 
     @property
     def note(self) -> str:

@@ -108,6 +108,11 @@ def _spans(tags: Sequence[str]) -> tuple[Span, ...]:
     return tuple(Span(start, end, tags[start].removeprefix("B-")) for start, end in zip(starts, ends, strict=True))
 
 
+def located(sentences: Sequence[Sentence]) -> list[Located]:
+    """Return the spans of all sentences."""
+    return [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
+
+
 def draw_spans(spans: Sequence[Located], *, chunks: int, unlabeled: int, seed: int) -> list[Located]:
     """Draw spans without replacement, in random order: a pure function of the arguments.
 

@@ -25,8 +25,10 @@ from transformers import (
 
 import llmdistill
 from llmdistill.cli import main
+from llmdistill.experiments.launcher import Launcher
+from llmdistill.experiments.trials import Result
 from llmdistill.models.load import load_model
-from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, read_sentences
+from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
 from llmdistill.tasks.chunks import NOT_READ, cluster_score, encode_sentences, end_vectors, represent
 
 NOUNS, VERBS = ["cat", "doghouse", "birds"], ["see", "sees", "barking"]
@@ -102,8 +104,7 @@ def naive(path: Path, sentences: Sequence[Sentence], drawn: Sequence[Located]) -
 
 def test_spans_are_represented_by_their_ends_in_every_layer(teacher: Path, data: Path) -> None:
     sentences = read_sentences(data)
-    spans = [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
-    drawn = draw_spans(spans, chunks=25, unlabeled=5, seed=0)
+    drawn = draw_spans(located(sentences), chunks=25, unlabeled=5, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     items, tokens = encode_sentences(sentences, tokenizer, 24)
     model = load_model(teacher, dtype=torch.float32, head="none")
@@ -182,7 +183,7 @@ def test_models_stand_side_by_side(
     assert results.items() >= json.loads((out / "results.json").read_text(encoding="utf-8")).items()
     assert [len(model["nmi"]) for model in results["models"].values()] == [3, 3, 2]
     sentences = read_sentences(data)
-    spans = [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
+    spans = located(sentences)
     for name, path in (("teacher", teacher), ("student", student), ("small", small)):
         for number, seed in enumerate((3, 5)):
             drawn = draw_spans(spans, chunks=90, unlabeled=20, seed=seed)
@@ -247,3 +248,53 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_a_table_shows_them_beside_the_paper_s(
+    teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniLM Table 10, with a student that has been trained already."""
+    words = ["compare", "--suite", "minilm-table10", "--output_dir", str(tmp_path / "table"), "--tasks.seeds", "3,4"]
+    words += ["--teacher.model", str(teacher), "--data.train", str(data), "--tasks.data_dir", str(tmp_path)]
+    words += ["--student.shape", "2x16x2", "--train.dtype", "fp32"]
+    assert main([*words, "--dry_run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["suite"] == "conll2000"
+    file = tmp_path / "conll2000" / "train.txt"
+    assert [sentence for sentence in plan["missing"] if "conll2000" in sentence] == [
+        f"{file}: no such file; give a file of CoNLL-2000, unpacked, such as its train.txt"
+    ]
+    file.parent.mkdir()
+    text = data.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    assert main(words) == 2
+    assert f"--held_out 500: {file} gives " in capsys.readouterr().err
+    file.write_text("\n".join([text] * 3), encoding="utf-8")
+    assert main([*words, "--tasks.names", "rte"]) == 2
+    assert "tasks.names is ['rte']: nothing is fine-tuned for minilm-table10" in capsys.readouterr().err
+    monkeypatch.setattr(
+        Launcher,
+        "run",
+        lambda self, trials, progress: [Result(trial, {"student": {}}, seconds=61.0) for trial in trials],
+    )
+    llmdistill.compress(str(teacher), rank=4, output=plan["rows"]["minilm"]["model"])
+
+    assert main(words) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    results = json.loads((tmp_path / "table" / "results.json").read_text(encoding="utf-8"))
+    side_by_side = json.loads((tmp_path / "table" / "conll2000" / "results.json").read_text(encoding="utf-8"))
+    assert side_by_side["seeds"] == [3, 4]
+    assert list(side_by_side["models"]) == ["teacher", "minilm"]
+    for row in results["rows"]:
+        found = side_by_side["models"][row["key"]]
+        figures = row["measured"]["figures"]
+        assert [each["mean"] for each in figures[:3]] == pytest.approx([100 * each["mean"] for each in found["nmi"]])
+        assert figures[3:] == [None] * 6
+        assert row["measured"]["params"] == found["params"]
+    assert results["rows"][1]["measured"]["seconds"] == 61.0
+    assert "(45.0)" in shown
+    assert "llmdistill evaluate --suite conll2000" in side_by_side["run"]["command"]
+    page = (tmp_path / "table" / "report.html").read_text(encoding="utf-8")
+    assert "fine-tun" not in page
+    assert "Ours, x 100, mean ± sample standard deviation over seeds." in page

@@ -215,5 +215,3 @@ def test_mistakes(capsys, arguments: list[str], said: str, monkeypatch, tmp_path
 def test_rows_are_those_of_a_table(capsys) -> None:
     assert main(["compare", "--rows", "teacher"]) == 2
     assert "--rows names rows of a table of encoders" in capsys.readouterr().err
-    assert main(["compare", "--suite", "minilm-table10"]) == 2
-    assert "--suite minilm-table10: " in capsys.readouterr().err
