@@ -14,6 +14,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
+from llmdistill.runtime.terminal import quiet_transformers
 
 _ANY_RECIPE = "minilm/6x384"
 """The recipe whose teacher and settings of fine-tuning hold for a table that trains no student."""
@@ -51,6 +52,7 @@ def compare_table(
     Raises:
         UserError: bad arguments, or a model, a text or a data set is missing.
     """
+    quiet_transformers()
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.experiments.launcher import Launcher
     from llmdistill.experiments.table_study import TableStudy, conduct, rows_to_run

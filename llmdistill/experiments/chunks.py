@@ -134,8 +134,8 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
     """Return a sentence for the models that do not read the same words."""
     unread: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for name, (_, tokens) in encoded.items():
-        words = [(index, int(word)) for index, each in enumerate(tokens) for word in np.flatnonzero(each[:, 0] < 0)]
-        unread.setdefault(tuple(words), []).append(name)
+        found = [(index, int(word)) for index, each in enumerate(tokens) for word in np.flatnonzero(each[:, 0] < 0)]
+        unread.setdefault(tuple(found), []).append(name)
     warnings = []
     for words, names in unread.items():
         if words:

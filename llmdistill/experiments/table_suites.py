@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +44,10 @@ def data_file(name: str, data_dir: str | None) -> Path:
 
 
 def _score_chunks(models: Mapping[str, str], file: Path, folder: Path, run: RunConfig) -> dict[str, Any]:
-    seeds = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
     named = [f"{name}={path}" for name, path in models.items()]
-    config = ChunksConfig(model=named, data=str(file), output_dir=str(folder), dtype=run.train.dtype, **seeds)
+    config = ChunksConfig(model=named, data=str(file), output_dir=str(folder), dtype=run.train.dtype)
+    if run.tasks.seeds is not None:
+        config = replace(config, seeds=run.tasks.seeds)
     words = ["--model", ",".join(named), "--data", str(file), "--output_dir", str(folder), "--dtype", config.dtype]
     words += ["--seeds", ",".join(map(str, config.seeds))]
     return chunks.evaluate(config, command=f"llmdistill evaluate --suite conll2000 {shlex.join(words)}")

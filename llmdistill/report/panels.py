@@ -25,7 +25,8 @@ def plot_panels(
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     named = scores and max(map(len, panels.values())) > 1
-    figure = new_figure(7.0, 0.3 + (1.9 if scores else 1.55) * lines + 0.35 * named)
+    alone = scores and len(panels) == 1
+    figure = new_figure(7.0, 0.3 + (3.0 if alone else 1.9 if scores else 1.55) * lines + 0.35 * named)
     grid = list(figure.subplots(lines, columns, squeeze=False, sharex=True).flat)
     for axes, (title, curves) in zip(grid, panels.items(), strict=False):
         for label, style, curve in curves:
@@ -33,7 +34,7 @@ def plot_panels(
         scale_y(axes, [curve for _, _, curve in curves], ticks=4, log=not scores)
         axes.set_title(title, loc="left", fontsize=9)
         axes.tick_params(labelsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=12 if alone else 4, integer=True, steps=[1, 2, 5, 10]))
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[max(0, len(panels) - columns) : len(panels)]:

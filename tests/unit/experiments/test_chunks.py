@@ -197,7 +197,8 @@ def test_models_stand_side_by_side(
     assert "| layer | teacher | student | small |" in report
     assert f"- student: `{student}`" in report
     assert (out / "layers.png").is_file()
-    assert (out / "layers.svg").is_file()
+    plot = (out / "layers.svg").read_text(encoding="utf-8")
+    assert all(f">{text}<" in plot for text in ("teacher", "student", "small", "layer"))
 
     # What is finished is kept.
     monkeypatch.setattr("llmdistill.experiments.chunks.load_model", None)
