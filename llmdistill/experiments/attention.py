@@ -61,7 +61,7 @@ def evaluate(config: AttentionConfig, *, command: str) -> dict[str, Any]:
     models: dict[str, dict[str, Any]] = {}
     maps = {}
     for name, path in plan.models.items():
-        print(f"{name}: {path}, layer {plan.layers[name]} on {len(plan.texts)} texts ...", flush=True)
+        print(f"{name}: {path}, layer {plan.layers[name]} of {len(plan.texts)} text(s) ...", flush=True)
         model = load_model(path, dtype=TORCH_DTYPES[plan.dtype], device=world.device, head="none")
         maps[name] = attention_maps(model, plan.items, layer=plan.layers[name] - 1)
         models[name] = {"path": str(path), "params": count_parameters(model), "layer": plan.layers[name]}

@@ -15,8 +15,8 @@ from llmdistill.report.plots import INK, STYLE, new_figure
 
 _TOKEN = 0.135
 """Inches of a token on an axis, so that its text can be read."""
-_SMALLEST = 1.7
-"""Inches of the smallest panel."""
+_SMALLEST = 2.3
+"""Inches of the smallest panel, so that its note fits above it."""
 
 
 class Panel(NamedTuple):
