@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from llmdistill.commands.glue import main
+from llmdistill.commands.fine_tuning import main
 
 if __name__ == "__main__":
     sys.exit(main(prog="eval/glue.py"))

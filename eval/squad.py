@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from llmdistill.commands.glue import main
+from llmdistill.commands.fine_tuning import main
 
 if __name__ == "__main__":
     sys.exit(main(["--tasks", "squad1,squad2", *sys.argv[1:]], prog="eval/squad.py"))

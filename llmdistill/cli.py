@@ -149,9 +149,9 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_argument("--suite", nargs="?")
     flags, rest = parser.parse_known_args(words)
     if flags.suite == "glue":
-        from llmdistill.commands.glue import evaluate as evaluate_glue
+        from llmdistill.commands.fine_tuning import evaluate as evaluate_fine_tuned
 
-        return evaluate_glue(
+        return evaluate_fine_tuned(
             rest,
             prog="llmdistill evaluate --suite glue",
             launcher_flags=launcher,

@@ -129,7 +129,7 @@ class TasksConfig(GridConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueConfig(GridConfig):
+class FineTuningConfig(GridConfig):
     """The model to fine-tune, the tasks, and the settings of the training."""
 
     model: str

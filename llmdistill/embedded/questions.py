@@ -1,6 +1,6 @@
 """Questions on contexts from the facts of the embedded world, in the format of SQuAD 1.1 and 2.0.
 
-A context tells facts of three people in random order; dev asks about people that train never mentions. So a model has
+A context tells facts of two people in random order; dev asks about people that train never mentions. So a model has
 to read the context: nothing that it has learnt of a person helps.
 """
 
@@ -14,9 +14,9 @@ from llmdistill.embedded.kinds import value_of
 from llmdistill.embedded.world import ATTRIBUTES, SEEN_NAMES, UNSEEN_NAMES, WORLD
 from llmdistill.files import write_json
 
-SIZES = {"train": 1500, "dev": 300}
+SIZES = {"train": 3000, "dev": 300}
 """Number of questions of each split."""
-_PEOPLE, _TOLD = 3, 5
+_PEOPLE, _TOLD = 2, 4
 """People in a context, and the facts that it tells of each of the eight."""
 _FILES = {"squad1": "{}-v1.1.json", "squad2": "{}-v2.0.json"}
 

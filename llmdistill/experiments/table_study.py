@@ -23,7 +23,7 @@ from llmdistill.config.tasks import GridConfig
 from llmdistill.data.corpus import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.protocols import Protocol, protocol_of
+from llmdistill.experiments.fine_tuning.protocols import Protocol, protocol_of
 from llmdistill.experiments.launcher import Launcher, shown_command
 from llmdistill.experiments.table_suites import TABLE_SUITES, data_file
 from llmdistill.experiments.tables import PublishedTable, TableRow

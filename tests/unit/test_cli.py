@@ -72,7 +72,7 @@ def test_launcher_flags_of_glue_start_all_ranks_or_each_trial(monkeypatch, at_on
         raise SystemExit
 
     monkeypatch.setattr(cli, "launch", launch)
-    monkeypatch.setattr("llmdistill.experiments.glue.run.run", lambda config, **more: started.append(more))
+    monkeypatch.setattr("llmdistill.experiments.fine_tuning.run.run", lambda config, **more: started.append(more))
     words = ["evaluate", "--suite", "glue", "--model", "m", "--tasks", "RTE", "--num_gpus", "4"]
     with contextlib.suppress(SystemExit):
         main([*words, "--trials_at_once", at_once])

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.config import RunConfig, command_line
-from llmdistill.config.tasks import GlueConfig, GridConfig
+from llmdistill.config.tasks import FineTuningConfig, GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.protocols import BEST, teacher_of
-from llmdistill.experiments.glue.run import check_drawable, check_layer, evaluate
-from llmdistill.experiments.glue.study import TaskStudy
+from llmdistill.experiments.fine_tuning.protocols import BEST, teacher_of
+from llmdistill.experiments.fine_tuning.run import check_drawable, check_layer, evaluate
+from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.experiments.two_stages.table import ROWS, TEACHER, collect, print_rows, write_rows
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
@@ -36,7 +36,7 @@ class TasksPlan:
     """The last run of the first stage; its student is fine-tuned."""
     tasks: list[str]
     """The titles of the tasks, such as RTE or SQuAD2."""
-    configs: Mapping[str, GlueConfig]
+    configs: Mapping[str, FineTuningConfig]
     """The fine-tuning settings of each row, in order."""
     studies: Mapping[str, Mapping[str, TaskStudy]]
     """The study of each row and task."""
@@ -140,7 +140,7 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
     return TasksPlan(first=first, last=last, tasks=tasks, configs=configs, studies=studies, given=given)
 
 
-def _study(config: GlueConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> TaskStudy:
+def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> TaskStudy:
     """Return the study of a row on a task; its model and its teacher may not exist yet."""
     own = str(first.teacher_path)
     student = first.teacher_config if config.model == own else last.student_config
@@ -162,7 +162,7 @@ def tasks_folder(plan: Plan) -> Path:
     return plan.folder / "tasks"
 
 
-def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfig]:
+def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTuningConfig]:
     """Return the fine-tuning settings of each row of Table 6 in order; the teacher is first if a row needs it."""
     plan, config = plans[-1], plans[-1].config
     settings, folder = config.tasks, tasks_folder(plans[-1])
@@ -182,7 +182,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, GlueConfi
     }
     needs_teacher = settings.teacher is None and set(settings.rows) != {"no_kd"}
     return {
-        row: command_line.checked(GlueConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
+        row: command_line.checked(FineTuningConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
         for row in ([TEACHER] if needs_teacher else []) + list(settings.rows)
     }
 

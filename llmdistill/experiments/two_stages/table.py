@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from llmdistill.experiments.glue.results import shown_metrics
+from llmdistill.experiments.fine_tuning.results import shown_metrics
 from llmdistill.files import write_json
 from llmdistill.report.pages import write_page
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds

@@ -62,5 +62,5 @@ def test_the_files_are_read_as_official_ones(tmp_path):
 
 def test_the_same_questions_come_out_every_time():
     context, question = next(rows("squad2", "dev"))
-    assert question["question"] == "Does Hanno have a pet?"
-    assert context.startswith("Abrin prefers purple. Hanno lives in Tarvik.")
+    assert question["question"] == "What does Abrin like to eat?"
+    assert context.startswith("The hobby of Abrin is singing. The hobby of Boran is singing.")

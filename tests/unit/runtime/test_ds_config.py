@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmdistill.config import TrainConfig
-from llmdistill.config.tasks import GlueConfig
+from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, ds_config_path, read_ds_config, resolve_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
@@ -89,7 +89,7 @@ def test_file_that_is_there_wins_over_a_shipped_one(tmp_path, monkeypatch):
 
 def test_defaults_ship(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    defaults = (DEFAULT_DS_CONFIG, GlueConfig(model="here").ds_config)
+    defaults = (DEFAULT_DS_CONFIG, FineTuningConfig(model="here").ds_config)
     assert [ds_config_path(name).name for name in defaults] == ["zero2.json", "zero1.json"]
 
 

@@ -1,4 +1,4 @@
-"""``llmdistill evaluate --suite glue``: fine-tunes a model on tasks of GLUE, SQuAD or MLQA and reports its scores."""
+"""``llmdistill evaluate --suite glue``: fine-tunes a model on tasks (GLUE, XNLI, SQuAD, MLQA), and scores it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import add_config, build, parse
-from llmdistill.config.tasks import GlueConfig
+from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import exit_code
 
 
 def build_parser(prog: str) -> ArgumentParser:
-    """Return the parser; its arguments are all fields of GlueConfig."""
+    """Return the parser; its arguments are all fields of FineTuningConfig."""
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
@@ -26,7 +26,7 @@ def build_parser(prog: str) -> ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="Print results.json instead of the table.")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
-    add_config(parser, GlueConfig, METHODS)
+    add_config(parser, FineTuningConfig, METHODS)
     return parser
 
 
@@ -50,11 +50,11 @@ def evaluate(
         UserError: bad arguments or input.
     """
     parsed = parse(build_parser(prog), arguments)
-    config = build(parsed, GlueConfig, METHODS)
+    config = build(parsed, FineTuningConfig, METHODS)
     if launcher_flags and launch is not None and config.trials_at_once == 1:
         launch()
     # Imported here so that --help and errors in the arguments do not wait for transformers and DeepSpeed.
-    from llmdistill.experiments.glue.run import run
+    from llmdistill.experiments.fine_tuning.run import run
 
     words = [*(word for word in arguments if not word.startswith("--local_rank")), *launcher_flags]
     run(config, command=f"{prog} {shlex.join(words)}", as_json=parsed.json, launcher_flags=launcher_flags)

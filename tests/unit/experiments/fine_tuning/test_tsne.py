@@ -10,9 +10,9 @@ import torch
 from sklearn.metrics import silhouette_score
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
-from llmdistill.commands.glue import main
-from llmdistill.experiments.glue import tsne
-from llmdistill.experiments.glue.protocols import short_names
+from llmdistill.commands.fine_tuning import main
+from llmdistill.experiments.fine_tuning import tsne
+from llmdistill.experiments.fine_tuning.protocols import short_names
 from llmdistill.tasks.glue_files import read_task
 
 QUICK = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "3", "--batch_size", "16", "--speed", "false"]

@@ -156,7 +156,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     """Write report.md."""
     write_page(
         folder / "report.md",
-        "glue.md.j2",
+        "fine_tuning.md.j2",
         **results,
         title=f"{_named(results)}: {results['model']}",
         legend=_title(results),

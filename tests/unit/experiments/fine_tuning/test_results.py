@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmdistill.experiments.glue.results import averages, print_results, table_cells, write_report
+from llmdistill.experiments.fine_tuning.results import averages, print_results, table_cells, write_report
 from llmdistill.tasks.classification import CONVENTIONS
 from llmdistill.tasks.glue_files import GLUE, TASKS
 

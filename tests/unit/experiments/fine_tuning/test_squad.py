@@ -13,12 +13,12 @@ from question_files import rows, write_file, write_tasks
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfig, BertForQuestionAnswering
 
 import llmdistill
-from llmdistill.commands.glue import main
+from llmdistill.commands.fine_tuning import main
 from llmdistill.config import FactorizeConfig
-from llmdistill.config.tasks import GlueConfig
+from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.protocols import protocol_of
-from llmdistill.experiments.glue.results import table_cells
+from llmdistill.experiments.fine_tuning.protocols import protocol_of
+from llmdistill.experiments.fine_tuning.results import table_cells
 from llmdistill.factorize.convert import compress
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 
@@ -201,7 +201,7 @@ def test_bad_input(evaluate, encoder, arguments, said) -> None:
 
 def test_protocols_of_the_papers() -> None:
     def of(task: str, **settings: Any) -> list[Any]:
-        found = protocol_of(GlueConfig(model="m", **settings), task)
+        found = protocol_of(FineTuningConfig(model="m", **settings), task)
         return [found.learning_rates, found.epochs, found.batch_size, found.max_length, len(found.seeds)]
 
     # MiniLMv2 appendix C

@@ -1,4 +1,4 @@
-"""Runs the GLUE study: checks all settings first, then runs the tasks one after the other and writes the report."""
+"""Runs the study: checks all settings first, then runs the tasks one after the other and writes the report."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from llmdistill.artifacts import read_result, write_result
-from llmdistill.config.tasks import GlueConfig
+from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.protocols import BEST, short_names, teacher_of
-from llmdistill.experiments.glue.results import averages, print_results, write_report
-from llmdistill.experiments.glue.study import TaskStudy
+from llmdistill.experiments.fine_tuning.protocols import BEST, short_names, teacher_of
+from llmdistill.experiments.fine_tuning.results import averages, print_results, write_report
+from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.files import file_name, write_json
 from llmdistill.fingerprints import fingerprint
@@ -38,7 +38,7 @@ _CPU_REPEATS, _GPU_REPEATS = 5, 20
 """How often a forward pass is timed."""
 
 
-def run(config: GlueConfig, *, command: str, as_json: bool, launcher_flags: Sequence[str] = ()) -> None:
+def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags: Sequence[str] = ()) -> None:
     """Fine-tune, choose, measure and print; every rank of the launcher must call this function.
 
     `command` is the command as the user typed it, and `launcher_flags` are for runs that have their own processes.
@@ -78,7 +78,7 @@ def run(config: GlueConfig, *, command: str, as_json: bool, launcher_flags: Sequ
 
 
 def evaluate(
-    config: GlueConfig, world: World, *, command: str, prefix: str = "--", launcher: Launcher | None = None
+    config: FineTuningConfig, world: World, *, command: str, prefix: str = "--", launcher: Launcher | None = None
 ) -> dict[str, Any]:
     """Check, fine-tune, choose, measure and write the report in an existing process group; every rank must call it.
 
@@ -120,7 +120,7 @@ def evaluate(
     return results
 
 
-def output_dir(config: GlueConfig) -> Path:
+def output_dir(config: FineTuningConfig) -> Path:
     """Return the folder of all outputs."""
     if config.output_dir is not None:
         return Path(config.output_dir)
@@ -129,7 +129,7 @@ def output_dir(config: GlueConfig) -> Path:
     return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
 
 
-def _prepare(config: GlueConfig, prefix: str) -> dict[str, TaskStudy]:
+def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
     """Return the study of each task; all studies are checked before the first one runs."""
     tasks = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
     for task in tasks:
@@ -150,7 +150,7 @@ def _prepare(config: GlueConfig, prefix: str) -> dict[str, TaskStudy]:
     return studies
 
 
-def _drawn(config: GlueConfig, task: str, tasks: list[str], prefix: str) -> dict[str, str]:
+def _drawn(config: FineTuningConfig, task: str, tasks: list[str], prefix: str) -> dict[str, str]:
     """Return the models that t-SNE draws: the best models of the named earlier runs, then this run's best model."""
     if config.tsne is None:
         return {}
@@ -179,7 +179,7 @@ def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key:
         raise UserError(f"{key} {layer}: {named} has {num_layers} layers; give 1 to {num_layers}")
 
 
-def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
+def _headline(config: FineTuningConfig, studies: Mapping[str, TaskStudy]) -> str:
     runs = {name: study.protocol.num_trials for name, study in studies.items()}
     counted = ", ".join(f"{name} {count}" for name, count in runs.items())
     plan = next(iter(studies.values())).plan
@@ -194,7 +194,7 @@ def _headline(config: GlueConfig, studies: Mapping[str, TaskStudy]) -> str:
     )
 
 
-def _measure(config: GlueConfig, study: TaskStudy, world: World) -> dict[str, Any]:
+def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[str, Any]:
     """Count the parameters by part and, if asked for, time forward passes; one rank calls this function.
 
     Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.

@@ -14,7 +14,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from llmdistill.commands.glue import main
+from llmdistill.commands.fine_tuning import main
 from llmdistill.models.heads import classifier_parameters, read_classifier, set_classifier
 
 SMALL = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

@@ -13,7 +13,7 @@ from tokenizers import models as token_models
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from llmdistill.config import TrainConfig
-from llmdistill.experiments.glue import run
+from llmdistill.experiments.fine_tuning import run
 from llmdistill.run import assemble
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import parameter_groups

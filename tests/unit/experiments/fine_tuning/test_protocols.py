@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from llmdistill.config.tasks import GlueConfig
-from llmdistill.experiments.glue.protocols import SHARED, Protocol, metric_of, protocol_of
-from llmdistill.experiments.glue.study import TaskStudy
+from llmdistill.config.tasks import FineTuningConfig
+from llmdistill.experiments.fine_tuning.protocols import SHARED, Protocol, metric_of, protocol_of
+from llmdistill.experiments.fine_tuning.study import TaskStudy
 
 
 def protocol(task: str = "RTE", **settings) -> Protocol:
-    return protocol_of(GlueConfig(model="m", **settings), task)
+    return protocol_of(FineTuningConfig(model="m", **settings), task)
 
 
 def test_makd_s_protocol() -> None:
@@ -33,7 +33,7 @@ def test_minilm_s_protocol() -> None:
     [("makd", "f1"), ("minilm", "accuracy"), ("minilmv2", "accuracy"), ("kroneckerbert", "accuracy"), ("custom", "f1")],
 )
 def test_settings_for_mrpc_are_chosen_by_the_metric_of_the_paper(name: Any, metric: str, tmp_path) -> None:
-    study = TaskStudy(config=GlueConfig(model="m", protocol=name), task="MRPC", root=tmp_path, teacher=None)
+    study = TaskStudy(config=FineTuningConfig(model="m", protocol=name), task="MRPC", root=tmp_path, teacher=None)
     assert {trial.config.data.task.metric for trial in study.trials()} == {metric}
     assert metric_of(name, "WNLI") == "accuracy"
     assert metric_of(name, "MNLI") == "accuracy"
@@ -63,7 +63,7 @@ def test_given_settings_win_over_the_protocol() -> None:
 
 
 def test_each_trial_has_its_settings_and_a_folder_of_its_own(tmp_path) -> None:
-    config = GlueConfig(model="m", protocol="minilmv2", run_settings={"train.compile": True})
+    config = FineTuningConfig(model="m", protocol="minilmv2", run_settings={"train.compile": True})
     trials = TaskStudy(config=config, task="RTE", root=tmp_path, teacher=None).trials()
     assert len({trial.folder for trial in trials}) == len(trials) == 60
     assert [trial.seed for trial in trials[:5]] == [1, 2, 3, 4, 1]

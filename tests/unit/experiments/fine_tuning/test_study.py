@@ -14,10 +14,10 @@ from scipy.stats import pearsonr
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from llmdistill.commands.glue import main
+from llmdistill.commands.fine_tuning import main
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue import run as glue
+from llmdistill.experiments.fine_tuning import run as glue
 from llmdistill.factorize.convert import compress
 
 DEV = Path("predictions/student/dev.tsv")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.protocols import teacher_of as find_teacher
+from llmdistill.experiments.fine_tuning.protocols import teacher_of as find_teacher
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.tasks.benchmark import named_benchmark

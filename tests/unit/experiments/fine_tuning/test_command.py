@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from llmdistill import cli
-from llmdistill.commands.glue import main
+from llmdistill.commands.fine_tuning import main
 
 CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--speed", "false", "--limit", "32"]
 

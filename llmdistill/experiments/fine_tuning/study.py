@@ -23,10 +23,10 @@ from llmdistill.config import (
     TrainConfig,
 )
 from llmdistill.config.command_line import build, to_dict
-from llmdistill.config.tasks import GlueConfig
+from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.glue.protocols import BEST, SHARED, Protocol, metric_of, protocol_of
-from llmdistill.experiments.glue.results import summarise
+from llmdistill.experiments.fine_tuning.protocols import BEST, SHARED, Protocol, metric_of, protocol_of
+from llmdistill.experiments.fine_tuning.results import summarise
 from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, trial_title
@@ -56,7 +56,7 @@ def dev_score(result: Result) -> float:
 class TaskStudy:
     """The runs on one task."""
 
-    config: GlueConfig
+    config: FineTuningConfig
     task: str
     """The title of the task, such as RTE or SQuAD2."""
     root: Path
@@ -267,7 +267,7 @@ class TaskStudy:
         self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, world: World
     ) -> dict[str, Any]:
         """Plot the features of a layer of models on the task's dev set; see `tsne.draw`."""
-        from llmdistill.experiments.glue.tsne import draw  # scikit-learn's manifolds take a second to import
+        from llmdistill.experiments.fine_tuning.tsne import draw  # scikit-learn's manifolds take a second to import
 
         assert isinstance(self.data, GlueData), "only classes and scores are drawn"
         files = self.data.files

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmdistill.config.tasks import GlueConfig, ProtocolName
+from llmdistill.config.tasks import FineTuningConfig, ProtocolName
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_key
 from llmdistill.tasks.classification import CONVENTIONS
@@ -80,7 +80,7 @@ SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 """The settings that all runs of a protocol share."""
 
 
-def protocol_of(config: GlueConfig, task: str) -> Protocol:
+def protocol_of(config: FineTuningConfig, task: str) -> Protocol:
     """Return the protocol for a task; settings in the configuration replace those of the protocol."""
     protocol = PROTOCOLS[config.protocol]
     given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
