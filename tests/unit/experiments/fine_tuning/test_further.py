@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from llmdistill.commands import glue
+from llmdistill.commands import fine_tuning
 
 LANGUAGES = ("de", "en", "sw")
 SHARED = ("--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "4", "--batch_size", "8", "--speed", "false")
 
 
 def run(*words: object) -> int:
-    return glue.main([str(word) for word in (*SHARED, "--dtype", "fp32", "--max_length", 24, *words)])
+    return fine_tuning.main([str(word) for word in (*SHARED, "--dtype", "fp32", "--max_length", 24, *words)])
 
 
 def rows_of(count: int, seed: int, labels: list[str]) -> list[tuple[str, str, str]]:
