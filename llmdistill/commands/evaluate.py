@@ -87,10 +87,8 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     parsed = parse(build_parser(prog), arguments)
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
-    import torch
-
     from llmdistill.data.instruct import Limits
-    from llmdistill.runtime.distributed import World, best_dtype, init_distributed, shut_down
+    from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype, init_distributed, shut_down
     from llmdistill.tasks.answers import evaluate_model
 
     settings = build(parsed, GenerationConfig, prefix="--")
@@ -101,14 +99,14 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
         long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
     )
     world = init_distributed() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World.alone()
-    dtype = best_dtype(world.device) if parsed.dtype == "auto" else parsed.dtype
+    dtype = chosen_dtype(parsed.dtype, world.device)
     try:
         result = evaluate_model(
             parsed.model,
             data,
             settings,
             limits,
-            dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+            dtype=TORCH_DTYPES[dtype],
             world=world,
             output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
             log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,

@@ -16,19 +16,17 @@ from llmdistill.config.side_by_side import AttentionConfig
 from llmdistill.data.pairs import EncodedPair, PairExample, encode_pairs
 from llmdistill.data.sources import unreadable
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import default_folder, named_models
+from llmdistill.experiments.side_by_side import default_folder, named_models, write_results
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import write_json
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions, shape_of
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.attention import Panel, plot_attention
-from llmdistill.report.pages import write_page
-from llmdistill.report.plots import Drawing, save_plot
+from llmdistill.report.plots import Drawing
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, best_dtype
+from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
 MEAN = "mean"
@@ -78,9 +76,15 @@ def evaluate(config: AttentionConfig, *, command: str) -> dict[str, Any]:
         "texts": texts,
         "run": make_record(command, world.size),
     }
-    write_json(plan.folder / "results.json", results)
-    _write_report(plan, results, [_draw(plan, maps, text, number) for number, text in enumerate(texts)])
-    return {**results, "folder": str(plan.folder)}
+    return write_results(
+        plan.folder,
+        results,
+        title="Attention side by side",
+        legend=f"{_title(results)}. The last column is the mean over heads, of models with equally many.",
+        table=table_cells(results),
+        drawings=[_draw(plan, maps, text, number) for number, text in enumerate(texts)],
+        closing="The divergences of each text are in results.json.",
+    )
 
 
 def _plan(config: AttentionConfig, world: World) -> _Plan:
@@ -106,7 +110,7 @@ def _plan(config: AttentionConfig, world: World) -> _Plan:
         models=models,
         layers=layers,
         folder=Path(config.output_dir or default_folder("attention", config.model[0])),
-        dtype=best_dtype(world.device) if config.dtype == "auto" else config.dtype,
+        dtype=chosen_dtype(config.dtype, world.device),
         texts=texts,
         items=items,
         tokens=[tokenizer.convert_ids_to_tokens(each.input_ids) for each in items],
@@ -208,22 +212,3 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
 def _title(results: Mapping[str, Any]) -> str:
     first, count = next(iter(results["models"])), len(results["texts"])
     return f"Attention: divergence from {first} in nats, mean over queries{f' and {count} texts' if count > 1 else ''}"
-
-
-def _write_report(plan: _Plan, results: Mapping[str, Any], drawings: Sequence[Drawing]) -> None:
-    for drawing in drawings:
-        save_plot(drawing.figure, plan.folder, drawing.name)
-    write_page(
-        plan.folder / "report.md",
-        "side_by_side.md.j2",
-        title="Attention side by side",
-        legend=f"{_title(results)}. The last column is the mean over heads, of models with equally many.",
-        table=table_cells(results),
-        drawings=drawings,
-        warnings=[],
-        record=results["run"],
-        models=results["models"],
-        dtype=results["dtype"],
-        details={},
-        closing="The divergences of each text are in results.json.",
-    )

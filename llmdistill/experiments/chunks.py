@@ -14,21 +14,26 @@ from rich.console import Console
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import check_kind, default_folder, model_entries, named_models, result_file
+from llmdistill.experiments.side_by_side import (
+    check_kind,
+    default_folder,
+    model_entries,
+    named_models,
+    result_file,
+    write_results,
+)
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import write_json
 from llmdistill.fingerprints import digest, fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.report.pages import write_page
 from llmdistill.report.panels import plot_panels
-from llmdistill.report.plots import Curve, Drawing, method_styles, save_plot
+from llmdistill.report.plots import Curve, Drawing, method_styles
 from llmdistill.report.record import make_record
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, best_dtype
+from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
 from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
 from llmdistill.tasks.chunks import cluster_score, encode_sentences, end_vectors, is_read, represent
 
@@ -75,9 +80,19 @@ def evaluate(config: ChunksConfig, *, command: str) -> dict[str, Any]:
         "warnings": list(plan.warnings),
         "run": make_record(command, world.size),
     }
-    write_json(plan.folder / "results.json", results)
-    _write_report(plan.folder, results)
-    return {**results, "folder": str(plan.folder)}
+    return write_results(
+        plan.folder,
+        results,
+        title="Phrases in the layers (CoNLL-2000)",
+        legend=f"{_title(results)}. The spans are the same for all models.",
+        table=table_cells(results),
+        drawings=[_draw(results)],
+        details={
+            "Spans of all seeds by label": ", ".join(f"{name} {count:,}" for name, count in results["labels"].items()),
+            "Data": config.data,
+        },
+        closing="The scores of each model are in a folder of its name, and all of them in results.json.",
+    )
 
 
 def _plan(config: ChunksConfig, world: World) -> _Plan:
@@ -95,7 +110,7 @@ def _plan(config: ChunksConfig, world: World) -> _Plan:
     return _Plan(
         models=models,
         folder=Path(config.output_dir or default_folder("conll2000", config.model[0])),
-        dtype=best_dtype(world.device) if config.dtype == "auto" else config.dtype,
+        dtype=chosen_dtype(config.dtype, world.device),
         encoded=encoded,
         drawn=drawn,
         warnings=[*_unread(config.data, sentences, encoded), *_fewer(config, drawn)],
@@ -223,23 +238,3 @@ def _draw(results: Mapping[str, Any]) -> Drawing:
     caption = "Mean over seeds; the band goes from the lowest to the highest seed."
     figure = plot_panels({"normalised mutual information": curves}, "layer", scores=True)
     return Drawing("layers", "Phrases by layer", caption, figure)
-
-
-def _write_report(folder: Path, results: Mapping[str, Any]) -> None:
-    drawing = _draw(results)
-    save_plot(drawing.figure, folder, drawing.name)
-    labels = ", ".join(f"{name} {count:,}" for name, count in results["labels"].items())
-    write_page(
-        folder / "report.md",
-        "side_by_side.md.j2",
-        title="Phrases in the layers (CoNLL-2000)",
-        legend=f"{_title(results)}. The spans are the same for all models.",
-        table=table_cells(results),
-        drawings=[drawing],
-        warnings=results["warnings"],
-        record=results["run"],
-        models=results["models"],
-        dtype=results["dtype"],
-        details={"Spans of all seeds by label": labels, "Data": results["data"]},
-        closing="The scores of each model are in a folder of its name, and all of them in results.json.",
-    )

@@ -59,6 +59,7 @@ def _trials(config: RunConfig, name: str, folder: Path, layer: int) -> tuple[Tri
             warmup_steps=min(config.train.warmup_steps, steps // 10),
             save_every=steps,
             validate_every=steps,
+            keep_best=None,
         )
         run = replace(base, method=method, also=[], train=train, output_dir=str(output), resume="auto")
         return Trial(f"{title} of layer {layer}", {f"{name}.teacher_layer": layer}, config.seed, run)

@@ -9,10 +9,13 @@ from typing import Any
 from llmdistill.artifacts import RESULT_FILE, read_record
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import file_name
+from llmdistill.files import file_name, write_json
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
+from llmdistill.report.pages import write_page
+from llmdistill.report.plots import Drawing, save_plot
 from llmdistill.report.table import MODELS
+from llmdistill.report.tables import Texts
 from llmdistill.run.artifacts import METRICS_FILE, RUN_FILE
 
 
@@ -83,3 +86,39 @@ def result_file(folder: Path, name: str) -> Path:
 def model_entries(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the kept results of each model as results.json has them, without what they were asked for."""
     return {name: {key: value for key, value in each.items() if key != "asked"} for name, each in scores.items()}
+
+
+def write_results(
+    folder: Path,
+    results: Mapping[str, Any],
+    *,
+    title: str,
+    legend: str,
+    table: Texts,
+    closing: str,
+    template: str = "side_by_side.md.j2",
+    drawings: Sequence[Drawing] = (),
+    details: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Write results.json, the drawings and report.md; return the results with their folder.
+
+    `results` has `models`, `dtype` and `run`, and may have `warnings`; `details` are further facts of the report.
+    """
+    for drawing in drawings:
+        save_plot(drawing.figure, folder, drawing.name)
+    write_json(folder / "results.json", results)
+    write_page(
+        folder / "report.md",
+        template,
+        title=title,
+        legend=legend,
+        table=table,
+        drawings=drawings,
+        warnings=results.get("warnings", []),
+        record=results["run"],
+        models=results["models"],
+        dtype=results["dtype"],
+        details=details or {},
+        closing=closing,
+    )
+    return {**results, "folder": str(folder)}

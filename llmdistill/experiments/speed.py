@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
-from llmdistill.experiments.side_by_side import default_folder, named_models
-from llmdistill.files import write_json
+from llmdistill.experiments.side_by_side import default_folder, named_models, write_results
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, has_segments
-from llmdistill.models.load import load_model
+from llmdistill.models.load import Head, build_random, load_model
 from llmdistill.models.shapes import parse_shape, shaped_config
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.report.pages import write_page
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, best_dtype
+from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
 from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches
 from llmdistill.tasks.glue_files import TASKS, read_split
 
@@ -46,10 +44,15 @@ def evaluate(config: SpeedConfig, *, command: str) -> dict[str, Any]:
     for name, each in {**configs, **shapes}.items():
         check_length(name, each, config.max_length)
     examples = _examples(config)
-    name_of_dtype = best_dtype(world.device) if config.dtype == "auto" else config.dtype
+    name_of_dtype = chosen_dtype(config.dtype, world.device)
     dtype = TORCH_DTYPES[name_of_dtype]
-    models = {name: _load(path, configs[name], dtype, world.device) for name, path in paths.items()}
-    models |= {shape: _random(each, dtype, world.device) for shape, each in shapes.items()}
+    models = {
+        name: load_model(path, dtype=dtype, device=world.device, head=_head(configs[name]))
+        for name, path in paths.items()
+    }
+    for shape, each in shapes.items():
+        model: Any = build_random(each, _head(each), seed=0)
+        models[shape] = model.to(device=world.device, dtype=dtype).eval()
     batches = _random_batches(config, models)
     if examples is not None:
         tokenizers = {name: load_tokenizer(paths.get(name, paths[first])) for name in models}
@@ -60,7 +63,7 @@ def evaluate(config: SpeedConfig, *, command: str) -> dict[str, Any]:
     }
     rows = {
         name: {
-            "path": str(paths[name]) if name in paths else None,
+            "path": str(paths[name]) if name in paths else "random weights",
             "params": parameter_split(model),
             "tokens": sum(int(each["attention_mask"].sum()) for each in batches[name][config.warmup :]),
             **{kind: _timing(found[name], found[first]) for kind, found in seconds.items()},
@@ -70,17 +73,14 @@ def evaluate(config: SpeedConfig, *, command: str) -> dict[str, Any]:
     folder = Path(config.output_dir or default_folder("speed", config.model[0]))
     asked = {key: getattr(config, key) for key in ("batches", "batch_size", "max_length", "task", "warmup")}
     results = {**asked, "dtype": name_of_dtype, "models": rows, "run": make_record(command, world.size)}
-    write_json(folder / "results.json", results)
-    write_page(
-        folder / "report.md",
-        "page.md.j2",
+    return write_results(
+        folder,
+        results,
         title="Speed",
         legend=_title(results) + ". Parameters of the token embedding (Emd) and of the layers (Trm).",
         table=table_cells(results),
-        warnings=[],
-        record=results["run"],
+        closing="All figures are in results.json.",
     )
-    return {**results, "folder": str(folder)}
 
 
 def _timing(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
@@ -93,17 +93,8 @@ def _timing(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]
     }
 
 
-def _load(path: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    return load_model(path, dtype=dtype, device=device, head="lm_head" if family_of(config).causal else "none")
-
-
-def _random(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return a model with random weights, with the head of those that are loaded."""
-    auto: Any = AutoModelForCausalLM if family_of(config).causal else AutoModel
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: Any = auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
-    return cast(PreTrainedModel, model.to(device=device, dtype=dtype).eval())
+def _head(config: PreTrainedConfig) -> Head:
+    return "lm_head" if family_of(config).causal else "none"
 
 
 def _examples(config: SpeedConfig) -> list[Any] | None:

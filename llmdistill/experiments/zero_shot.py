@@ -12,16 +12,21 @@ from rich.console import Console
 
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.config.zero_shot import ZeroShotConfig
-from llmdistill.experiments.side_by_side import check_kind, default_folder, model_entries, named_models, result_file
+from llmdistill.experiments.side_by_side import (
+    check_kind,
+    default_folder,
+    model_entries,
+    named_models,
+    result_file,
+    write_results,
+)
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.report.pages import write_page
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, best_dtype
+from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
 from llmdistill.tasks.zero_shot import ZeroShotTasks, find_zero_shot, is_share, main_metric, score_zero_shot
 
 ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
@@ -63,16 +68,22 @@ def evaluate(config: ZeroShotConfig, *, command: str) -> dict[str, Any]:
         "models": model_entries(scores),
         "run": make_record(command, world.size),
     }
-    write_json(plan.folder / "results.json", results)
-    _write_report(plan.folder, results)
-    return {**results, "folder": str(plan.folder)}
+    return write_results(
+        plan.folder,
+        results,
+        title="Zero-shot tasks",
+        legend=_title(results) + ".",
+        table=table_cells(results),
+        template="zero_shot.md.j2",
+        closing="The scores of each model are in a folder of its name, and all of them in results.json.",
+    )
 
 
 def _plan(config: ZeroShotConfig, world: World) -> _Plan:
     """Check all settings before a model is loaded; raise UserError for a mistake."""
     models = named_models(config.model)
     check_kind(models, causal=True, reason="the tasks of the harness need a decoder")
-    dtype = best_dtype(world.device) if config.dtype == "auto" else config.dtype
+    dtype = chosen_dtype(config.dtype, world.device)
     tasks = find_zero_shot(config.tasks, config.task_dir)
     asked = {key: getattr(config, key) for key in ASKED} | {"dtype": dtype}
     if config.task_dir is not None:
@@ -138,20 +149,3 @@ def _title(results: Mapping[str, Any]) -> str:
     how = "as the tasks say" if shots is None else f"{shots} solved examples before each question"
     limit = "" if results["limit"] is None else f", only {results['limit']} examples of each"
     return f"Tasks of lm-evaluation-harness, shares x 100 ± standard error, {how}{limit}"
-
-
-def _write_report(folder: Path, results: Mapping[str, Any]) -> None:
-    write_page(
-        folder / "report.md",
-        "zero_shot.md.j2",
-        title="Zero-shot tasks",
-        legend=_title(results) + ".",
-        table=table_cells(results),
-        drawings=[],
-        warnings=[],
-        record=results["run"],
-        models=results["models"],
-        dtype=results["dtype"],
-        details={},
-        closing="The scores of each model are in a folder of its name, and all of them in results.json.",
-    )

@@ -28,7 +28,7 @@ from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
 from llmdistill.models.importance import Importance, important_parts
-from llmdistill.models.load import Head, auto_class, copy_companions, load_model
+from llmdistill.models.load import Head, build_random, copy_companions, load_model
 from llmdistill.models.shapes import (
     Parts,
     check_sizes,
@@ -188,10 +188,7 @@ def make_student(
     shaped = shaped_config(config, shape)
     parts = None if settings.init == "random" else _parts(settings, config, shaped, importance)
     with new_folder(output) as folder:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            auto = auto_class(shaped, head)
-            student: PreTrainedModel = auto.from_config(shaped, dtype=torch.float32, trust_remote_code=False)
+        student = build_random(shaped, head, seed=seed)
         embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
         if parts is not None:
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)

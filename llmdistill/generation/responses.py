@@ -38,8 +38,8 @@ from llmdistill.runtime.distributed import (
     TORCH_DTYPES,
     World,
     barrier,
-    best_dtype,
     broadcast_object,
+    chosen_dtype,
     default_device,
     on_main,
 )
@@ -123,7 +123,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     engine = choose_engine(
         settings.engine, folder, no_repeat_ngram_size=settings.no_repeat_ngram_size, world_size=world.size
     )
-    dtype = best_dtype(world.device) if settings.dtype == "auto" else settings.dtype
+    dtype = chosen_dtype(settings.dtype, world.device)
     batch_size = _BATCH_SIZES[engine] if settings.batch_size is None else settings.batch_size
     decoding = Decoding(
         sample=settings.decoding == "sample",

@@ -157,6 +157,15 @@ def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel
         return cast(PreTrainedModel, auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False))
 
 
+def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrainedModel:
+    """A model in fp32 with random weights, which follow the seed; torch's own generator is not changed."""
+    auto = auto_class(config, head)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False)
+    return cast(PreTrainedModel, model)
+
+
 def downloaded(path: Path | str) -> Path:
     """The folder itself, or the folder into which the safetensors and companion files of a hub name are downloaded."""
     if Path(path).is_dir():

@@ -32,6 +32,11 @@ def best_dtype(device: torch.device) -> Literal["fp32", "bf16"]:
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
+def chosen_dtype(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
+    """Return the dtype that a setting names; auto is the best one."""
+    return best_dtype(device) if wanted == "auto" else wanted
+
+
 @dataclass(frozen=True)
 class World:
     """The rank of this process, the number of ranks and the device."""
