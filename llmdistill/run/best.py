@@ -10,7 +10,7 @@ from typing import Any
 
 from llmdistill.artifacts import read_record
 from llmdistill.files import write_json
-from llmdistill.runtime.distributed import World, broadcast_object, on_main
+from llmdistill.runtime.distributed import World, on_main
 
 BEST_FILE = "best.json"
 """File in the run's folder: `step`, `metric`, `value` of the best validation so far, and the folder `student`."""
@@ -48,9 +48,8 @@ class BestStudent:
         """
         score = None if self.score is None else self.score()
         value = loss if score is None else score
-        # All ranks need the same answer, and only rank 0 has the scores of all texts.
-        is_best = broadcast_object(self.world.is_main and self._is_better(value))
-        if is_best:
+        # Rank 0 decides: it alone is sure to have written the record, and all ranks need the same answer.
+        if on_main(lambda: self._is_better(value), self.world):
             target = self.folder / _FOLDER / f"step-{step}"
             on_main(lambda: shutil.rmtree(target, ignore_errors=True), self.world)
             self.save(target)
@@ -72,7 +71,7 @@ class BestStudent:
 
     def take(self, output: Path) -> dict[str, Any]:
         """Move the best student to `output` and return its record; every rank must call this method."""
-        record = broadcast_object(read_best(self.folder) if self.world.is_main else None)
+        record = on_main(lambda: read_best(self.folder), self.world)
         assert record is not None  # the last step is always validated
 
         def move() -> None:
