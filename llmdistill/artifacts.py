@@ -6,7 +6,7 @@ So a later command knows whether it requests the same result, whether it is fini
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +61,6 @@ def compare_records(
     finished: bool,
     subject: str,
     remedy: str,
-    free: Collection[str] = (),
 ) -> State:
     """Return whether the requested result is new, unfinished or finished.
 
@@ -71,14 +70,13 @@ def compare_records(
         finished: whether the result of the old record is complete.
         subject: the owner of the record; the error message begins with it.
         remedy: what the user can do; the error message ends with it.
-        free: dotted keys of settings that may differ at this state of the result.
 
     Raises:
         UserError: the records differ; the message names the first setting, its old and new value, and how many more.
     """
     if old is None:
         return State.NEW
-    found = [each for each in differences(old, new) if each.key not in free]
+    found = differences(old, new)
     if found:
         first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -10,6 +10,13 @@ class UserError(ValueError):
     Commands print it without a traceback and exit with code 2.
     """
 
+    everywhere = False
+    """Whether every rank is known to raise the same error, so that rank 0 alone prints it."""
+
+
+class RankError(RuntimeError):
+    """The work stopped because another rank failed. That rank reports the cause."""
+
 
 class FieldError(ValueError):
     """A field of a settings class has an invalid value.

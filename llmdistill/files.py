@@ -33,6 +33,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def sync(path: Path) -> None:
+    """Wait until a file and its name in the folder are on the disk, so that a power failure cannot lose them."""
+    for each in (path, path.parent):
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON value of a model's folder. Raises UserError, which names the line, if the file is not valid JSON."""
     try:

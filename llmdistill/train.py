@@ -83,18 +83,15 @@ def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
 def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
     """Execute the plans in a new process group; `command` is the command line that the user typed."""
     from llmdistill.experiments.distillation import distil
-    from llmdistill.runtime.distributed import init_distributed, shut_down
+    from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.terminal import quiet_libraries
 
     data = plans[0].task.read(plans[0].models)
     if tasks is not None:
         tasks.check_data()
-    world = init_distributed(command)
-    try:
+    with process_group(command) as world:
         quiet_libraries()
         distil(plans, data, world, then=None if tasks is None else tasks.run)
-    finally:
-        shut_down()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -49,6 +50,18 @@ def environment() -> dict[str, str]:
     # A run in the tests' own process leaves it with a rank; what is started here is no rank of it.
     mine = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
     return {**mine, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+def interrupted_copy(run: Path, folder: Path) -> Path:
+    """Copy a finished run as a kill just before its last checkpoint leaves it; returns the copy."""
+    shutil.copytree(run, folder)
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    assert len(steps) > 1
+    for name in ("student", "scores", "predictions", f"checkpoints/step-{steps[-1]}"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("metrics.json", "report.md"):
+        (folder / name).unlink(missing_ok=True)
+    return folder
 
 
 class RankServer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +87,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.data.instruct import Limits
-    from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype, init_distributed, shut_down
+    from llmdistill.runtime.distributed import TORCH_DTYPES, chosen_dtype, process_group
     from llmdistill.tasks.answers import evaluate_model
 
     settings = build(parsed, GenerationConfig, prefix="--")
@@ -98,21 +97,17 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
         max_length=parsed.max_length,
         long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
     )
-    world = init_distributed() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else World.alone()
-    dtype = chosen_dtype(parsed.dtype, world.device)
-    try:
+    with process_group(needed=False) as world:
         result = evaluate_model(
             parsed.model,
             data,
             settings,
             limits,
-            dtype=TORCH_DTYPES[dtype],
+            dtype=TORCH_DTYPES[chosen_dtype(parsed.dtype, world.device)],
             world=world,
             output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
             log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,
         )
-    finally:
-        shut_down()
     if not world.is_main:
         return
     if parsed.json:

@@ -6,7 +6,6 @@ llmdistill generate [--num_gpus N] --model DIR --data FILE --output FILE.jsonl
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,22 +67,18 @@ def generate(arguments: Sequence[str], prog: str = "llmdistill generate") -> Non
     settings = build(parsed, ResponseConfig, prefix="--")
     quiet_transformers()
     from llmdistill.generation.responses import generate_responses
-    from llmdistill.runtime.distributed import init_distributed, shut_down
+    from llmdistill.runtime.distributed import process_group
 
-    world = init_distributed() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-    is_main = world is None or world.is_main
-    try:
+    with process_group(needed=False) as world:
         record = generate_responses(
             parsed.model,
             parsed.data,
             parsed.output,
             settings,
             world=world,
-            log=lambda line: print(line, file=sys.stderr, flush=True) if is_main else None,
+            log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,
         )
-    finally:
-        shut_down()
-    if is_main:
+    if world.is_main:
         print(json.dumps(record) if parsed.json else summary(record, parsed.output), flush=True)
 
 

@@ -14,7 +14,6 @@ from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
-from llmdistill.run.checkpoints import last_step
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
@@ -30,12 +29,20 @@ their content, so that the same call finds its run again."""
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
+    *("train.micro_batch_size", "train.activation_checkpointing", "train.compile", "teacher.sharding"),
     *(f"student.factorize.calibration.{key}" for key in ("memory", "micro_batch_size", "folder")),
 )
-"""Settings that cannot change the student. ds_config is a path; its content is compared instead."""
-_CHECKPOINT_KEYS = ("train.micro_batch_size", "number of ranks")
-"""Settings that matter only for a run that resumes from a checkpoint: a checkpoint is sharded for a number of ranks,
-and with another micro batch size the resumed run would not be bit-equal."""
+"""Settings that cannot change the student, or only by rounding. ds_config is a path; its content is compared
+instead."""
+_FREE_BLOCKS = (
+    *("zero_optimization", "activation_checkpointing", "aio", "checkpoint", "comms_logger", "flops_profiler", "timers"),
+    *("tensorboard", "wandb", "comet", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dump_state"),
+)
+"""Keys of a DeepSpeed configuration that cannot change the student: how its state is laid out and what is printed. The
+sizes of the batches are those of the run's settings."""
+_IMPLEMENTATION = ("torch_adam", "fused", "foreach")
+"""Parameters of the optimizer that choose its implementation, not what it computes."""
 _INPUTS = (("teacher", "model"), ("student", "model"), ("data", "train"))
 """Settings that name the inputs of a run; the content of these inputs is compared as well as the names."""
 
@@ -98,9 +105,10 @@ def _free_keys(keep_best: str | None) -> list[str]:
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are equal for two records of the same run."""
     inputs = {f"content of {key}": value for key, value in record["inputs"].items()}
-    ds_config = {key: value for key, value in record["ds_config"].items() if key != "tensorboard"}
-    settings = shaping_settings(record["config"])
-    return {**settings, **inputs, "ds_config": ds_config, "number of ranks": record["world_size"]}
+    ds_config = {key: value for key, value in plain(record["ds_config"]).items() if key not in _FREE_BLOCKS}
+    for name in _IMPLEMENTATION:
+        ds_config.get("optimizer", {}).get("params", {}).pop(name, None)
+    return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
 
 
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> State:
@@ -112,7 +120,6 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]
         finished=finished,
         subject=f"output_dir {folder}: it holds a run of another configuration",
         remedy="choose another output_dir, or give the same settings to go on with it",
-        free=() if last_step(folder) > 0 and not finished else _CHECKPOINT_KEYS,
     )
 
 

@@ -31,7 +31,7 @@ from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
@@ -46,11 +46,13 @@ def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
     if plan.config.student.model is not None:
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
-    if not on_main((folder / "config.json").is_file, world):
+    made = folder / "config.json"
+    if not is_there(made, world):
         whole = _whole_teacher(plan, world, teacher)
         weighted = measure_weights(plan, world, whole, data)
         importance = measure_parts(plan, world, whole, data)
         on_main(lambda: _make_student(plan, folder, weighted, importance, world.device), world)
+        is_there(made, world)
     return folder
 
 
@@ -81,8 +83,9 @@ def make_teacher(plan: Plan, world: World, *, head: Head | None = None) -> LiveT
     if sharding == "zero3" and is_adapter(path):
         # Under ZeRO-3 a rank has only a shard of the base model, so rank 0 merges an adapter first.
         merged = plan.folder / "teacher"
-        if not (merged / "config.json").is_file():
+        if not is_there(merged / "config.json", world):
             on_main(lambda: merge_adapter(path, merged), world)
+            is_there(merged / "config.json", world)
         path = merged
     return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world, head=head)
 

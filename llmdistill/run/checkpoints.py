@@ -1,86 +1,247 @@
-"""The checkpoints of a run: how they are saved, found and loaded."""
+"""The checkpoints of a run: how they are saved, checked, found and loaded.
+
+A checkpoint is a folder `checkpoints/step-N`: the fragments of each rank as a safetensors file, and a manifest with the
+size and the hash of each file. The manifest is written last, so a folder with a manifest is complete. Fragments do not
+depend on the number of ranks, the ZeRO stage, the micro batch size or the buckets (see `runtime.training_state`).
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
+from llmdistill.artifacts import read_record
 from llmdistill.errors import UserError
-from llmdistill.runtime.distributed import World, barrier
+from llmdistill.files import sync, write_json
+from llmdistill.fingerprints import file_sha256
+from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
+from llmdistill.runtime.terminal import warn_main
+from llmdistill.runtime.training_state import (
+    WEIGHT,
+    Fragment,
+    counters,
+    create_state,
+    fragments,
+    restoring,
+    set_counters,
+)
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_REMEDY = "remove the folder of this step, and the run goes on from the one before it"
 
 
-def last_step(folder: Path) -> int:
-    """Return the step of the newest complete checkpoint; 0 if there is none."""
-    latest = folder / "checkpoints" / "latest"
-    match = re.fullmatch(r"step-(\d+)", latest.read_text(encoding="utf-8").strip()) if latest.is_file() else None
-    return int(match.group(1)) if match is not None else 0
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    folder: Path
+    step: int
+    manifest: dict[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that saved it."""
+        return int(self.manifest["ranks"])
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints of a run's folder in the order of their steps, without checking the hashes."""
+    found = []
+    for path in (folder / "checkpoints").glob("step-*"):
+        if re.fullmatch(r"step-\d+", path.name):
+            manifest = read_record(path / MANIFEST, remedy=_REMEDY)
+            if manifest is not None:
+                found.append(Checkpoint(path, int(path.name.removeprefix("step-")), manifest))
+    return sorted(found, key=lambda each: each.step)
 
 
 def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: World) -> None:
     """Save a checkpoint and delete all but the newest `keep` checkpoints; every rank must call this function.
 
-    Frozen parameters are not saved, because they equal those of the untrained student. DeepSpeed updates `latest` only
-    when the checkpoint is complete, so `latest` names the previous checkpoint if the process is killed before that.
+    Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
+    moment, the previous checkpoint is still complete.
+
+    Raises UserError on every rank if a rank cannot write.
     """
-    checkpoints = folder / "checkpoints"
-    with _only_trained(engine.module):
-        engine.save_checkpoint(
-            str(checkpoints), tag=f"step-{step}", client_state={"step": step}, exclude_frozen_parameters=True
-        )
-    barrier()
-    if world.is_main:
-        steps = sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
-        for old in steps[:-keep]:
-            shutil.rmtree(checkpoints / f"step-{old}")
+    target = folder / "checkpoints" / f"step-{step}"
+    on_main(partial(_make_empty, target), world)
+    entries = gather_objects(on_every(partial(_write, engine, target, world), world), world)
+
+    def complete() -> None:
+        names = {name: _numel(each) for name, each in engine.module.named_parameters() if each.requires_grad}
+        state = {"counters": counters(engine), "skipped_steps": engine.skipped_steps}
+        files = {name: values for entry in entries for name, values in entry.items()}
+        about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": names}
+        kinds = sorted({each.kind for each in fragments(engine)})
+        write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files})
+        sync(target / MANIFEST)
+        complete = checkpoints(folder)
+        kept = {each.folder.name for each in complete[-keep:]}
+        for old in (folder / "checkpoints").glob("step-*"):  # a folder without a manifest is what a kill has left
+            if old.name not in kept:
+                shutil.rmtree(old)
+
+    on_main(complete, world)
 
 
-def load_checkpoint(engine: Any, folder: Path) -> int:
-    """Load the newest checkpoint into the engine and return its step, 0 if there is none; a UserError if it is damaged.
+def load_checkpoint(engine: Any, folder: Path, world: World) -> Checkpoint | None:
+    """Load the newest checkpoint that is not damaged; None if there is none. Every rank must call this function.
 
-    Its parameters must be the trainable parameters of the student.
+    A damaged checkpoint is named in a warning and moved out of the way.
+
+    Raises:
+        UserError: no checkpoint is whole, or it is of another student.
     """
-    step = last_step(folder)
-    if step > 0:
-        where = folder / "checkpoints" / f"step-{step}"
-
-        def load(src: dict[str, Any], dst: nn.Module) -> None:
-            found = dst.load_state_dict(src, strict=False)
-            missing = set(found.missing_keys) - set(_frozen(dst))
-            differing = sorted(missing | set(found.unexpected_keys))
-            if differing:
-                raise UserError(
-                    f"{where}: it is of another student, first in {differing[0]}; choose another output_dir"
-                )
-
-        path, state = engine.load_checkpoint(str(where.parent), tag=where.name, custom_load_fn=load)
-        if path is None or state["step"] != step:
-            raise UserError(f"{where}: it cannot be loaded; remove it and its name in `latest`")
-    return step
+    found = _newest_whole(folder, world)
+    if found is not None:
+        on_every(partial(_check_parameters, engine, found), world)
+        if set(found.manifest["kinds"]) - {WEIGHT}:
+            create_state(engine)
+        with restoring(engine):
+            on_every(partial(_restore, fragments(engine), found), world)
+        state = found.manifest["state"]
+        set_counters(engine, state["counters"])
+        engine.skipped_steps = state["skipped_steps"]
+        engine.global_steps = found.step
+        engine.global_samples = found.step * engine.train_batch_size()
+        engine.micro_steps = found.step * engine.gradient_accumulation_steps()
+    return found
 
 
-def _frozen(module: nn.Module) -> list[str]:
-    """Return the names of the frozen parameters; a tied parameter has several names."""
-    named = module.named_parameters(remove_duplicate=False)
-    return [name for name, parameter in named if not parameter.requires_grad]
+def _make_empty(target: Path) -> None:
+    if target.exists():
+        shutil.rmtree(target)
+    target.mkdir(parents=True)
 
 
-@contextmanager
-def _only_trained(module: nn.Module) -> Iterator[None]:
-    """Remove frozen parameters from the module's state dict in the block; DeepSpeed would keep aliases of tied ones."""
-    frozen = _frozen(module)
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
-    def drop(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
-        for name in frozen:
-            state.pop(name, None)
 
-    handle = module.register_state_dict_post_hook(drop)
+def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]:
+    """Write this rank's fragments; returns {file name: its entry in the manifest}."""
+    if engine.zero_optimization_stage() == 0 and not world.is_main:
+        return {}
+    file = target / f"rank-{world.rank:05d}.safetensors"
+    tensors = {
+        # A copy, because fragments are parts of the same memory, which safetensors refuses to write.
+        f"{each.kind}/{each.start}/{each.name}": each.read().to("cpu", copy=True)
+        for each in fragments(engine)
+    }
     try:
-        yield
-    finally:
-        handle.remove()
+        save_file(tensors, file)
+        sync(file)
+        return {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)}}
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file}: the checkpoint cannot be written ({error}); the run goes on from the checkpoint before it when "
+            "there is room"
+        ) from error
+
+
+def _newest_whole(folder: Path, world: World) -> Checkpoint | None:
+    candidates = on_main(lambda: _candidates(folder), world)
+    damaged: list[Checkpoint] = []
+    for candidate in reversed(candidates):
+        wrong = next((each for each in gather_objects(_damage(candidate, world), world) if each is not None), None)
+        if wrong is None:
+            on_main(lambda: [each.folder.rename(_aside(each.folder)) for each in damaged], world)
+            return candidate
+        damaged.append(candidate)
+        warn_main(f"{wrong}: the checkpoint of step {candidate.step} is damaged and is not used", world)
+    if damaged:
+        raise UserError(f"{folder / 'checkpoints'}: no checkpoint is whole; remove the folder to start the run again")
+    return None
+
+
+def _candidates(folder: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints; raises UserError if there are only those of another version."""
+    found = checkpoints(folder)
+    other = next((folder / "checkpoints").glob("step-*/*model_states.pt"), None)
+    if other is not None and not found:
+        raise UserError(
+            f"{other.parent}: a checkpoint of version 0.5 or before, which is pickled and is not read: finish the run "
+            f"with that version, or remove {other.parent.parent} to start it again"
+        )
+    for each in found:
+        if each.manifest.get("format") != _FORMAT:
+            raise UserError(
+                f"{each.folder}: a checkpoint of format {each.manifest.get('format')}, this version reads {_FORMAT}: "
+                "finish the run with the version that began it"
+            )
+    return found
+
+
+def _damage(checkpoint: Checkpoint, world: World) -> str | None:
+    """Return what is wrong with the files that this rank checks, None if nothing is; the ranks share the files."""
+    for name, entry in list(checkpoint.manifest["files"].items())[world.rank :: world.size]:
+        file = checkpoint.folder / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}"
+        if file_sha256(file) != entry["sha256"]:
+            return f"{file} has another content than was written"
+    return None
+
+
+def _aside(folder: Path) -> Path:
+    """The name of a damaged checkpoint; numbered if there is one of this step already."""
+    names = (folder.with_name(f"damaged-{folder.name}{f'-{number}' if number else ''}") for number in range(1000))
+    return next(name for name in names if not name.exists())
+
+
+def _check_parameters(engine: Any, checkpoint: Checkpoint) -> None:
+    """Raise UserError unless the checkpoint's parameters are the trained parameters of the student."""
+    own = {name: _numel(each) for name, each in engine.module.named_parameters() if each.requires_grad}
+    saved = checkpoint.manifest["parameters"]
+    differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    if differing:
+        raise UserError(
+            f"{checkpoint.folder}: it is of another student, first in {differing[0]}; choose another output_dir"
+        )
+
+
+def _parts(checkpoint: Checkpoint, opened: ExitStack) -> dict[tuple[str, str], list[tuple[int, Any]]]:
+    """Return for each kind and parameter the saved parts, each as its start and a slice that reads from its file."""
+    found: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+    for name in checkpoint.manifest["files"]:
+        file = opened.enter_context(safe_open(checkpoint.folder / name, framework="pt"))
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            kind, start, parameter = key.split("/", 2)
+            found.setdefault((kind, parameter), []).append((int(start), file.get_slice(key)))
+    return found
+
+
+def _restore(wanted: list[Fragment], checkpoint: Checkpoint) -> None:
+    """Write the values of this rank's fragments, whatever parts they were saved in."""
+    with ExitStack() as opened:
+        parts = _parts(checkpoint, opened)
+        for fragment in wanted:
+            values, filled = None, 0
+            for start, saved in parts.get((fragment.kind, fragment.name), []):
+                first, last = (
+                    max(start, fragment.start),
+                    min(start + saved.get_shape()[0], fragment.start + fragment.numel),
+                )
+                if first < last:
+                    found = saved[first - start : last - start]
+                    values = torch.empty(fragment.numel, dtype=found.dtype) if values is None else values
+                    values[first - fragment.start : last - fragment.start] = found
+                    filled += last - first
+            if values is None or filled != fragment.numel:
+                raise UserError(
+                    f"{checkpoint.folder}: it lacks the {fragment.kind} of {fragment.name}: it is of another optimizer "
+                    "or student; choose another output_dir"
+                )
+            fragment.write(values)

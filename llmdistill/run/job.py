@@ -23,7 +23,7 @@ from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.describe import headline
 from llmdistill.run.log import RunLog
 from llmdistill.run.plan import Plan, make_plan
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -83,7 +83,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
         load = partial(assemble.load_scored, untrained, plan, world)
         summaries["untrained"] = book.score("untrained", load, data.tokenizer, params=params)
     if plan.trains:
-        if not (trained / "config.json").is_file():
+        if not is_there(trained / "config.json", world):
             _train(plan, untrained, trained, teacher, data, world)
         if "student" in scored:
             load = partial(assemble.load_scored, trained, plan, world)
@@ -103,7 +103,14 @@ def _train(
     """Train from the last checkpoint, or from the start, to the end, and save the student."""
     loader = data.loader(assemble.share_of(plan, world))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
-    start = load_checkpoint(trainer.engine, plan.folder)
+    checkpoint = load_checkpoint(trainer.engine, plan.folder, world)
+    start = 0 if checkpoint is None else checkpoint.step
+    if checkpoint is not None and checkpoint.ranks != world.size:
+        print_main(
+            f"Note        step {start} was saved by {checkpoint.ranks} rank(s): on {world.size} the numbers go on "
+            "within rounding, not bit-equal",
+            world,
+        )
     if start == 0 and trainer.best is not None and world.is_main:
         trainer.best.begin()
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)

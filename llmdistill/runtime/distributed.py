@@ -5,19 +5,34 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmdistill.errors import UserError
+from llmdistill.errors import RankError, UserError
 
 Value = TypeVar("Value")
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=15)
+"""How long a collective operation on tensors may wait for a rank before the run fails. The groups that DeepSpeed
+creates have torch's own limits: 10 minutes with NCCL."""
+CONTROL_TIMEOUT = timedelta(hours=6)
+"""How long ranks wait for the work of a single rank, such as the factorization of a large model."""
+
+_FILE_PATIENCE = 60.0
+"""Seconds until a file of rank 0 must be visible on every node."""
+
+_control: Any = None
+"""The control group: objects and barriers. It always uses gloo, because waiting for a long time is normal there, and a
+rank that dies is noticed immediately."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -63,6 +78,11 @@ def has_compiler(*more: str) -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", *more))
 
 
+def launched_ranks() -> int:
+    """Return the number of ranks that the launcher of this process has started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def init_distributed(command: str = "") -> World:
     """Join the process group that the launcher describes in the environment; without a launcher, be rank 0 of 1.
 
@@ -90,14 +110,42 @@ def init_distributed(command: str = "") -> World:
         # The ranks of a node share its cores, but torch would use all cores in each rank.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    # The ranks wait while rank 0 factorizes or saves, which can take more than half an hour for a large model.
-    deepspeed.init_distributed(timeout=timedelta(hours=6))
+    deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)
+    _open_control_group()
     barrier()
     _forget_shared_memory()
     device = torch.device("cpu" if on_cpu else f"cuda:{local_rank}")
     if not on_cpu:
         torch.cuda.set_device(device)
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)
+
+
+def _open_control_group() -> None:
+    global _control
+    if _control is None and dist.get_world_size() > 1:
+        _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
+@contextmanager
+def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
+    """Join the process group as `init_distributed` does, and leave it after the block.
+
+    If no group is needed, there is one only if a launcher has started several ranks.
+
+    After an exception the group is left only if this process is alone in it: NCCL would wait for operations that the
+    other ranks never finish. `exit_code` then ends the process.
+    """
+    if not needed and launched_ranks() == 1:
+        yield World.alone()
+        return
+    world = init_distributed(command)
+    try:
+        yield world
+    except BaseException:
+        if world.size == 1:
+            shut_down()
+        raise
+    shut_down()
 
 
 def _forget_shared_memory() -> None:
@@ -130,46 +178,104 @@ def broadcast_object(value: Any) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_control)
     return box[0]
 
 
+def gather_objects(value: Value, world: World) -> list[Value]:
+    """Return the values of all ranks in order; every rank must call it, and the values should be small."""
+    gathered = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(gathered, value, group=_control)
+    return gathered
+
+
+class _Failure(NamedTuple):
+    """What one rank tells the others of its exception."""
+
+    rank: int
+    is_user_error: bool
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception, world: World) -> _Failure:
+        if isinstance(error, UserError):
+            return cls(world.rank, True, str(error))
+        return cls(world.rank, False, f"{type(error).__name__}: {error}")
+
+    def as_error(self) -> Exception:
+        if self.is_user_error:
+            error = UserError(self.message)
+            error.everywhere = True
+            return error
+        return RankError(f"rank {self.rank} failed with {self.message}")
+
+
 def on_main(job: Callable[[], Value], world: World) -> Value:
-    """Run a job on rank 0 and return its value on every rank; a UserError in the job is raised on every rank.
+    """Run a job on rank 0 and return its value on every rank.
 
     Every rank must call this function, and the other ranks wait for rank 0. The value is broadcast, so it should be
     small.
+
+    Raises:
+        UserError: on every rank, if the job raises one.
+        RankError: on the other ranks, if the job raises another exception on rank 0.
     """
-    value, mistake = None, None
+    value, failure, error = None, None, None
     if world.is_main:
         try:
             value = job()
-        except UserError as error:
-            mistake = str(error)
-    value, mistake = broadcast_object((value, mistake))
-    if mistake is not None:
-        raise UserError(mistake)
-    return value
+        except Exception as caught:
+            if world.size == 1:
+                raise
+            failure, error = _Failure.of(caught, world), caught
+    value, failure = broadcast_object((value, failure))
+    if failure is not None:
+        raise failure.as_error() if error is None or failure.is_user_error else error
+    return cast(Value, value)
 
 
 def on_every(job: Callable[[], Value], world: World) -> Value:
     """Run a job on every rank; a UserError of one rank is raised on every rank. Every rank must call this function.
 
-    After the first UserError that the job can raise it must not wait for other ranks.
+    After the first UserError that the job can raise it must not wait for other ranks. Any other exception ends its rank
+    at once, because the other ranks may be waiting for it inside the job.
     """
-    value, mistake = None, None
+    value, failure = None, None
     try:
         value = job()
     except UserError as error:
-        mistake = str(error)
-    mistakes = [mistake]
-    if world.size > 1:
-        mistakes = [None] * world.size
-        dist.all_gather_object(mistakes, mistake)
-    first = next((each for each in mistakes if each is not None), None)
+        if world.size == 1:
+            raise
+        failure = _Failure.of(error, world)
+    first = next((each for each in gather_objects(failure, world) if each is not None), None)
     if first is not None:
-        raise UserError(first)
+        raise first.as_error()
     return cast(Value, value)
+
+
+def is_there(path: Path, world: World) -> bool:
+    """Whether a file or folder exists, as rank 0 sees it; the other ranks wait until they see it too.
+
+    No rank decides by its own view, because a shared file system can show a new file later on another node. Every rank
+    must call this function.
+
+    Raises UserError on every rank if a rank still does not see it after a minute.
+    """
+    exists = on_main(path.exists, world)
+
+    def wait() -> None:
+        patience = time.monotonic() + _FILE_PATIENCE
+        while exists and not path.exists():
+            if time.monotonic() > patience:
+                raise UserError(
+                    f"{path}: rank 0 has written it, but rank {world.rank} on {socket.gethostname()} does not see it: "
+                    "give an output_dir on a file system that all nodes share"
+                )
+            time.sleep(0.1)
+
+    on_every(wait, world)
+    return exists
 
 
 def largest_number(number: int, world: World) -> int:
@@ -232,10 +338,12 @@ def from_main(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, w
 def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(group=_control)
 
 
 def shut_down() -> None:
     """Leave the process group, if there is one."""
+    global _control
+    _control = None
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.load import copy_companions
-from llmdistill.runtime.distributed import World, barrier, best_dtype, default_device
+from llmdistill.runtime.distributed import World, best_dtype, default_device, is_there
 from llmdistill.runtime.ds_config import resolve_ds_config
 
 
@@ -199,4 +199,4 @@ def save_student(
         with new_folder(output) as partial:
             model.save_pretrained(partial)
             copy_companions(source, partial)
-    barrier()
+    is_there(output / "config.json", world)

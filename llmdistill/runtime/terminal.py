@@ -6,12 +6,13 @@ import logging
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from llmdistill.errors import UserError
+from llmdistill.errors import RankError, UserError
 
 if TYPE_CHECKING:
     from llmdistill.runtime.distributed import World
@@ -20,22 +21,85 @@ if TYPE_CHECKING:
 def exit_code(job: Callable[[], None]) -> int:
     """Run a job and return its exit code: 0, or 2 for a UserError, whose message goes to stderr.
 
+    On one of several ranks a failed job ends the process here, and the launcher then ends the other ranks. Leaving the
+    process group first would wait for them, and they wait for this rank.
+
     torch must not be loaded before this call, because it reads the setting for waiting threads when it is loaded.
     """
     # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
     # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         job()
     except UserError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            # All ranks stop with the same error, and the launcher ends all ranks when the first one exits. The other
-            # ranks wait, so that rank 0 can print the message.
-            time.sleep(3)
+        if several:
+            _end_rank(error)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except Exception as error:
+        if several:
+            _end_rank(error)
+        remedy = _out_of_memory(error)
+        if remedy is None:
+            raise
+        traceback.print_exc()
+        print(f"error: {remedy}", file=sys.stderr, flush=True)
+        return 1
     return 0
+
+
+_HEARING_SECONDS = 3.0
+"""How long a rank whose failure another rank explains waits before it speaks. The launcher ends it in that time."""
+_CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+
+
+def _end_rank(error: Exception) -> NoReturn:
+    """Say which rank failed and why, and end the process without waiting for the other ranks."""
+    rank = int(os.environ.get("RANK", "0"))
+    if isinstance(error, UserError):
+        code, said = 2, f"error: {error}" if rank == 0 else f"error: {error} (rank {rank})"
+        waits = rank != 0
+        if waits and error.everywhere:
+            said = ""  # rank 0 says it
+    elif isinstance(error, RankError):
+        code, said, waits = 1, f"error: rank {rank} stops: {error}", True
+    elif _lost_connection(error):
+        first = str(error).splitlines()[0]
+        code, waits = 1, True
+        said = (
+            f"error: rank {rank} lost its connection to another rank, whose process ended ({first}): the messages of "
+            "that rank or of its launcher say why; start the same command again to go on from the last checkpoint"
+        )
+    else:
+        traceback.print_exc()
+        code, said, waits = 1, f"error: rank {rank} failed: {_out_of_memory(error) or _name(error)}", False
+    sys.stdout.flush()
+    if waits:
+        time.sleep(_HEARING_SECONDS)
+    if said:
+        print(said, file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _lost_connection(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_LOST)
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """Return what to do about an exception that says that memory is full; None for any other exception."""
+    if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+        return None
+    return (
+        f"out of memory ({_name(error).splitlines()[0]}): lower train.micro_batch_size, data.max_length or "
+        "scoring.batch_size, set train.activation_checkpointing, shard the models (--ds_config zero3, "
+        "--teacher.sharding zero3), or use more ranks"
+    )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from transformers import (
 
 from llmdistill.train import main
 
-from support import largest_difference, weights
+from support import interrupted_copy, largest_difference, weights
 
 pytestmark = pytest.mark.dist
 
@@ -200,16 +200,12 @@ def test_projectors_are_trained_kept_for_a_resumed_run_and_not_shipped(bert, set
     whole = here(tmp_path / "whole", *arguments)
     assert not any("projector" in name for name in weights(whole))
     AutoModelForMaskedLM.from_pretrained(whole / "student")
-    states = list((whole / "checkpoints").glob("step-*/mp_rank_00_model_states.pt"))
-    kept = {step.parent.name: torch.load(step, weights_only=False)["module"] for step in states}
-    names = [name for name in kept["step-4"] if "projector" in name]
+    files = (whole / "checkpoints").glob("step-*/rank-00000.safetensors")
+    kept = {file.parent.name: load_file(file) for file in files}
+    names = [name for name in kept["step-4"] if name.startswith("weight/") and "projector" in name]
     assert len(names) == 2
     assert all(not torch.equal(kept["step-2"][name], kept["step-4"][name]) for name in names)
-    # As a kill after step 2 leaves it.
-    shutil.copytree(whole, tmp_path / "killed")
-    for gone in ("student", "checkpoints/step-4"):
-        shutil.rmtree(tmp_path / "killed" / gone)
-    (tmp_path / "killed" / "checkpoints" / "latest").write_text("step-2")
+    interrupted_copy(whole, tmp_path / "killed")
     assert largest_difference(whole, here(tmp_path / "killed", *arguments)) == 0
 
 
@@ -227,13 +223,7 @@ def test_epochs_of_a_share_of_the_text_end_where_they_should_and_resume_exactly(
     assert {"embedding", "attention", "ffn", "logits", "sequence_logits", "label", "sequence_label"} <= {
         *rows(whole)[1]
     }
-    # As a kill between the last two checkpoints leaves it.
-    shutil.copytree(whole, tmp_path / "killed")
-    earlier, last = sorted(int(path.name.removeprefix("step-")) for path in (whole / "checkpoints").glob("step-*"))
-    assert last == steps
-    for gone in ("student", f"checkpoints/step-{last}"):
-        shutil.rmtree(tmp_path / "killed" / gone)
-    (tmp_path / "killed" / "checkpoints" / "latest").write_text(f"step-{earlier}")
+    interrupted_copy(whole, tmp_path / "killed")
     assert largest_difference(whole, here(tmp_path / "killed", *arguments)) == 0
 
 

@@ -13,7 +13,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import largest_difference, weights
+from support import interrupted_copy, largest_difference, weights
 
 pytestmark = pytest.mark.dist
 
@@ -93,11 +93,7 @@ def test_checkpoints_hold_adapters_alone(trained, ranks, ds_config):
 @pytest.mark.parametrize(("ranks", "ds_config"), [(1, "zero2"), (2, "zero3")])
 def test_resumed_run_is_bit_equal(trained, launch, settings, tmp_path, ranks, ds_config):
     whole = trained(*LORA, ranks=ranks, ds_config=ds_config)
-    folder = tmp_path / "resumed"
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "student")
-    shutil.rmtree(folder / "checkpoints" / "step-5")
-    (folder / "checkpoints" / "latest").write_text("step-4")
+    folder = interrupted_copy(whole, tmp_path / "resumed")
     arguments = ("--ds_config", f"ds_configs/{ds_config}.json", "--output_dir", str(folder), *LORA)
     launch(*settings, *arguments, ranks=ranks)
     first, second = weights(whole), weights(folder)

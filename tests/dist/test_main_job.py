@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import ROOT, environment, largest_difference, launch_command, weights
+from llmdistill.run.checkpoints import checkpoints
+
+from support import ROOT, environment, interrupted_copy, largest_difference, launch_command, weights
 
 pytestmark = pytest.mark.dist
 
@@ -72,11 +74,11 @@ def test_killed_run_goes_on_and_ends_bit_equal(trained, rank_server, launch, set
     folder = tmp_path / "killed"
     arguments = (*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder), *long)
     job = rank_server.start(arguments)
-    latest, patience = folder / "checkpoints" / "latest", time.monotonic() + 200
-    while not latest.is_file() and not job.is_over() and time.monotonic() < patience:
+    patience = time.monotonic() + 200
+    while not checkpoints(folder) and not job.is_over() and time.monotonic() < patience:
         time.sleep(0.01)
     job.kill()
-    assert latest.is_file()
+    assert checkpoints(folder)
     assert not (folder / "student").exists(), "the run was over before it could be killed"
     launch(*arguments)
     first, second = weights(whole), weights(folder)
@@ -87,12 +89,7 @@ def test_killed_run_goes_on_and_ends_bit_equal(trained, rank_server, launch, set
 
 def test_two_ranks_of_zero3_resume_bit_equal(trained, launch, settings, tmp_path):
     whole = trained(ranks=2, ds_config="zero3")
-    folder = tmp_path / "resumed"
-    shutil.copytree(whole, folder)
-    # As a kill after step 4 leaves it: the rows of step 5 written, its checkpoint and the student not.
-    shutil.rmtree(folder / "student")
-    shutil.rmtree(folder / "checkpoints" / "step-5")
-    (folder / "checkpoints" / "latest").write_text("step-4")
+    folder = interrupted_copy(whole, tmp_path / "resumed")
     launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(folder), ranks=2)
     first, second = weights(whole), weights(folder)
     assert all(torch.equal(first[name], second[name]) for name in first)

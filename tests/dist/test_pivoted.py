@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from llmdistill.factorize.export import export_dense
 
-from support import largest_difference, weights
+from support import interrupted_copy, largest_difference, weights
 
 pytestmark = pytest.mark.dist
 
@@ -50,11 +50,7 @@ def test_the_factors_are_what_is_trained_and_the_order_stays(trained, tmp_path):
 
 def test_two_ranks_of_zero3_resume_bit_equal(trained, launch, settings, tmp_path):
     whole = trained(*PIVOTED, ranks=2, ds_config="zero3")
-    folder = tmp_path / "resumed"
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / "student")
-    shutil.rmtree(folder / "checkpoints" / "step-5")
-    (folder / "checkpoints" / "latest").write_text("step-4")
+    folder = interrupted_copy(whole, tmp_path / "resumed")
     launch(*settings, "--ds_config", "ds_configs/zero3.json", "--output_dir", str(folder), *PIVOTED, ranks=2)
     first, second = weights(whole), weights(folder)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -13,7 +13,7 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertConfi
 
 from llmdistill.embedded import locate
 
-from support import largest_difference, weights
+from support import interrupted_copy, largest_difference, weights
 
 pytestmark = pytest.mark.dist
 
@@ -86,15 +86,7 @@ def test_two_ranks_learn_and_answer_as_one(finetune, teacher, tmp_path) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, teacher, tmp_path) -> None:
-    stopped = tmp_path / "stopped"
-    shutil.copytree(teacher, stopped)
-    for name in ("metrics.json", "report.md"):
-        (stopped / name).unlink()
-    checkpoints = sorted(stopped.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))
-    for path in (*checkpoints[1:], *(stopped / name for name in ("student", "scores", "predictions"))):
-        shutil.rmtree(path)
-    assert len(checkpoints) > 1
-    (stopped / "checkpoints/latest").write_text(checkpoints[0].name)
+    stopped = interrupted_copy(teacher, tmp_path / "stopped")
     finetune(stopped)
     assert largest_difference(teacher, stopped) == 0
     assert metrics(stopped)["student"]["dev"] == metrics(teacher)["student"]["dev"]

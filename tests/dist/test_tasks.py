@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import largest_difference
+from support import interrupted_copy, largest_difference
 
 pytestmark = pytest.mark.dist
 
@@ -74,13 +74,7 @@ def test_adapters_learn_from_a_sharded_teacher_on_two_ranks_as_on_one(finetune, 
 
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, tmp_path) -> None:
     whole = finetune(tmp_path / "whole")
-    stopped = tmp_path / "stopped"
-    shutil.copytree(whole, stopped)
-    for name in ("metrics.json", "report.md"):
-        (stopped / name).unlink()
-    for name in ("student", "scores", "predictions", "checkpoints/step-10"):
-        shutil.rmtree(stopped / name)
-    (stopped / "checkpoints/latest").write_text("step-5")
+    stopped = interrupted_copy(whole, tmp_path / "stopped")
     finetune(stopped)
     assert largest_difference(whole, stopped) == 0
     assert (stopped / "predictions/student/dev.tsv").read_bytes() == (whole / "predictions/student/dev.tsv").read_bytes()

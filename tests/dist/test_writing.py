@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from llmdistill.tasks.text_metrics import text_metrics
 
-from support import weights
+from support import interrupted_copy, weights
 
 pytestmark = pytest.mark.dist
 
@@ -137,13 +137,7 @@ def test_two_ranks_distil_and_write_as_one_does(finetune, teacher, tmp_path) -> 
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, tmp_path) -> None:
     epochs = ("--train.epochs", "2")
     whole = finetune(tmp_path / "whole", *epochs)
-    stopped = tmp_path / "stopped"
-    shutil.copytree(whole, stopped)
-    for name in ("metrics.json", "report.md"):
-        (stopped / name).unlink()
-    for name in ("student", "scores", "predictions", "checkpoints/step-10"):
-        shutil.rmtree(stopped / name)
-    (stopped / "checkpoints/latest").write_text("step-5")
+    stopped = interrupted_copy(whole, tmp_path / "stopped")
     finetune(stopped, *epochs)
     first, second = weights(whole), weights(stopped)
     assert all(torch.equal(first[key], second[key]) for key in first)

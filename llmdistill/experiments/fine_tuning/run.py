@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.load import Head, load_model
 from llmdistill.report.record import describe_hardware, make_record
 from llmdistill.run.job import run_config
-from llmdistill.runtime.distributed import World, init_distributed, on_main, shut_down
+from llmdistill.runtime.distributed import World, launched_ranks, on_main, process_group
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.speed import measure_speed, parameter_split
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
@@ -51,7 +50,7 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         if config.trials_at_once > 1:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if launched_ranks() > 1:
                 raise UserError(
                     f"--trials_at_once {config.trials_at_once}: each trial has a launcher of its own, but this command "
                     "itself runs on several ranks of a launcher: leave one of them out"
@@ -61,12 +60,9 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
             world = World.alone()
             results = evaluate(config, world, command=command, launcher=launcher)
         else:
-            world = init_distributed()
-            try:
+            with process_group() as world:
                 quiet_libraries()
                 results = evaluate(config, world, command=command)
-            finally:
-                shut_down()
     if not world.is_main:
         return
     if as_json:

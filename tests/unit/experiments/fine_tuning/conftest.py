@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
     monkeypatch.setattr(Engine, "built", 0)
     monkeypatch.setattr(assemble, "build_engine", Engine)
     world = World(rank=0, size=1, device=torch.device("cpu"))
-    monkeypatch.setattr(run, "init_distributed", lambda *_: world)
-    monkeypatch.setattr(run, "shut_down", lambda: None)
+    monkeypatch.setattr(run, "process_group", lambda: nullcontext(world))
     return Engine
 
 

@@ -1,0 +1,204 @@
+"""The training state of a DeepSpeed engine as named fragments, which do not depend on ranks, ZeRO stage or buckets.
+
+For every trained parameter the state is its weight in the optimizer's precision and what the optimizer keeps of it,
+such as Adam's two moments. A rank holds parts of these tensors. Each part is a fragment: the parameter's name, the kind
+of state, and where it begins in the flattened parameter. Fragments saved by any number of ranks at any ZeRO stage
+therefore restore any other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WEIGHT = "weight"
+"""The kind of state that is the weight itself, in the optimizer's precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """A part of one tensor of training state that this rank holds."""
+
+    name: str
+    """Name of the parameter in the student."""
+    kind: str
+    """WEIGHT, or the optimizer's name of a state, such as exp_avg."""
+    start: int
+    """Index of its first element in the flattened parameter."""
+    numel: int
+    read: Callable[[], Tensor]
+    """Returns its values, (numel,)."""
+    write: Callable[[Tensor], None]
+    """Replaces its values by a tensor of shape (numel,), from any device."""
+
+
+def fragments(engine: Any) -> list[Fragment]:
+    """Return the fragments of this rank; without ZeRO every rank holds everything."""
+    trained = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
+    states = _base(engine).state
+    if engine.zero_optimization_stage() == 3:
+        kinds = _kinds(engine)
+        return [each for name, parameter in trained for each in _sharded(name, parameter, kinds)]
+    if engine.zero_optimization_stage() > 0:
+        flats = [flat for (flat,) in _stepped(engine)]
+        return [each for name, parameter in trained for each in _partitioned(name, parameter, flats, states)]
+    return [each for name, parameter in trained for each in _whole(name, parameter, states.get(parameter, {}))]
+
+
+def counters(engine: Any) -> dict[str, float]:
+    """Return the numbers of the optimizer that belong to no element of a parameter, such as Adam's step."""
+    found: dict[str, float] = {}
+    for state in _base(engine).state.values():
+        found |= {key: float(value) for key, value in state.items() if _is_number(value)}
+    return found
+
+
+def set_counters(engine: Any, values: dict[str, float]) -> None:
+    """Set the numbers that `counters` returned; the optimizer must have its state."""
+    for state in _base(engine).state.values():
+        for key, value in values.items():
+            if isinstance(state.get(key), Tensor):
+                state[key].fill_(value)
+            elif key in state:
+                state[key] = type(state[key])(value)
+
+
+def create_state(engine: Any) -> None:
+    """Let the optimizer create its state by a step that changes no weight: gradients of 0 at a learning rate of 0.
+
+    The optimizer creates it itself, because each implementation of Adam keeps its own types.
+    """
+    base = _base(engine)
+    before = [dict(group) for group in base.param_groups]
+    lent: list[Tensor] = []
+    for group, parameters in zip(base.param_groups, _stepped(engine), strict=True):
+        group.update(lr=0.0, weight_decay=0.0, params=parameters)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                lent.append(parameter)
+            else:
+                parameter.grad.zero_()
+    base.step()
+    for parameter in lent:
+        parameter.grad = None
+    for group, values in zip(base.param_groups, before, strict=True):
+        group.update(values)
+
+
+@contextmanager
+def restoring(engine: Any) -> Iterator[None]:
+    """Block in which fragments are written; afterwards the model computes with the restored weights."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()
+    yield
+    if stage == 3:
+        for model, exact in zip(
+            optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            model.data.copy_(exact.data)
+        optimizer.checkpoint_event_epilogue()
+    elif stage > 0:
+        optimizer.update_lp_params()
+
+
+def _base(engine: Any) -> torch.optim.Optimizer:
+    """The optimizer that ZeRO wraps."""
+    return cast(torch.optim.Optimizer, getattr(engine.optimizer, "optimizer", engine.optimizer))
+
+
+def _stepped(engine: Any) -> list[list[Tensor]]:
+    """The tensors that the optimizer steps, for each of its parameter groups."""
+    groups: list[list[Tensor]] = [list(group["params"]) for group in _base(engine).param_groups]
+    if engine.zero_optimization_stage() == 3:  # a group has its tensors only during the step
+        for number, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
+            groups[engine.optimizer.sub_group_to_group_id[number]].append(flat)
+    return groups
+
+
+def _kinds(engine: Any) -> list[str]:
+    """The optimizer's names of its states; empty before the first step."""
+    states = [(flat, _base(engine).state.get(flat, {})) for group in _stepped(engine) for flat in group]
+    return sorted({key for flat, state in states for key, value in state.items() if _is_like(value, flat)})
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _viewed(name: str, kind: str, start: int, view: Tensor) -> Fragment:
+    def write(values: Tensor) -> None:
+        view.data.copy_(values)
+
+    return Fragment(name=name, kind=kind, start=start, numel=view.numel(), read=lambda: view.data, write=write)
+
+
+def _whole(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:
+    """Without ZeRO."""
+    yield _viewed(name, WEIGHT, 0, parameter.data.view(-1))
+    for kind, value in state.items():
+        if _is_like(value, parameter):
+            yield _viewed(name, kind, 0, value.view(-1))
+
+
+def _partitioned(
+    name: str, parameter: Any, flats: Sequence[Tensor], states: Mapping[Any, dict[str, Any]]
+) -> Iterator[Fragment]:
+    """ZeRO-1 and 2: a rank has one range of all parameters of a group, laid end to end in one flat tensor."""
+    part = parameter._hp_mapping
+    if part is None:  # the whole parameter lies in the ranges of other ranks
+        return
+    # DeepSpeed's own links to the state are not used: it makes them after the step of the first group, when the other
+    # groups have no state yet.
+    flat, start, place = flats[part.param_group_index], part.lp_fragment_address.start, part.hp_fragment_address
+    held = {WEIGHT: flat} | {key: value for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
+    for kind, value in held.items():
+        yield _viewed(name, kind, start, value.data.narrow(0, place.start, place.numel))
+
+
+def _sharded(name: str, parameter: Any, kinds: Sequence[str]) -> Iterator[Fragment]:
+    """ZeRO-3: every parameter is split over all ranks, padded to equal shards."""
+    size = parameter.ds_tensor.numel()
+    start = size * dist.get_rank(parameter.ds_process_group)
+    numel = min(size, parameter.ds_numel - start)
+    if numel <= 0:
+        return
+    for kind in (WEIGHT, *kinds):
+        yield Fragment(
+            name=name,
+            kind=kind,
+            start=start,
+            numel=numel,
+            read=partial(_read_shard, parameter, kind, numel),
+            write=partial(_write_shard, parameter, kind),
+        )
+
+
+def _read_shard(parameter: Any, kind: str, numel: int | None = None) -> Tensor:
+    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+    whole = safe_get_local_fp32_param(parameter) if kind == WEIGHT else safe_get_local_optimizer_state(parameter, kind)
+    return cast(Tensor, whole[:numel])
+
+
+def _write_shard(parameter: Any, kind: str, values: Tensor) -> None:
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    padded = _read_shard(parameter, kind).clone()
+    padded[: len(values)] = values.to(padded.device)
+    if kind == WEIGHT:
+        safe_set_local_fp32_param(parameter, padded)
+    else:
+        safe_set_local_optimizer_state(parameter, padded, kind)
