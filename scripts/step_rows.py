@@ -109,7 +109,8 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
     clock = Stopwatch(device)
 
     def step() -> float:
-        totals, *_ = trainer.train_step([batch], clock)
+        losses, _ = trainer.train_step([batch], clock)
+        totals = losses.sum(0)
         return sum(weight * float(total) for weight, total in zip(method.weights.values(), totals, strict=True))
 
     return step

@@ -19,6 +19,7 @@ FIGURES = (
     "padding_share",
     "teacher_share",
     "peak_memory_bytes",
+    "skipped_steps",
     "valid_loss",
     "valid_score",
 )

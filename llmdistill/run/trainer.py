@@ -22,6 +22,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.log import RunLog, Stopwatch
+from llmdistill.run.skipped import SkippedSteps
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 
@@ -51,6 +52,7 @@ class Trainer:
         """Train from step `start` to the end and save checkpoints; raises UserError if the loss is no longer finite."""
         clock = Stopwatch(self.world.device)
         since = _Since(self.world.device, list(self.method.weights))
+        skipped = SkippedSteps(self.engine, self.world, list(self.method.weights))
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
         for step in range(start, self.settings.steps):
             for group in self.engine.optimizer.param_groups:
@@ -58,11 +60,12 @@ class Trainer:
             # The seed depends on the step, so a resumed run draws the same random numbers.
             torch.manual_seed(_mix(self.seed, step, self.world.rank))
             micro_batches = self.loader.micro_batches(step)
-            terms, counts = self.train_step(micro_batches, clock)
-            since.add(terms, counts, sum(batch.input_ids.numel() for batch in micro_batches))
+            losses, counts = self.train_step(micro_batches, clock)
             done = step + 1
+            if skipped.was_applied(done, micro_batches, losses):
+                since.add(losses.sum(0), counts, sum(batch.input_ids.numel() for batch in micro_batches))
             validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
-            if validates or self._is_due(done, log_every):
+            if since.steps > 0 and (validates or self._is_due(done, log_every)):
                 elapsed = time.perf_counter() - began
                 eta = elapsed / (done - start) * (self.settings.steps - done)
                 row = self._row(done, since, clock.take())
@@ -79,15 +82,15 @@ class Trainer:
     def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:
         """Do one optimizer step.
 
-        Returns this rank's terms, already divided by the global counts, and the global counts in the order of
-        POSITIONS.
+        Returns this rank's terms of each micro batch, (micro batches, terms), already divided by the global counts, and
+        the global counts in the order of POSITIONS.
         """
         micro_batches = [self._moved(batch, self.method) for batch in micro_batches]
         counts = global_counts(micro_batches)
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = self.world.size * len(micro_batches)
-        totals = torch.zeros(len(self.method.weights), device=self.world.device)
+        values: list[Tensor] = []
         nothing = torch.zeros((), device=self.world.device)  # the value of terms whose labels a batch does not have
         for batch in micro_batches:
             taught = None
@@ -98,8 +101,8 @@ class Trainer:
             self.engine.backward(losses.total * undo_average)
             self.engine.step()
             sums = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
-            totals += torch.stack([sums.get(name, nothing) for name in self.method.weights])
-        return totals, counts
+            values.append(torch.stack([sums.get(name, nothing) for name in self.method.weights]))
+        return torch.stack(values), counts
 
     def validation_loss(self) -> float:
         """Return the weighted loss on the validation set, each term averaged over its positions; all ranks call it."""
@@ -146,6 +149,7 @@ class Trainer:
             "padding_share": 1 - tokens / positions,
             "teacher_share": teacher_seconds / seconds,
             "peak_memory_bytes": peak_memory(self.world.device),
+            **({"skipped_steps": self.engine.skipped_steps} if self.engine.skipped_steps else {}),
             **terms,
         }
 
@@ -174,7 +178,7 @@ class _Since:
     def _reset(self) -> None:
         self._terms = torch.zeros(len(self._names), device=self._device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._positions = self._steps = 0
+        self._positions = self.steps = 0
         self._began = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -186,11 +190,11 @@ class _Since:
         self._terms += terms
         self._tokens += counts[0]
         self._positions += positions
-        self._steps += 1
+        self.steps += 1
 
     def take(self) -> tuple[float, int, int, list[float]]:
         """Return seconds, global tokens without and with padding, and each term's mean; every rank must call it."""
-        means = (all_reduce_sum(self._terms) / self._steps).tolist()
+        means = (all_reduce_sum(self._terms) / self.steps).tolist()
         tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
         seconds = time.perf_counter() - self._began
         self._reset()

@@ -145,8 +145,8 @@ CASES = [
 def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
     trainer, batch = make_trainer(method, family), make_batch(family)
     with SlowCopies():
-        totals, counts = trainer.train_step([batch, batch], Stopwatch(torch.device("cpu")))
-    assert totals.shape == (len(trainer.method.weights),)
+        losses, counts = trainer.train_step([batch, batch], Stopwatch(torch.device("cpu")))
+    assert losses.shape == (2, len(trainer.method.weights))
     assert counts.shape == (3,)
 
 

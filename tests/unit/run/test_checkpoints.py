@@ -1,12 +1,129 @@
-"""The checkpoints of a run's folder."""
+"""The checkpoints of a run's folder, with an engine without ZeRO; tests/dist has its stages and ranks."""
 
 from __future__ import annotations
 
-from llmdistill.run.checkpoints import last_step
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from llmdistill.errors import UserError
+from llmdistill.run.checkpoints import MANIFEST, checkpoints, load_checkpoint, save_checkpoint
+from llmdistill.runtime.distributed import World
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
-def test_last_step_reads_what_deepspeed_wrote(tmp_path):
-    assert last_step(tmp_path) == 0
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step-120")
-    assert last_step(tmp_path) == 120
+class Engine:
+    """A small model and AdamW in DeepSpeed's clothes."""
+
+    def __init__(self, width: int = 4) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+        self.module[1].bias.requires_grad_(False)
+        self.optimizer = torch.optim.AdamW([p for p in self.module.parameters() if p.requires_grad], lr=0.1)
+        self.global_steps = self.global_samples = self.micro_steps = 0
+        self.skipped_steps = 0
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def train_batch_size(self) -> int:
+        return 8
+
+    def gradient_accumulation_steps(self) -> int:
+        return 2
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.module(torch.full((2, 3), step + 1.0)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> list[torch.Tensor]:
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [each.clone() for each in (*self.module.parameters(), *moments)]
+
+
+def save(folder: Path, engine: Engine, step: int, keep: int = 2) -> None:
+    save_checkpoint(engine, folder, step, keep, WORLD)
+
+
+def test_a_restored_engine_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
+    first, second = Engine(), Engine()
+    assert load_checkpoint(second, tmp_path, WORLD) is None
+    first.train(range(5))
+    first.skipped_steps = 2
+    save(tmp_path, first, 5)
+    found = load_checkpoint(second, tmp_path, WORLD)
+    assert found is not None
+    assert (found.step, second.global_steps, second.micro_steps, second.global_samples) == (5, 5, 10, 40)
+    assert second.skipped_steps == 2
+    for engine in (first, second):
+        engine.train(range(5, 8))
+    assert all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True))
+    assert [group["lr"] for group in second.optimizer.param_groups] == [0.1]
+    assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.01]
+
+
+def test_only_complete_checkpoints_count_and_the_newest_stay(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.train(range(1))
+    for step in (2, 4, 10):
+        save(tmp_path, engine, step)
+        (tmp_path / "checkpoints" / f"step-{step + 1}").mkdir()  # what a kill leaves
+        (tmp_path / "checkpoints" / f"step-{step + 1}" / "rank-00000.safetensors").write_bytes(b"half")
+    assert [each.step for each in checkpoints(tmp_path)] == [4, 10]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-4", "step-10", "step-11"}
+    save(tmp_path, engine, 11)
+    assert [each.step for each in checkpoints(tmp_path)] == [10, 11]
+    assert load_checkpoint(Engine(), tmp_path, WORLD) == checkpoints(tmp_path)[-1]
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_used(tmp_path: Path, capsys, how: str) -> None:
+    engine = Engine()
+    for step in (1, 2):
+        engine.train(range(step - 1, step))
+        save(tmp_path, engine, step)
+    file = tmp_path / "checkpoints" / "step-2" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content) if how == "flip" else content[:-1])
+    if how == "remove":
+        file.unlink()
+    found = load_checkpoint(Engine(), tmp_path, WORLD)
+    assert found is not None
+    assert found.step == 1
+    said = "".join(capsys.readouterr().err.replace("│", "").split())
+    assert {"flip": "anothercontent", "cut": "bytesinsteadof", "remove": "ismissing"}[how] in said
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-1", "damaged-step-2"}
+    (tmp_path / "checkpoints" / "step-1" / "rank-00000.safetensors").unlink()
+    with pytest.raises(UserError, match="no checkpoint is whole"):
+        load_checkpoint(Engine(), tmp_path, WORLD)
+
+
+def test_another_students_checkpoint_is_refused(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.train(range(1))
+    save(tmp_path, engine, 1)
+    with pytest.raises(UserError, match=r"step-1: it is of another student, first in 0\.bias"):
+        load_checkpoint(Engine(width=5), tmp_path, WORLD)
+
+
+def test_a_pickled_checkpoint_of_an_earlier_version_is_not_read(tmp_path: Path) -> None:
+    old = tmp_path / "checkpoints" / "step-4"
+    old.mkdir(parents=True)
+    (old / "mp_rank_00_model_states.pt").write_bytes(b"pickle")
+    with pytest.raises(UserError, match=r"step-4: a checkpoint of version 0\.5 or before"):
+        load_checkpoint(Engine(), tmp_path, WORLD)
+
+
+def test_a_manifest_that_is_no_json_is_named(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.train(range(1))
+    save(tmp_path, engine, 1)
+    (tmp_path / "checkpoints" / "step-1" / MANIFEST).write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json: not valid JSON; remove the folder of this step"):
+        load_checkpoint(Engine(), tmp_path, WORLD)

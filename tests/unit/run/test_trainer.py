@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +35,7 @@ class Engine:
         self.optimizer = torch.optim.SGD([weight], lr=0.0)
         self.monitor = None
         self.module = torch.nn.ParameterList([weight])
-        self.modes = []
+        self.modes, self.skipped_steps, self.skips = [], 0, ()
 
     def train(self):
         self.modes.append("train")
@@ -54,8 +55,11 @@ class Engine:
     def get_global_grad_norm(self):
         return 0.0
 
-    def save_checkpoint(self, *args, **kwargs):
-        pass
+    def zero_optimization_stage(self):
+        return 0
+
+    def was_step_applied(self):
+        return self.count // self.accumulation not in self.skips
 
 
 class Squares:
@@ -220,9 +224,30 @@ def test_labels_that_a_batch_does_not_have_count_as_zero_in_the_log(tmp_path):
             return {"all": super().terms(values, batch)["all"]}
 
     _, trainer = make_trainer(tmp_path, 8, method=OwnAnswers())
-    totals, _ = trainer.train_step(trainer.loader.micro_batches(0), Stopwatch(WORLD.device))
+    ((totals,), _) = trainer.train_step(trainer.loader.micro_batches(0), Stopwatch(WORLD.device))
     assert totals[0] > 0
     assert totals[1] == 0
+
+
+def test_a_skipped_step_is_reported_and_three_in_a_row_end_the_run(tmp_path, capsys):
+    class Broken(Squares):
+        """The second term is not finite in the steps that are skipped."""
+
+        def terms(self, values, batch):
+            all_squares, labelled = super().terms(values, batch).values()
+            broken = trainer.engine.count // 2 + 1 in trainer.engine.skips
+            return {"all": all_squares, "labelled": labelled._replace(sum=labelled.sum * (math.nan if broken else 1))}
+
+    _, trainer = make_trainer(tmp_path, 4, method=Broken(), steps=8)
+    trainer.engine.skips = (2, 4, 5, 6)
+    trainer.engine.backward = lambda loss: None
+    trainer.settings = replace(trainer.settings, log_every=2)
+    batches = trainer.loader.micro_batches(1)
+    with pytest.raises(UserError, match=r"step 6 was skipped.*labelled on rank 0.*it is the 3rd in a row"):
+        trainer.run(0, RunLog(tmp_path, start=0, steps=8, world=WORLD, monitor=None))
+    said = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert said.count("was skipped") == 3
+    assert f"labelled on rank 0, in the micro batches of the samples {batches[0].sample_ids[0][0]}" in said
 
 
 def test_log_drops_rows_that_a_resumed_run_writes_again(tmp_path):
@@ -239,12 +264,12 @@ def test_stopwatch_starts_anew_when_read():
     assert clock.take() == 0
 
 
-@pytest.mark.parametrize(("save_every", "expected"), [(None, []), (3, ["step-3", "step-4"]), (9, ["step-4"])])
-def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, save_every, expected):
+@pytest.mark.parametrize(("save_every", "expected"), [(None, []), (3, [3, 4]), (9, [4])])
+def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, monkeypatch, save_every, expected):
     _, trainer = make_trainer(tmp_path, 8)
     trainer.settings = replace(trainer.settings, save_every=save_every)
     saved = []
-    trainer.engine.save_checkpoint = lambda *_, tag, **__: saved.append(tag)
+    monkeypatch.setattr("llmdistill.run.trainer.save_checkpoint", lambda _, folder, step, *__: saved.append(step))
     trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
     assert saved == expected
 

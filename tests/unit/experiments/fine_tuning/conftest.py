@@ -30,6 +30,7 @@ class Engine:
     def __init__(self, model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> None:
         type(self).built += 1
         self.module, self.monitor, self.count = model.train(), None, 0
+        self.skipped_steps = 0
         self.accumulation = ds_config["gradient_accumulation_steps"]
         self.optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), betas=settings.betas)
 
@@ -57,8 +58,8 @@ class Engine:
     def zero_optimization_stage(self) -> int:
         return 0
 
-    def save_checkpoint(self, folder: str, tag: str, **_: Any) -> None:
-        (Path(folder) / tag).mkdir(parents=True)
+    def was_step_applied(self) -> bool:
+        return True
 
     def destroy(self) -> None:
         pass
