@@ -1,0 +1,57 @@
+"""A fault on one of two ranks: the job ends soon and names the rank and the cause, and the next start goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import ROOT, weights
+
+pytestmark = pytest.mark.dist
+
+FAULTY_RUN = str(Path(__file__).parents[1] / "faulty_run.py")
+SAID = {
+    "error": "error: rank {rank} failed: ZeroDivisionError: broken on purpose",
+    "memory": "error: rank {rank} failed: out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate",
+    "killed": "lost its connection to another rank",
+}
+CASES = [
+    ("loading", "error", 1),
+    ("factorizing", "killed", 1),
+    ("making", "memory", 0),
+    ("training", "killed", 0),
+    ("training", "error", 1),
+    ("saving", "error", 0),
+    ("scoring", "memory", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def arguments(settings):
+    scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
+    return (*settings, "--ds_config", "ds_configs/zero2.json", *scored)
+
+
+@pytest.mark.parametrize(("stage", "kind", "rank"), CASES)
+def test_a_fault_ends_the_job_soon_and_is_named(rank_server, arguments, tmp_path, stage, kind, rank):
+    began = time.monotonic()
+    given = (stage, kind, str(rank), *arguments, "--output_dir", str(tmp_path / "run"))
+    done = rank_server.run(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60
+    # A killed process says nothing. The launcher says it, or the other rank, if the launcher does not end it at once.
+    if kind != "killed":
+        assert SAID[kind].format(rank=rank) in done.stderr
+
+
+@pytest.mark.parametrize("stage", ["training", "saving"])
+def test_the_next_start_goes_on(rank_server, launch, trained, arguments, tmp_path, stage):
+    folder = tmp_path / "run"
+    more = (*arguments, "--output_dir", str(folder))
+    rank_server.run((stage, "killed", "1", *more), ranks=2, program=FAULTY_RUN, folder=ROOT)
+    launch(*more, ranks=2)
+    first, second = weights(trained(ranks=2)), weights(folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
