@@ -16,6 +16,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -85,7 +86,10 @@ def be_job(job: dict[str, Any]) -> NoReturn:
 
 
 def be_launcher(job: dict[str, Any]) -> NoReturn:
-    """Fork the ranks with what DeepSpeed's launcher gives them; as there, the first that fails ends the others."""
+    """Fork the ranks with what DeepSpeed's launcher gives them; as there, the first that fails ends the others.
+
+    DeepSpeed's launcher looks once a second, so the others have up to a second to say something.
+    """
     size = str(job["ranks"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=job["port"], WORLD_SIZE=size)
     os.environ.update(LOCAL_SIZE=size, CROSS_RANK="0", CROSS_SIZE="1")
@@ -104,6 +108,7 @@ def be_launcher(job: dict[str, Any]) -> NoReturn:
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and first == 0:
             first = code
+            time.sleep(1)
             for other in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGTERM)

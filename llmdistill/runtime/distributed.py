@@ -120,10 +120,39 @@ def init_distributed(command: str = "") -> World:
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)
 
 
+class _Process(NamedTuple):
+    rank: int
+    host: str
+    pid: int
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone or waits to be reaped; only its own node can tell."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return Path("/proc").is_dir()
+        return state in "ZX"
+
+
+_processes: list[_Process] = []
+"""The processes of all ranks, in their order."""
+
+
 def _open_control_group() -> None:
     global _control
     if _control is None and dist.get_world_size() > 1:
         _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, _Process(dist.get_rank(), socket.gethostname(), os.getpid()), group=_control)
+        _processes[:] = gathered
+
+
+def ended_ranks() -> tuple[list[int], bool]:
+    """Return the ranks of this node whose processes have ended, and whether this is the first rank that has not."""
+    here = [each for each in _processes if each.host == socket.gethostname()]
+    ended = [each.rank for each in here if each.has_ended()]
+    alive = [each.pid for each in here if each.rank not in ended]
+    return ended, alive[:1] == [os.getpid()]
 
 
 @contextmanager

@@ -65,11 +65,15 @@ def _end_rank(error: Exception) -> NoReturn:
     elif isinstance(error, RankError):
         code, said, waits = 1, f"error: rank {rank} stops: {error}", True
     elif _lost_connection(error):
-        first = str(error).splitlines()[0]
-        code, waits = 1, True
+        from llmdistill.runtime.distributed import ended_ranks
+
+        ended, is_first = ended_ranks()
+        which = f"rank {', '.join(map(str, ended))} of this node" if ended else "a rank of another node"
+        code, waits = 1, not is_first
         said = (
-            f"error: rank {rank} lost its connection to another rank, whose process ended ({first}): the messages of "
-            "that rank or of its launcher say why; start the same command again to go on from the last checkpoint"
+            f"error: the process of {which} has ended, and rank {rank} lost its connection to it "
+            f"({str(error).splitlines()[0]}): if it has not said why, it was killed (out of the machine's memory, for "
+            "instance); the same command goes on from the last checkpoint"
         )
     else:
         traceback.print_exc()

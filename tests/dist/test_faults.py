@@ -16,7 +16,7 @@ FAULTY_RUN = str(Path(__file__).parents[1] / "faulty_run.py")
 SAID = {
     "error": "error: rank {rank} failed: ZeroDivisionError: broken on purpose",
     "memory": "error: rank {rank} failed: out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate",
-    "killed": "lost its connection to another rank",
+    "killed": "the process of rank {rank} of this node has ended",
 }
 CASES = [
     ("loading", "error", 1),
@@ -42,9 +42,7 @@ def test_a_fault_ends_the_job_soon_and_is_named(rank_server, arguments, tmp_path
     done = rank_server.run(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
     assert done.returncode != 0
     assert time.monotonic() - began < 60
-    # A killed process says nothing. The launcher says it, or the other rank, if the launcher does not end it at once.
-    if kind != "killed":
-        assert SAID[kind].format(rank=rank) in done.stderr
+    assert SAID[kind].format(rank=rank) in done.stderr
 
 
 @pytest.mark.parametrize("stage", ["training", "saving"])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from llmdistill.errors import UserError
+from llmdistill.errors import RankError, UserError
 from llmdistill.runtime import distributed
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World, is_there, on_main
 
 CPU = torch.device("cpu")
 
@@ -35,6 +37,28 @@ def test_the_main_ranks_value_and_mistake_reach_all(monkeypatch) -> None:
     for rank in range(2):
         with pytest.raises(UserError, match="mend it"):
             on_main(mistaken, World(rank, 2, CPU))
+
+    def broken() -> None:
+        raise OSError("no room")
+
+    sent.clear()
+    with pytest.raises(OSError, match="no room"):
+        on_main(broken, World(0, 2, CPU))
+    with pytest.raises(RankError, match="rank 0 failed with OSError: no room"):
+        on_main(broken, World(1, 2, CPU))
+
+
+def test_a_rank_waits_for_the_file_that_rank_0_sees(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(distributed, "broadcast_object", lambda value: (True, None))
+    monkeypatch.setattr(distributed, "gather_objects", lambda value, world: [None, value])
+    late = tmp_path / "student"
+    timer = threading.Timer(0.3, late.mkdir)
+    timer.start()
+    assert is_there(late, World(1, 2, CPU))
+    assert late.exists()
+    monkeypatch.setattr(distributed, "_FILE_PATIENCE", 0.2)
+    with pytest.raises(UserError, match=r"never: rank 0 has written it, but rank 1 on \S+ does not see it"):
+        is_there(tmp_path / "never", World(1, 2, CPU))
 
 
 def test_alone_nothing_is_sent() -> None:
