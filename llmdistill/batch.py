@@ -76,8 +76,8 @@ class Batch:
     """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `with_label_rows`."""
     token_rows: Tensor | None = None
     """(N,) int64: the flat positions of all real tokens, in order; None until `with_label_rows`."""
-    padded: bool | None = None
-    """Whether any row starts or ends with padding; None until `with_label_rows`."""
+    padding: Literal["none", "right", "left"] | None = None
+    """Where the rows have padding: left if any row starts with it; None until `with_label_rows`."""
     targets: Tensor | None = None
     """The target of each sequence, (B,) or (B, K); None if the batch has no targets. int64: a class (next sentence: 0
     if it follows, 1 if it does not, as in BERT), or K positions such as the start and end of a span; IGNORE_INDEX where
@@ -102,7 +102,7 @@ class Batch:
         return known.flatten(1).any(1) if known.dim() > 1 else known
 
     def with_label_rows(self, *, shift: bool) -> Batch:
-        """The same batch with `label_rows`, `token_rows` and `padded` filled in.
+        """The same batch with `label_rows`, `token_rows` and `padding` filled in.
 
         Call it while the batch is on the CPU: on a GPU the host would have to wait for the result.
 
@@ -113,7 +113,13 @@ class Batch:
             return self
         rows_N = (predicted_labels(self.labels, shift=shift) != IGNORE_INDEX).flatten().nonzero()[:, 0]
         real_BT = self.attention_mask != 0
-        return replace(self, label_rows=rows_N, token_rows=real_BT.flatten().nonzero()[:, 0], padded=not real_BT.all())
+        padding: Literal["none", "right", "left"] = "right" if real_BT[:, 0].all() else "left"
+        return replace(
+            self,
+            label_rows=rows_N,
+            token_rows=real_BT.flatten().nonzero()[:, 0],
+            padding="none" if real_BT.all() else padding,
+        )
 
     def rows_at(self, positions: Positions) -> Tensor:
         """(N,): the flat positions of one kind, real tokens or those that predict a label."""

@@ -15,7 +15,7 @@ from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
 from llmdistill.models.families import family_of, has_segments
 from llmdistill.models.heads import LMHead, whole
-from llmdistill.models.taps import Recorder
+from llmdistill.models.taps import Recorder, given_mask
 
 
 class TappedModel:
@@ -35,6 +35,7 @@ class TappedModel:
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""
+        batch = batch.with_label_rows(shift=self._shift)
         with self._recorder.recording(horizon=batch.horizon):
             result = self._run(batch)
         logits, sequences = self._head_outputs(result, batch)
@@ -114,7 +115,8 @@ class TappedModel:
             # Teacher and student get the same batch, and only one of them may have segments.
             "token_type_ids": batch.token_type_ids if has_segments(self._recorder.model.config) else None,
         }
-        return self._forward(**{key: value for key, value in inputs.items() if value is not None}, use_cache=False)
+        with given_mask(self._recorder.model):
+            return self._forward(**{key: value for key, value in inputs.items() if value is not None}, use_cache=False)
 
     def _rows(
         self, batch: Batch, places: Sequence[Positions], use: Callable[[HeadInputs], Tensor]
@@ -190,23 +192,21 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | dict[str, Tensor] | None:
-    """The attention mask to pass to transformers.
+    """The attention mask for `given_mask`, or None if the model's own direction of attention is enough.
 
-    Transformers reads the values of a plain (B, T) mask and of position ids, and on a GPU the host would have to wait
-    for them. Therefore packed rows, and a padded batch on a GPU, get a ready (B, 1, T, T) mask. A horizon needs one
-    anyway.
+    A decoder needs no mask for padding on the right: no real token comes after it, and what the padding itself computes
+    is in no loss.
     """
     attention_mask = batch.attention_mask
     if batch.horizon is not None:
         return horizon_mask(attention_mask, batch.horizon, config)
-    if batch.position_ids is not None:
-        return packed_mask(attention_mask, config)
-    if attention_mask.device.type == "cpu" or batch.padded is None:
-        return attention_mask
-    if not batch.padded:  # without a mask sdpa can use flash attention
-        return None
     if family_of(config).causal:
-        return packed_mask(attention_mask, config)
+        window = getattr(config, "sliding_window", None)
+        is_short = window is None or attention_mask.shape[1] <= window
+        needs_none = is_short and batch.position_ids is None and batch.padding != "left"
+        return None if needs_none else packed_mask(attention_mask, config)
+    if batch.padding == "none":
+        return None
     return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
 
 

@@ -27,10 +27,29 @@ from llmdistill.models.families import family_of, layers_of
 ATTENTION_NAME = "llmdistill_taps"
 """Name under which the tapping attention function is registered in transformers."""
 
+GIVEN_MASK = "llmdistill_given_mask"
+"""Name under which the same function is registered without a mask function. transformers then passes on the mask that
+it is given, or none, and does not look at the values of masks and position ids, for which the host would wait."""
+
 _SINK = "_llmdistill_sink"
 """Attribute of a tapped attention module that holds the recording function, so that both have the same lifetime."""
 
 _ATTENTION_ASPECTS: tuple[Aspect, ...] = ("query", "key", "value")
+
+
+@contextmanager
+def given_mask(model: PreTrainedModel) -> Iterator[None]:
+    """Block in which a forward pass uses the attention mask that it is given: a (B, 1, T, T) mask, or none.
+
+    Without a mask a decoder is causal, and attention runs on flash kernels with grouped queries.
+    """
+    before = model.config._attn_implementation
+    AttentionInterface.register(GIVEN_MASK, _tapping_attention)
+    model.config._attn_implementation = GIVEN_MASK
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
 
 
 class Collected(NamedTuple):

@@ -12,6 +12,8 @@ from llmdistill.errors import UserError
 
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 """The DeepSpeed configuration of a run that does not name one."""
+NO_TIMERS: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
+"""DeepSpeed's throughput timer waits for the device twice in every micro batch."""
 _OPTIONAL = "tensorboard"
 """Block that a configuration gets no values for if it does not have it."""
 SHIPPED = Path(str(resources.files("llmdistill") / "ds_configs"))

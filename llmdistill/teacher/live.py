@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.models.load import Head, load_model
 from llmdistill.runtime.distributed import World
+from llmdistill.runtime.ds_config import NO_TIMERS
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def load_teacher(
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {"stage": 3},
+        **NO_TIMERS,
     }
     # While this object exists, from_pretrained shards the model that it loads. The object must be deleted before the
     # student is built, because the student has its own ZeRO stage.
