@@ -103,10 +103,11 @@ def make_model(family: str) -> PreTrainedModel:
         return kind._from_config(config, attn_implementation="sdpa").train()
 
 
-def make_batch(family: str) -> Batch:
+def make_batch(family: str, *, padded: bool = True) -> Batch:
     ids = torch.randint(3, 40, (3, 9), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(ids)
-    mask[0, 6:] = mask[1, 7:] = 0
+    if padded:
+        mask[0, 6:] = mask[1, 7:] = 0
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
     labels[:, :4] = IGNORE_INDEX
     targets = torch.tensor([1, IGNORE_INDEX, 0]) if family == "bert" else None
@@ -148,6 +149,13 @@ def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
         losses, counts = trainer.train_step([batch, batch], Stopwatch(torch.device("cpu")))
     assert losses.shape == (2, len(trainer.method.weights))
     assert counts.shape == (3,)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_nor_does_one_without_padding(family: str) -> None:
+    trainer = make_trainer("makd", family)
+    with SlowCopies():
+        trainer.train_step([make_batch(family, padded=False)], Stopwatch(torch.device("cpu")))
 
 
 def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
