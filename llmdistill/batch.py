@@ -121,6 +121,24 @@ class Batch:
             padding="none" if real_BT.all() else padding,
         )
 
+    def lengthened(self, multiple: int, longest: int) -> Batch:
+        """The same batch with more padding on the right: its length is a multiple, but at most `longest`.
+
+        The matrix units of a GPU work on tiles, and kernels that are compiled for a shape are used again.
+        """
+        length = self.input_ids.shape[1]
+        more = min(-(-length // multiple) * multiple, longest) - length
+        if more <= 0:
+            return self
+        assert self.label_rows is None, "the places of the labels depend on the length"
+        from torch.nn import functional
+
+        fills = {"labels": IGNORE_INDEX, "horizon": length + more}
+        names = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "horizon")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        longer = {name: functional.pad(each, (0, more), value=fills.get(name, 0)) for name, each in given.items()}
+        return replace(self, **longer)
+
     def rows_at(self, positions: Positions) -> Tensor:
         """(N,): the flat positions of one kind, real tokens or those that predict a label."""
         rows_N = self.token_rows if positions == "tokens" else self.label_rows

@@ -163,8 +163,12 @@ def prepare_loader(plan: Plan, loader: Any, engine: Any, data: TaskData, world: 
     """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy)."""
     config = plan.config
     if config.data.on_policy == 0:
-        with_label_rows = partial(Batch.with_label_rows, shift=plan.method.shift)
-        return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=with_label_rows)
+        multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
+
+        def prepare(batch: Batch) -> Batch:
+            return batch.lengthened(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
+
+        return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     tokenizer: Any = data.tokenizer
     return OnPolicyLoader(
         loader,

@@ -39,6 +39,10 @@ def test_two_ranks_and_every_stage_equal_one_rank(trained, ds_config):
     assert largest_difference(trained(), trained(ranks=2, ds_config=ds_config)) < 1e-6
 
 
+def test_padding_to_a_multiple_changes_nothing(trained):
+    assert largest_difference(trained(), trained("--data.pad_to_multiple_of", "64")) < 1e-6
+
+
 def test_four_accumulation_steps_equal_one_big_batch(trained):
     assert largest_difference(trained(), trained("--train.micro_batch_size", "2")) < 1e-6
 

@@ -25,3 +25,21 @@ def test_which_sequences_have_a_target(targets, known):
     assert batch.has_target().tolist() == known
     assert int(batch.counts()["sequences"]) == sum(known)
     assert batch.to("cpu").sample_ids == ((1,), (2,), (3,))
+
+
+def test_more_padding_changes_no_position():
+    ids = torch.arange(3, 17).view(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    batch = Batch(ids, mask, ids.masked_fill(mask == 0, -100), horizon=torch.full_like(ids, 7), targets=torch.ones(2))
+    longer = batch.lengthened(4, longest=16)
+    assert longer.input_ids.shape == (2, 8)
+    assert torch.equal(longer.input_ids[:, :7], ids)
+    assert [longer.attention_mask[:, 7].tolist(), longer.labels[:, 7].tolist()] == [[0, 0], [-100, -100]]
+    assert longer.horizon[:, 7].tolist() == [8, 8]
+    assert longer.counts() == batch.counts()
+    assert longer.targets is batch.targets
+    assert longer.token_type_ids is None
+    assert batch.lengthened(64, longest=12).input_ids.shape == (2, 12)
+    assert batch.lengthened(7, longest=16) is batch
+    assert batch.lengthened(64, longest=7) is batch
