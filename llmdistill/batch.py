@@ -136,7 +136,9 @@ class Batch:
         fills = {"labels": IGNORE_INDEX, "horizon": length + more}
         names = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "horizon")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        longer = {name: functional.pad(each, (0, more), value=fills.get(name, 0)) for name, each in given.items()}
+        longer: dict[str, Any] = {
+            name: functional.pad(each, (0, more), value=fills.get(name, 0)) for name, each in given.items()
+        }
         return replace(self, **longer)
 
     def rows_at(self, positions: Positions) -> Tensor:

@@ -16,7 +16,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import digest
 from llmdistill.methods import METHODS
-from llmdistill.run.artifacts import finished_metrics, input_fingerprints, shaping_settings
+from llmdistill.run.artifacts import finished_metrics, input_fingerprints, shaping_ds_config, shaping_settings
 from llmdistill.runtime.ds_config import read_ds_config
 
 
@@ -165,13 +165,12 @@ def make_trial(
     settings = settings or {}
     values = changed_values(base, {**changes, **settings})
     shaping = shaping_settings(values)
-    # The micro batch size does not change the trial. Inputs that the study makes itself are identified by their
-    # folders. The validation set is part of the identity because it determines the learning curves.
-    del shaping["train"]["micro_batch_size"]
+    # Inputs that the study makes itself are identified by their folders. The validation set is part of the identity
+    # because it determines the learning curves.
     identity = {
         **shaping,
         "inputs": input_fingerprints(values, made_below=root),
-        "ds_config": {**read_ds_config(values["ds_config"]), "tensorboard": None},
+        "ds_config": shaping_ds_config(read_ds_config(values["ds_config"])),
         "valid": values["data"]["valid"],
     }
     folder = "-".join([name, *_pairs(settings, ""), f"seed{values['seed']}", digest(identity)[:8]])

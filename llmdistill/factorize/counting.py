@@ -10,7 +10,7 @@ from llmdistill.factorize.hub import NAME, FactorizedConfig
 from llmdistill.factorize.install import LINEAR_TYPES, features
 from llmdistill.factorize.kronecker import kronecker_flops, kronecker_params
 from llmdistill.factorize.modules import KroneckerLinear
-from llmdistill.models.load import build_meta
+from llmdistill.models.load import Head, build_meta
 
 Shape = tuple[int, int]
 """Outputs m and inputs n of a matrix."""
@@ -34,13 +34,13 @@ def forward_flops(model: nn.Module) -> int:
     return 2 * (count_parameters(model) - factors) + of_products
 
 
-def build_reference(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model whose parameters papers count, on the meta device, factorized if its config says so.
+def build_reference(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
+    """A model on the meta device, factorized if its config says so; by default the one whose parameters papers count.
 
-    This is the base model (with pooler) for encoders, and the causal LM for decoders. Raises UserError if the
+    That is the base model (with pooler) for encoders, and the causal LM for decoders. Raises UserError if the
     architecture is not supported.
     """
-    model, saved = build_meta(config), getattr(config, "quantization_config", None)
+    model, saved = build_meta(config, head), getattr(config, "quantization_config", None)
     if isinstance(saved, dict) and saved.get("quant_method") == NAME:
         saved = FactorizedConfig.from_dict(saved)
     if isinstance(saved, FactorizedConfig):  # a model that transformers builds from a config alone is always dense

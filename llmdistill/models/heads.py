@@ -143,4 +143,5 @@ def set_classifier(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Non
     own = classifier_parameters(model)
     assert own.keys() == weights.keys(), f"{sorted(own)} is not {sorted(weights)}"
     for name, parameter in own.items():
-        parameter.copy_(weights[name])
+        with gathered(parameter, write=True):
+            parameter.copy_(weights[name])

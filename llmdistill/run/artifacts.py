@@ -93,6 +93,14 @@ def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(shaping)
 
 
+def shaping_ds_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed configuration as plain JSON values, without what cannot change the student."""
+    shaping = {key: value for key, value in plain(ds_config).items() if key not in _FREE_BLOCKS}
+    for name in _IMPLEMENTATION:
+        shaping.get("optimizer", {}).get("params", {}).pop(name, None)
+    return shaping
+
+
 def _free_keys(keep_best: str | None) -> list[str]:
     """Return the settings that cannot change the student; the choice of the best one depends on the validations."""
     chosen_by = {
@@ -106,9 +114,7 @@ def _free_keys(keep_best: str | None) -> list[str]:
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are equal for two records of the same run."""
     inputs = {f"content of {key}": value for key, value in record["inputs"].items()}
-    ds_config = {key: value for key, value in plain(record["ds_config"]).items() if key not in _FREE_BLOCKS}
-    for name in _IMPLEMENTATION:
-        ds_config.get("optimizer", {}).get("params", {}).pop(name, None)
+    ds_config = shaping_ds_config(record["ds_config"])
     return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
 
 

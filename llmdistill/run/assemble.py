@@ -33,6 +33,7 @@ from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
+from llmdistill.runtime.sharded_load import load_sharded
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.live import LiveTeacher, load_teacher
 
@@ -95,10 +96,15 @@ def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:
     return load_model(str(folder), dtype=plan.dtype, device=world.device, head=plan.task.head or "lm_head")
 
 
-def load_student(plan: Plan, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the student with the head that the run needs; a missing head is initialised by torch's random generator."""
-    num_outputs = plan.task.num_outputs
-    model = load_model(str(folder), dtype=dtype, head=plan.student_head, new_head=True, num_classes=num_outputs)
+def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = False) -> PreTrainedModel:
+    """Load the student with the head that the run needs; a missing head is initialised by torch's random generator.
+
+    `shard` loads it in shards if the run trains it at ZeRO stage 3; every rank must then call this function.
+    """
+    load = load_model
+    if shard and plan.ds_config.get("zero_optimization", {}).get("stage", 0) == 3 and not is_adapter(folder):
+        load = partial(load_sharded, ds_config=plan.ds_config)
+    model = load(str(folder), dtype=dtype, head=plan.student_head, new_head=True, num_classes=plan.task.num_outputs)
     plan.task.configure(model)
     return model
 
@@ -115,7 +121,7 @@ def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:
     config = plan.config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # initialises a missing head equally on every rank
-        student = load_student(plan, student_folder, plan.dtype)
+        student = load_student(plan, student_folder, plan.dtype, shard=True)
     if plan.copies_classifier:
         set_classifier(student, read_classifier(str(plan.teacher_path), plan.teacher_head))
     if config.student.lora.rank is not None:

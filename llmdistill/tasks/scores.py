@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import differences, read_record
 from llmdistill.files import write_json
-from llmdistill.runtime.distributed import World, broadcast_object
+from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.tasks.base import ScoredModel, TaskData
 
 
@@ -39,7 +39,7 @@ class ScoreBook:
         if scores are missing; see `ScoredModel` for the other arguments.
         """
         file = self.folder / "scores" / f"{name}.json"
-        kept = broadcast_object(_read(file) if self.world.is_main else None)
+        kept = on_main(lambda: _read(file), self.world)
         model = cache(load)
         sets = self.data.sets
         for set_name, asked in sets.items():

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from llmdistill.models.load import Head, load_model
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import NO_TIMERS
+from llmdistill.runtime.sharded_load import load_sharded
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ def load_teacher(
         model.eval().requires_grad_(False)
         return LiveTeacher(model, model)
     import deepspeed
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
     ds_config = {
         "train_batch_size": world.size,
@@ -54,15 +54,7 @@ def load_teacher(
         "zero_optimization": {"stage": 3},
         **NO_TIMERS,
     }
-    # While this object exists, from_pretrained shards the model that it loads. The object must be deleted before the
-    # student is built, because the student has its own ZeRO stage.
-    alive = HfDeepSpeedConfig(ds_config)
-    try:
-        model = load_model(path, dtype=dtype, head=head)
-    finally:
-        del alive
-    # transformers keeps only a weak reference to this object.
-    assert not is_deepspeed_zero3_enabled(), "the teacher's ZeRO-3 configuration outlived its loading"
+    model = load_sharded(path, ds_config=ds_config, dtype=dtype, head=head)
     model.eval().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.eval()

@@ -1,0 +1,166 @@
+"""Loading a model shard by shard under ZeRO-3: no rank ever holds more than its share and one parameter.
+
+transformers builds ordinary models under ZeRO-3 in shards, but not those with a "quantizer", and a factorized student
+counts as one. Here every model is built on the meta device, its factors included, and each parameter is read from its
+safetensors file and sharded before the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from llmdistill.factorize.counting import build_reference
+from llmdistill.models.adapters import WEIGHTS_FILE
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import is_head
+from llmdistill.models.load import Head, downloaded, load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.distributed import default_device
+
+
+def load_sharded(
+    path: str | Path,
+    *,
+    ds_config: dict[str, Any],
+    dtype: torch.dtype,
+    head: Head = "lm_head",
+    new_head: bool = False,
+    num_classes: int | None = None,
+) -> PreTrainedModel:
+    """Load a model in evaluation mode, sharded over all ranks; every rank must call this function.
+
+    Args:
+        path: a folder or a name on the hub, not an adapter.
+        ds_config: the DeepSpeed configuration of the engine that will hold the model, at ZeRO stage 3.
+        dtype: dtype of the weights.
+        head: the head of the model.
+        new_head: whether a head that the weights lack is initialised at random (from torch's generator).
+        num_classes: outputs of a new classifier; None takes the config's.
+
+    A checkpoint whose names differ from those of the model, as in old ones, is loaded by transformers, which converts
+    them.
+
+    Raises:
+        UserError: as in `load_model`.
+    """
+    folder = downloaded(path)
+    config = load_config(path)
+    if num_classes is not None:
+        config.num_labels = num_classes
+    if head == "sequence" and config.pad_token_id is None:
+        config.pad_token_id = load_tokenizer(path).pad_token_id
+    config.dtype = dtype
+    model = build_reference(config, head)
+    owners = _owners(model)
+    saved = _saved(folder)
+    found = [_find(model, names, saved) for _, names, _ in owners]
+    missing = [names[0] for read, (_, names, _) in zip(found, owners, strict=True) if read is None]
+    may_miss = new_head or (head != "saved" and model.base_model is model)
+    if not saved or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
+        with _sharding(ds_config):  # load_model says what is missing
+            return load_model(path, dtype=dtype, head=head, new_head=new_head, num_classes=num_classes)
+    new: list[nn.Parameter] = []
+    for read, (old, _, places) in zip(found, owners, strict=True):
+        value = torch.empty(old.shape, dtype=dtype) if read is None else read().to(dtype)
+        parameter = nn.Parameter(value, requires_grad=old.requires_grad)
+        parameter._is_hf_initialized = read is not None  # type: ignore[attr-defined]
+        for module, name in places:
+            module.register_parameter(name, parameter)
+        if read is None:
+            new.append(parameter)
+        else:
+            _shard(parameter, ds_config)
+    _initialize(model)
+    for parameter in new:
+        _shard(parameter, ds_config)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(path)
+    return model.eval()
+
+
+@contextmanager
+def _sharding(ds_config: dict[str, Any]) -> Iterator[None]:
+    """Block in which transformers shards the models that it loads, except for factorized ones."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    alive = HfDeepSpeedConfig(ds_config)  # transformers keeps only a weak reference to it
+    try:
+        yield
+    finally:
+        del alive
+    assert not is_deepspeed_zero3_enabled(), "the ZeRO-3 configuration outlived the loading"
+
+
+_Owner = tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]
+"""A parameter, all its names (tied ones have several), and the modules that hold it, each with the name in it."""
+
+
+def _owners(model: nn.Module) -> list[_Owner]:
+    found: dict[int, _Owner] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            _, names, places = found.setdefault(id(parameter), (parameter, [], []))
+            names.append(f"{prefix}.{name}" if prefix else name)
+            places.append((module, name))
+    return list(found.values())
+
+
+def _saved(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """What reads each tensor of a folder's safetensors files, by its name there; empty if there are no such files."""
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name != WEIGHTS_FILE:
+            with safe_open(path, framework="pt") as file:
+                readers |= {key: partial(_read, path, key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    return readers
+
+
+def _read(path: Path, key: str) -> Tensor:
+    # The tensor lies in a mapping of the file, and the ranks' broadcast writes into it. With a mapping of its own for
+    # each tensor, the pages that were written are freed with the tensor.
+    with safe_open(path, framework="pt") as file:
+        return cast(Tensor, file.get_tensor(key))
+
+
+def _find(
+    model: PreTrainedModel, names: Sequence[str], saved: Mapping[str, Callable[[], Tensor]]
+) -> Callable[[], Tensor] | None:
+    """What reads a parameter; a model with a head may be saved without it, and a model without a head with one."""
+    prefix = f"{model.base_model_prefix}."
+    for name in names:
+        for key in (name, name.removeprefix(prefix), prefix + name):
+            if key in saved:
+                return saved[key]
+    return None
+
+
+def _shard(parameter: nn.Parameter, ds_config: dict[str, Any]) -> None:
+    """Keep this rank's share of a parameter alone."""
+    import deepspeed
+
+    holder = nn.Module()
+    holder.parameter = parameter
+    deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config)
+
+
+def _initialize(model: PreTrainedModel) -> None:
+    """Compute the buffers, and initialise the parameters that were not read, as transformers does."""
+    device = default_device()
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        buffers = {name: each for name, each in module.named_buffers(recurse=False) if each.is_meta}
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if own and not buffers and all(getattr(each, "_is_hf_initialized", False) for each in own.values()):
+            module._is_hf_initialized = True  # type: ignore[assignment]
+    model.initialize_weights()

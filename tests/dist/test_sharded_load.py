@@ -1,0 +1,121 @@
+"""Models loaded in shards: the values of a whole one, and no rank ever holds more than its share and one parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.factorize.convert import compress
+from llmdistill.models.load import load_model
+
+pytestmark = pytest.mark.dist
+
+PROGRAM = """
+import gc, json, sys, threading, time
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from llmdistill.models.load import load_model
+from llmdistill.runtime.distributed import init_distributed
+from llmdistill.runtime.sharded_load import load_sharded
+
+folder, head, classes = Path(sys.argv[-3]), sys.argv[-2], int(sys.argv[-1])
+world = init_distributed()
+
+
+def anonymous():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
+gc.collect()
+before = peak = anonymous()
+over = threading.Event()
+
+
+def watch():
+    global peak
+    while not over.is_set():
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+
+config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+named = {"dtype": torch.float32, "head": head, "new_head": True, "num_classes": classes or None}
+threading.Thread(target=watch, daemon=True).start()
+torch.manual_seed(5)
+model = load_sharded(folder, ds_config=config, **named)
+over.set()
+after = anonymous()
+torch.manual_seed(5)
+whole = load_model(folder, **named)
+state, size = dict(whole.named_parameters()), sum(4 * each.numel() for each in whole.parameters())
+assert list(state) == [name for name, _ in model.named_parameters()]
+shards = sum(4 * each.ds_tensor.numel() for each in model.parameters())
+with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    assert all(torch.equal(each, state[name]) for name, each in model.named_parameters())
+buffers = dict(whole.named_buffers())
+assert all(torch.equal(each, buffers[name]) for name, each in model.named_buffers())
+assert model.config.to_dict() == whole.config.to_dict()
+assert not model.training
+engine, *_ = deepspeed.initialize(model=model, config=config)
+ids = torch.arange(5, 17).view(2, 6)
+with torch.no_grad():
+    assert torch.equal(engine(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
+figures = {"shards": shards / size, "resident": (after - before) / size, "peak": (peak - before) / size, "size": size}
+(folder / f"memory-{world.rank}.json").write_text(json.dumps(figures))
+"""
+
+
+def llama(folder, width):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64 * width // 4,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def bert(folder):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertForMaskedLM(BertConfig(vocab_size=100, **sizes)).save_pretrained(folder)
+
+
+CASES = {"dense": ("lm_head", 0), "factorized": ("lm_head", 0), "a new classifier": ("sequence", 3), "pieces": ("lm_head", 0)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_are_those_of_the_whole_model(launch, tmp_path, case):
+    folder, program = tmp_path / "model", tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    if case == "a new classifier":
+        bert(folder)
+    elif case == "factorized":
+        llama(tmp_path / "dense", 512)
+        compress(tmp_path / "dense", folder, FactorizeConfig(rank=192))
+    else:
+        llama(folder, 512)
+    if case == "pieces":
+        model = load_model(folder, dtype=torch.float32)
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder, max_shard_size="20MB")
+        assert len(list(folder.glob("*.safetensors"))) > 3
+    launch(str(folder), *map(str, CASES[case]), ranks=2, program=str(program))
+    for rank in (0, 1):
+        told = json.loads((folder / f"memory-{rank}.json").read_text())
+        assert told["shards"] <= 0.51
+        if told["size"] > 20e6:  # the rest of the process does not matter beside it
+            assert told["resident"] <= 0.55
+            assert told["peak"] <= 0.6
