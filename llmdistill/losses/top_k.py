@@ -1,9 +1,9 @@
 """Divergences from the k most likely tokens of a teacher, with all other tokens together as one more class, the tail.
 
-Both distributions are merged into k + 1 classes, so each is still a proper distribution, and a divergence D of
-`losses.divergence` compares the merged ones. By the data-processing inequality the result is a lower bound of D over all
-tokens (KL in both directions, Jensen-Shannon, skew KL, total variation). With T' and S' for the two models' distributions
-within the tail, and p and q for its mass, what is missing is
+Both distributions are merged into k + 1 classes, so each is still a proper distribution, and a divergence of
+`losses.divergence` compares the merged ones. By the data-processing inequality the result is a lower bound of the
+divergence over all tokens (KL in both directions, Jensen-Shannon, skew KL, total variation). With T' and S' for the two
+models' distributions within the tail, and p and q for its mass, what is missing is
 
     KL(T‖S):              p KL(T'‖S')
     KL(S‖T):              q KL(S'‖T')
