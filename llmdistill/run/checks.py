@@ -64,11 +64,6 @@ def check_can_cache(plan: Plan) -> None:
     config, names = plan.config, " + ".join(plan.config.methods())
     if not plan.method.needs_teacher:
         raise UserError(f"method {names} has no teacher, so there is nothing to cache: take another method, such as kd")
-    if plan.searched is not None:
-        raise UserError(
-            f"{plan.searched}.teacher_layer auto tries layers of the teacher itself, which no cache holds: give the "
-            "number of a layer"
-        )
     if plan.task.changing_examples is not None:
         raise UserError(
             f"a cache keeps one output of the teacher for each example, but {plan.task.changing_examples}: train with "
