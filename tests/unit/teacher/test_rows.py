@@ -13,7 +13,7 @@ from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.losses.top_k import most_likely
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
-from llmdistill.teacher.request import Request
+from llmdistill.teacher.request import Request, place_of
 from llmdistill.teacher.rows import rows_of_samples, to_outputs, to_rows
 
 ITEMS = [Encoded([5, 6, 7], [8, 1]), Encoded([9], [10, 11, 1]), Encoded([12, 13, 14, 15], [1]), Encoded([3, 4], [5, 1])]
@@ -45,16 +45,6 @@ def taught(model, batch, request: Request):
     return outputs
 
 
-def by_example(rows, batch, request):
-    """Examples apart, then in reverse: {name: the rows of the batch of reversed examples}."""
-    from llmdistill.teacher.request import place_of
-
-    return {
-        name: torch.cat(tensor.split(rows_of_samples(batch, place_of(name)).tolist())[::-1])
-        for name, tensor in rows.items()
-    }
-
-
 def assert_same(found, expected, batch, request):
     real_BT = batch.attention_mask != 0
     for aspect, layers in request.taps.items():
@@ -83,17 +73,11 @@ def test_rows_of_a_decoder_fit_any_batch_of_its_examples(llama, packed):
     second = second.with_label_rows(shift=True)
     if packed:
         assert len(second.input_ids) < len(ITEMS)
-    order = [[item.sample_id for item in again].index(each) for row in second.sample_ids for each in row]
-    turned = by_example(rows, first, request)
     # The rows in the order in which the examples stand in the second batch.
-    sizes = {
-        "labels": rows_of_samples(first, "labels").flip(0).tolist(),
-        "tokens": rows_of_samples(first, "tokens").flip(0).tolist(),
-    }
-    placed = {
-        name: torch.cat([tensor.split(sizes["labels" if name.startswith("labels") else "tokens"])[n] for n in order])
-        for name, tensor in turned.items()
-    }
+    known = [item.sample_id for item in ITEMS]
+    order = [known.index(each) for row in second.sample_ids for each in row]
+    sizes = {name: rows_of_samples(first, place_of(name)).tolist() for name in rows}
+    placed = {name: torch.cat([tensor.split(sizes[name])[n] for n in order]) for name, tensor in rows.items()}
     head = outputs.lm_head["labels"]
     found = to_outputs(placed.__getitem__, second, request, top_k=None, head=head, scaling=outputs.taps.scaling)
     assert_same(found, taught(llama, second, request), second, request)
