@@ -50,7 +50,7 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     if not any(word.split("=")[0] == "--ds_config" for word in rest):
         rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
-    config, _ = parse_run(rest, METHODS)
+    config, _ = parse_run([*rest, "--output_dir", str(parsed.output)], METHODS)
     # Imported below so that --help and errors in the arguments do not wait for torch.
     from llmdistill.run.cache import make_cache
     from llmdistill.run.plan import make_plans

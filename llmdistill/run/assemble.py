@@ -139,7 +139,7 @@ def make_recorder(
 
 def request_of(method: Method) -> Request:
     """Return what a method asks of its teacher."""
-    temperatures = {term.temperature for term in method.token_terms if term.divergence is not None}
+    temperatures = {float(term.temperature) for term in method.token_terms if term.divergence is not None}
     return Request(
         positions=method.taught_positions,
         temperatures=tuple(sorted(temperatures)),

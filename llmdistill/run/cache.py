@@ -28,7 +28,7 @@ from llmdistill.run.artifacts import input_fingerprints
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
 from llmdistill.run.checks import check_can_cache
 from llmdistill.run.plan import Plan
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.cache_folder import (
     CACHE_FILE,
@@ -109,7 +109,8 @@ def check_cache(plan: Plan, data: TaskData, world: World) -> None:
     """
     if plan.config.teacher.cache is None or not plan.method.needs_teacher:
         return
-    folder = CacheFolder(Path(plan.config.teacher.cache))
+    path = Path(plan.config.teacher.cache)
+    folder = on_every(lambda: CacheFolder(path), world)
     on_main(lambda: _check_origin(plan, data, folder), world)
     folder.check_files(world)
     on_main(lambda: _check_examples(plan, data, folder), world)
