@@ -6,7 +6,6 @@ llmdistill cache [--num_gpus N] --output DIR [--recipe NAME] [--cache.content to
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,17 +53,13 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
     # Imported below so that --help and errors in the arguments do not wait for torch.
     from llmdistill.run.cache import make_cache
     from llmdistill.run.plan import make_plans
-    from llmdistill.runtime.distributed import World, init_distributed, shut_down
+    from llmdistill.runtime.distributed import process_group
 
     quiet_transformers()
     plan = make_plans(config)[0]
     data = plan.task.read(plan.models)
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 or config.teacher.sharding == "zero3"
-    world = init_distributed() if several else World.alone()
-    try:
+    with process_group(needed=config.teacher.sharding == "zero3") as world:
         record = make_cache(plan, data.prepared(world), settings, parsed.output, world)
-    finally:
-        shut_down()
     if world.is_main:
         summary = summarise(record, parsed.output, time.perf_counter() - began)
         print(json.dumps(summary) if parsed.json else sentence(summary), flush=True)

@@ -233,8 +233,8 @@ def _write_shard(job: _Job, teacher: TappedModel, number: int, passes: int) -> N
         for place in POSITIONS:
             counts.setdefault(place, []).append(rows_of_samples(batch, place))
     tensors = {"ids": torch.tensor(ids)} | {name: torch.cat(parts) for name, parts in rows.items()}
-    for place, parts in counts.items():
-        tensors[f"offsets.{place}"] = functional.pad(torch.cat(parts).cumsum(0), (1, 0))
+    for name, parts in counts.items():
+        tensors[f"offsets.{name}"] = functional.pad(torch.cat(parts).cumsum(0), (1, 0))
     write_tensors(job.folder, shard_name(number), tensors, {"scaling": json.dumps(scaling)})
 
 
@@ -245,7 +245,7 @@ def _taught(job: _Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[B
     moved = batch.to(job.world.device)
     with torch.no_grad():
         outputs = teacher.teach(moved, lm_head=method.taught_positions)
-        head = next(iter(outputs.lm_head.values()), None)
+        head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
         with nullcontext() if head is None else whole(head):
             if head is not None and job.top_k is None:
                 _write_head(job, head)

@@ -105,17 +105,20 @@ class CacheFolder:
             UserError: a file is missing, truncated or changed; the message names it.
         """
         names = sorted(self.record["files"])[world.rank :: world.size]
-        on_every(lambda: [self._check_file(name) for name in names], world)
+        on_every(lambda: self._check_files(names), world)
 
-    def _check_file(self, name: str) -> None:
-        file, entry = self.folder / name, self.record["files"][name]
-        if not file.is_file():
-            raise UserError(f"{file}: the file is missing from the teacher's cache; `llmdistill cache` makes it again")
-        size = file.stat().st_size
-        if size != entry["bytes"]:
-            raise UserError(f"{file}: it has {size:,} bytes and had {entry['bytes']:,} when it was written; {_REMEDY}")
-        if file_sha256(file) != entry["sha256"]:
-            raise UserError(f"{file}: its content changed after it was written (another sha256); {_REMEDY}")
+    def _check_files(self, names: Sequence[str]) -> None:
+        for name in names:
+            file, entry = self.folder / name, self.record["files"][name]
+            if not file.is_file():
+                raise UserError(
+                    f"{file}: the file is missing from the teacher's cache; `llmdistill cache` makes it again"
+                )
+            size, before = file.stat().st_size, entry["bytes"]
+            if size != before:
+                raise UserError(f"{file}: it has {size:,} bytes and had {before:,} when it was written; {_REMEDY}")
+            if file_sha256(file) != entry["sha256"]:
+                raise UserError(f"{file}: its content changed after it was written (another sha256); {_REMEDY}")
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of examples that are not in the cache, in their order."""
