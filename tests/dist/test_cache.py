@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from llmdistill.report.metrics_log import read_metrics_log
 
-from support import largest_difference
+from support import interrupted_copy, largest_difference
 
 pytestmark = pytest.mark.dist
 
@@ -66,13 +66,8 @@ def test_training_from_it_is_training_from_the_teacher(trained, alone, ranks):
 
 
 def test_a_resumed_run_is_bit_equal_and_knows_another_cache(trained, alone, launch, settings, tmp_path):
-    whole, folder = trained(*ASKED, "--teacher.cache", str(alone)), tmp_path / "resumed"
-    shutil.copytree(whole, folder)
-    # As a kill after step 4 leaves it.
-    shutil.rmtree(folder / "student")
-    shutil.rmtree(folder / "checkpoints" / "step-5")
-    (folder / "metrics.json").unlink()
-    (folder / "checkpoints" / "latest").write_text("step-4")
+    whole = trained(*ASKED, "--teacher.cache", str(alone))
+    folder = interrupted_copy(whole, tmp_path / "resumed")
     words = (*settings, *ASKED, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
     launch(*words, "--teacher.cache", str(alone))
     assert largest_difference(folder, whole) == 0
