@@ -167,7 +167,7 @@ class Task(ABC):
 
     @property
     def changing_examples(self) -> str | None:
-        """Why the examples are not the same in every epoch, as a clause; None if they are, and are known before."""
+        """Why there is no list of examples that are the same in every epoch, as a clause; None if there is one."""
         return None
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config.cache import CacheConfig
@@ -20,6 +20,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run import cache
 from llmdistill.run.artifacts import run_record
@@ -36,13 +37,13 @@ SMALL = CacheConfig(micro_batch_size=3, shard_tokens=150)
 TOP_K = CacheConfig(content="top_k", top_k=20, micro_batch_size=4)
 
 
-def model(folder: Path, seed: int) -> Path:
+def model(folder: Path, seed: int, kind: type[Any] = LlamaForCausalLM) -> Path:
     """A tiny Llama with random weights and the embedded tokenizer."""
     source = locate("embedded:teacher")
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig.from_pretrained(source).to_dict() | sizes | {"num_key_value_heads": 2, "head_dim": 8}
-    LlamaForCausalLM(LlamaConfig(**config | {"initializer_range": 0.2})).save_pretrained(folder)
+    kind(LlamaConfig(**config | {"initializer_range": 0.2})).save_pretrained(folder)
     load_tokenizer(source).save_pretrained(folder)
     return folder
 
@@ -104,7 +105,7 @@ def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
 
 def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]:
     """Each term, and the gradients of the student."""
-    student = make_teacher_like(plan, "student")
+    student = loaded(plan, "student")
     tapped = TappedModel(student, make_recorder(plan, student, plan.method.student_taps), vocabulary=plan.vocabulary)
     results = []
     for batch in found:
@@ -125,9 +126,9 @@ def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]
     return results
 
 
-def make_teacher_like(plan: Plan, role: str) -> LlamaForCausalLM:
+def loaded(plan: Plan, role: str) -> Any:
     path = plan.config.student.model if role == "student" else plan.config.teacher.model
-    return LlamaForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+    return load_model(str(path), dtype=torch.float32, head=plan.task.head or "lm_head")
 
 
 def cached(plan: Plan, folder: Path) -> CachedTeacher:
@@ -158,12 +159,41 @@ def test_losses_and_gradients_are_those_of_the_live_teacher(planned, made, words
             torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["kd", "minilmv2"])
+def test_a_classifier_teaches_from_a_cache_too(method, tmp_path):
+    """On a task of GLUE: the outputs for whole sequences, and relations of all tokens."""
+    lines = [
+        f"{n}\tthe baker number {n} and {'so ' * (n % 5)}on\tthen{n % 3}\t{'not_' * (n % 2)}entailment"
+        for n in range(14)
+    ]
+    for split in ("train", "dev"):
+        file = tmp_path / "glue" / "RTE" / f"{split}.tsv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]) + "\n", encoding="utf-8")
+    words = ["--recipe", "finetune", "--ds_config", str(ROOT / "ds_configs/zero2.json"), "--method", method]
+    words += ["--teacher.model", str(model(tmp_path / "teacher", 0, LlamaForSequenceClassification))]
+    words += ["--student.model", str(model(tmp_path / "student", 1, LlamaForSequenceClassification))]
+    words += ["--data.task.dir", str(tmp_path / "glue"), "--train.dtype", "fp32", "--minilmv2.relation_heads", "4"]
+    plan = make_plan(parse_run(words, METHODS)[0])
+    data = plan.task.read(plan.models)
+    cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    again = make_plan(parse_run([*words, "--teacher.cache", str(tmp_path / "cache")], METHODS)[0])
+    cache.check_cache(again, data, WORLD)
+    live = make_teacher(plan, WORLD)
+    tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    found = batches(plan, data)
+    expected = losses(plan, tapped, found)
+    for ours, theirs in zip(losses(again, cached(again, tmp_path / "cache"), found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert {"kd": "sequence_forward_kl", "minilmv2": "relation_qq"}[method] in expected[0]
+
+
 def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
     """In fp64, one example at a time, without padding."""
     plan, data = planned()
     (batch, *_) = batches(plan, data)
     taught = cached(plan, made()).teach(batch, lm_head=["labels"]).lm_head["labels"]
-    teacher, student = (make_teacher_like(plan, role).double() for role in ("teacher", "student"))
+    teacher, student = (loaded(plan, role).double() for role in ("teacher", "student"))
     total = 0.0
     for row in range(len(batch.input_ids)):
         length = int(batch.attention_mask[row].sum())
@@ -183,8 +213,7 @@ def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, ma
     (batch, *_) = batches(plan, data)
     with torch.no_grad():
         shown = [
-            make_teacher_like(plan, role).double()(batch.input_ids, batch.attention_mask).logits
-            for role in ("teacher", "student")
+            loaded(plan, role).double()(batch.input_ids, batch.attention_mask).logits for role in ("teacher", "student")
         ]
     log_p, log_q = ((each.flatten(0, 1)[batch.label_rows] / 2).log_softmax(-1) for each in shown)
     rank = log_p.argsort(descending=True).argsort()
@@ -317,6 +346,7 @@ def test_cut_examples_are_others_and_a_part_of_the_data_is_enough(planned, made,
     ("arguments", "sentence"),
     [
         (["--data.streaming", "true"], "data.streaming reads the examples while it trains"),
+        (["--data.kind", "text"], "but data.kind text cuts its sequences while it trains"),
         (["--data.on_policy", "0.5"], "data.on_policy 0.5 has the student write some of the answers"),
     ],
 )
