@@ -209,6 +209,21 @@ class HeadInputs(NamedTuple):
     """(V,)."""
 
 
+class TopK(NamedTuple):
+    """The k most likely tokens of a teacher at positions of one kind; all other tokens are one more class, the tail."""
+
+    tokens: Tensor
+    """(N, k) int64, the most likely token first."""
+    log_probs: Tensor
+    """(N, k), at least fp32: the log-probabilities of these tokens at temperature 1."""
+    tails: Mapping[float, Tensor]
+    """Temperature t -> (N,): log Σ p^(1/t) over all other tokens, the log-mass of the tail beside log_probs / t."""
+
+    def at(self, here: slice) -> TopK:
+        """Some of the rows."""
+        return TopK(self.tokens[here], self.log_probs[here], {t: tail[here] for t, tail in self.tails.items()})
+
+
 @dataclass
 class Outputs:
     """The outputs of a model for one batch."""
@@ -219,6 +234,6 @@ class Outputs:
     sequence_logits: Tensor | None = None
     """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); or (B, K, C) of a head
     for spans, with K = 2 for start and end and C = T, -inf at padding; None without such a head."""
-    lm_head: Mapping[Positions, HeadInputs] = field(default_factory=dict)
-    """In place of the logits: the inputs and the parameters of the LM head's last linear, for each kind of positions
-    at which they are compared."""
+    lm_head: Mapping[Positions, HeadInputs | TopK] = field(default_factory=dict)
+    """In place of the logits, for each kind of positions at which they are compared: the inputs and the parameters of
+    the LM head's last linear, or a teacher's most likely tokens."""

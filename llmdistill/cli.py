@@ -1,4 +1,4 @@
-"""The ``llmdistill`` command: train, compare, compress, generate, export, evaluate."""
+"""The ``llmdistill`` command: train, compare, compress, cache, generate, export, evaluate."""
 
 from __future__ import annotations
 
@@ -180,6 +180,16 @@ def generate(arguments: Sequence[str]) -> None:
     generate_command(words, prog="llmdistill generate")
 
 
+def cache(arguments: Sequence[str]) -> None:
+    """Keep a teacher's outputs for the training set of a run; launcher flags start several ranks."""
+    from llmdistill.commands.cache import cache as cache_command
+
+    launcher, words = split_launcher_flags(arguments)
+    if launcher:
+        launch(launcher, "llmdistill.cli", "cache", *words)
+    cache_command(words, prog="llmdistill cache")
+
+
 def compare(arguments: Sequence[str]) -> None:
     """Train a student by several methods and report how the methods compare; the exit code is 1 if a run failed."""
     from llmdistill.commands.compare import compare as compare_command
@@ -210,6 +220,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "train": ("distil a teacher into a smaller student (the main job)", train),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),
     "compress": ("factorize a model folder", compress),
+    "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", cache),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("merge a student into a stock model", export),
     "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),

@@ -60,7 +60,7 @@ def floor(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
     return step
 
 
-class _Engine:
+class Engine:
     """DeepSpeed's engine as far as the trainer knows it, without DeepSpeed: the floor has none either."""
 
     def __init__(self, student: nn.Module) -> None:
@@ -94,7 +94,7 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
     objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
-    engine = _Engine(setting.student)
+    engine = Engine(setting.student)
     trainer = Trainer(
         engine=engine,
         student=TappedModel(engine, Recorder(engine.module, method.student_taps)),

@@ -150,6 +150,9 @@ class TeacherConfig:
     """Number format of the teacher; auto takes that of the run."""
     sharding: Literal["replicated", "zero3"] = "replicated"
     """replicated: every rank holds the whole teacher; zero3: each holds its share, whatever the student's stage is."""
+    cache: str | None = None
+    """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
+    there, and the teacher is neither loaded nor scored. Default: the teacher runs in every step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from llmdistill.experiments.layer_search import search_layer
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder
+from llmdistill.run.cache import check_cache
 from llmdistill.run.calibration import check_calibration
 from llmdistill.run.job import execute, run_plan
 from llmdistill.run.plan import Plan
@@ -28,6 +29,8 @@ def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callabl
         assemble.check_machine(plan, world)
         check_calibration(plan)
     data = data.prepared(world)
+    for plan in plans:
+        check_cache(plan, data.of(plan.models), world)
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
     with claim_folder(last.asked, world):
         for plan in assistants:

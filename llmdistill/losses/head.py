@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs
+from llmdistill.batch import HeadInputs, TopK
 from llmdistill.losses.fused.head_chunk import chunk_losses
 from llmdistill.losses.terms import TokenTerm
 
@@ -35,7 +35,7 @@ class TokenLosses(NamedTuple):
 
 def token_losses(
     student: HeadInputs,
-    teacher: HeadInputs | None,
+    teacher: HeadInputs | TopK | None,
     labels_N: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
@@ -51,7 +51,8 @@ def token_losses(
 
     Args:
         student: rows, weight and bias of the student; the total is differentiable with respect to all three.
-        teacher: rows, weight and bias of the teacher, which get no gradient; None if no term uses a divergence.
+        teacher: rows, weight and bias of the teacher, which get no gradient, or its most likely tokens (then a
+            divergence is that of `losses.top_k`); None if no term uses a divergence.
         labels_N: the token id that each row predicts; IGNORE_INDEX is not allowed.
         terms: the C terms.
         factors: (C,), the factor of each sum in the total.
@@ -83,7 +84,7 @@ class _TokenLosses(torch.autograd.Function):
         weight_VK: Tensor,
         bias_V: Tensor | None,
         needs: list[bool],
-        teacher: HeadInputs | None,
+        teacher: HeadInputs | TopK | None,
         labels_N: Tensor,
         terms: tuple[TokenTerm, ...],
         factors: Tensor,
@@ -91,7 +92,8 @@ class _TokenLosses(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         whole = HeadInputs(rows_NK, weight_VK, bias_V)
-        student, teacher = _cut(whole, vocabulary), None if teacher is None else _cut(teacher, vocabulary)
+        student = _cut(whole, vocabulary)
+        teacher = _cut(teacher, vocabulary) if isinstance(teacher, HeadInputs) else teacher
         exact = torch.promote_types(weight_VK.dtype, torch.float32)
         factors = factors.to(device=rows_NK.device, dtype=exact)
         inner_factors, unit = factors, None
@@ -103,15 +105,16 @@ class _TokenLosses(torch.autograd.Function):
         sums = torch.zeros_like(factors)
         half = (min(chunk, len(rows_NK)) + 1) // 2
         student_buffer = student.weight.new_empty(2 * half, len(student.weight))
-        teacher_buffer = student_buffer if teacher is None else teacher.weight.new_empty(half, len(teacher.weight))
+        teacher_buffer = student_buffer
+        if isinstance(teacher, HeadInputs):
+            teacher_buffer = teacher.weight.new_empty(half, len(teacher.weight))
         for start in range(0, len(rows_NK), 2 * half or 1):
             logits_NV = _logits(student, slice(start, start + 2 * half), student_buffer)
             for part_NV in logits_NV.split(half):
                 here = slice(start, start + len(part_NV))
-                teacher_NV = None if teacher is None else _logits(teacher, here, teacher_buffer)
-                sums += chunk_losses(
-                    part_NV, teacher_NV, labels_N[here], terms, inner_factors, with_gradient=any(needs)
-                )
+                taught = _logits(teacher, here, teacher_buffer) if isinstance(teacher, HeadInputs) else teacher
+                taught = taught.at(here) if isinstance(taught, TopK) else taught
+                sums += chunk_losses(part_NV, taught, labels_N[here], terms, inner_factors, with_gradient=any(needs))
                 start = here.stop
             gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
         # Neither the gradients nor the weight go through save_for_backward: a gradient without another reference

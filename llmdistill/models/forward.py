@@ -134,7 +134,8 @@ class TappedModel:
         labels_N = batch.row_labels(shift=self._shift) if is_labelled else torch.zeros_like(batch.rows_at(place))
         factors = _stacked([terms.factors[term.name] for term in here], labels_N.device)
         teacher = None if terms.teacher is None else terms.teacher.lm_head.get(place)
-        with nullcontext() if teacher is None else whole(teacher), without_autocast(labels_N.device):
+        gathering = whole(teacher) if isinstance(teacher, HeadInputs) else nullcontext()
+        with gathering, without_autocast(labels_N.device):
             return token_losses(head, teacher, labels_N, here, factors, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:

@@ -17,6 +17,7 @@ from llmdistill.fingerprints import fingerprint
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
+from llmdistill.teacher.cache_folder import cache_fingerprint
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.json"
@@ -69,12 +70,14 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     below = None if made_below is None else Path(made_below).resolve()
     references = {f"{block}.{name}": values[block][name] for block, name in _INPUTS}
     references["student.factorize.calibration.data"] = values["student"]["factorize"]["calibration"]["data"]
+    cache = values["teacher"].get("cache")
+    of_cache = {} if cache is None else {"teacher.cache": cache_fingerprint(Path(cache))}
     if values["train"].get("keep_best") is not None:
         references["data.valid"] = values["data"]["valid"]
     task = values["data"]["task"]
     if values["data"]["kind"] == "task" and task["dir"] is not None:
         references["data.task"] = task_folder(task["dir"], task["name"])
-    return {
+    return of_cache | {
         key: fingerprint(reference)
         for key, reference in references.items()
         if reference is not None and not (below is not None and Path(reference).resolve().is_relative_to(below))

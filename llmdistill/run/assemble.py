@@ -19,6 +19,7 @@ from llmdistill.embedded import locate
 from llmdistill.factorize.convert import compress, make_student
 from llmdistill.factorize.weighted import Weighted
 from llmdistill.generation.rollout import OnPolicyLoader
+from llmdistill.methods import Method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.forward import TappedModel
@@ -35,7 +36,10 @@ from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
 from llmdistill.runtime.sharded_load import load_sharded
 from llmdistill.tasks.base import ScoredModel, TaskData
+from llmdistill.teacher.cache_folder import CacheFolder
+from llmdistill.teacher.cached import CachedTeacher, Teacher
 from llmdistill.teacher.live import LiveTeacher, load_teacher
+from llmdistill.teacher.request import Request
 
 
 def prepare_student(plan: Plan, world: World, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
@@ -139,6 +143,17 @@ def make_recorder(
     return recorder
 
 
+def request_of(method: Method) -> Request:
+    """Return what a method asks of its teacher."""
+    temperatures = {float(term.temperature) for term in method.token_terms if term.divergence is not None}
+    return Request(
+        positions=method.taught_positions,
+        temperatures=tuple(sorted(temperatures)),
+        taps=method.teacher_taps,
+        sequences=any(term.needs_teacher for term in method.sequence_terms),
+    )
+
+
 def count_steps(plan: Plan, data: TaskData) -> Plan:
     """Return the plan with train.epochs and train.warmup_ratio converted to steps by the size of the training set.
 
@@ -198,20 +213,23 @@ def make_trainer(
     loader: Loader,
     world: World,
 ) -> Trainer:
-    """Create the trainer from the engine, hooks, loader and method; `teacher` is called only if the method needs it."""
+    """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
     config, method = plan.config, plan.method
     engine, projectors = make_engine(plan, student_folder)
     # The recorders are created last, because their hooks must wrap the hooks of DeepSpeed.
-    tapped_teacher = None
-    if method.needs_teacher:
+    trained_by: Teacher | None = None
+    if plan.is_cached:
+        folder = CacheFolder(Path(str(config.teacher.cache)))
+        trained_by = CachedTeacher(folder, request_of(method), shift=method.shift, device=world.device)
+    elif method.needs_teacher:
         live = teacher()
         recorder = make_recorder(plan, live.model, method.teacher_taps)
-        tapped_teacher = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary)
+        trained_by = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary)
     recorder = make_recorder(plan, engine.module, method.student_taps, projectors)
     return Trainer(
         engine=engine,
         student=TappedModel(engine, recorder, vocabulary=plan.vocabulary),
-        teacher=tapped_teacher,
+        teacher=trained_by,
         method=method,
         loader=prepare_loader(plan, loader, engine, data, world),
         settings=config.train,

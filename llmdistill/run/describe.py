@@ -13,6 +13,7 @@ def headline(plan: Plan, data_report: str) -> str:
     sizes, train, split = plan.sizes, plan.config.train, plan.split
     teacher = plan.config.teacher.model
     taught = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
+    taught += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
     dtype = str(plan.dtype).removeprefix("torch.")
     lora = plan.config.student.lora
@@ -41,7 +42,7 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     if train.epochs is not None:
         return None
     tokens = train.steps * train.global_batch_size * plan.config.data.max_length
-    of_teacher = 2 * plan.sizes["teacher_params"] if plan.method.needs_teacher else 0
+    of_teacher = 2 * plan.sizes["teacher_params"] if plan.method.needs_teacher and not plan.is_cached else 0
     flops = tokens * (3 * plan.sizes["forward_flops"] + of_teacher)
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 

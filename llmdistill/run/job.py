@@ -19,6 +19,7 @@ from llmdistill.report.table import finish_report, kept_student, plot_training, 
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics
 from llmdistill.run.best import read_best
+from llmdistill.run.cache import check_cache
 from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.describe import headline
 from llmdistill.run.log import RunLog
@@ -40,6 +41,7 @@ def run_config(config: RunConfig, world: World, before: Plan | None = None) -> d
     plan = make_plan(config, before)
     assemble.check_machine(plan, world)
     data = plan.task.read(plan.models).prepared(world)
+    check_cache(plan, data, world)
     return run_plan(assemble.count_steps(plan, data), data, world)
 
 
@@ -74,7 +76,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     for warning in warnings:
         warn_main(warning, world)
     untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
-    if not plan.method.needs_teacher:
+    if not plan.method.needs_teacher or plan.is_cached:
         teacher.cache_clear()
     # Ranks that the calibration data decide are not known before.
     params = count_parameters(build_reference(load_config(untrained)))

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
@@ -27,6 +26,7 @@ from llmdistill.models.load import Head
 from llmdistill.models.shapes import check_sizes, parse_shape, shaped_config, teacher_layers
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies
 from llmdistill.objective import Objective
+from llmdistill.run.checks import check_can_cache, check_keep_best, check_teacher_head, check_weighting
 from llmdistill.runtime.distributed import TORCH_DTYPES
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
@@ -104,6 +104,11 @@ class Plan:
         return METHODS[self.config.method].trains
 
     @property
+    def is_cached(self) -> bool:
+        """Whether the training reads the teacher's outputs from a cache; the teacher is then not loaded for it."""
+        return self.config.teacher.cache is not None and self.method.needs_teacher
+
+    @property
     def searched(self) -> str | None:
         """The name of the method whose teacher layer must still be searched; None if there is none."""
         return _searched(self.config)
@@ -140,7 +145,7 @@ class Plan:
     @property
     def scored(self) -> list[str]:
         """The models that are scored."""
-        there = {"teacher": self.config.teacher.model is not None}
+        there = {"teacher": self.config.teacher.model is not None and not self.is_cached}
         return [name for name in self.config.scoring.models if name in self.task.scored and there.get(name, True)]
 
 
@@ -207,8 +212,10 @@ def make_plan(
         vocabulary=vocabulary,
         notes=[] if note is None else [note],
     )
-    _check_teacher_head(planned)
-    _check_keep_best(planned)
+    check_teacher_head(planned)
+    check_keep_best(planned)
+    if config.teacher.cache is not None and method.needs_teacher:
+        check_can_cache(planned)
     return planned
 
 
@@ -228,7 +235,7 @@ def make_plans(config: RunConfig) -> list[Plan]:
     for each in [*configs, config]:
         before = plans[-1] if plans else None
         if before is not None:
-            each = replace(each, teacher=replace(each.teacher, model=str(before.folder / "student")))
+            each = replace(each, teacher=replace(each.teacher, model=str(before.folder / "student"), cache=None))
         plans.append(make_plan(each, before))
     return plans
 
@@ -262,7 +269,7 @@ def _student(
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the student's config and the sizes of the models."""
     settings = config.student
-    _check_weighting(config)
+    check_weighting(config)
     if settings.model is None and settings.shape is None:
         # A factorized student has the shape of its teacher.
         return teacher, summarise(teacher, settings.factorize, settings.method)
@@ -285,54 +292,6 @@ def _student(
     params = [count_parameters(build_reference(teacher)), count_parameters(reference)]
     sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
     return student, {**sizes, "forward_flops": forward_flops(reference)}
-
-
-def _check_weighting(config: RunConfig) -> None:
-    """Raises UserError for a weighting of a student that is not factorized here, and for data that nothing measures."""
-    settings, weighting = config.student, config.student.factorize.weighting
-    data = settings.factorize.calibration.data
-    if weighting == "none":
-        if data is not None and settings.model is None and not settings.measures_importance:
-            raise UserError(
-                f"student.factorize.calibration.data is {data}, but nothing is measured on it: give "
-                "student.factorize.weighting, or set it to null"
-            )
-        return
-    for key in ("model", "shape"):
-        value = getattr(settings, key)
-        if value is not None:
-            raise UserError(
-                f"student.factorize.weighting is {weighting}, but student.{key} {value} is not factorized by this run: "
-                "leave one of them out"
-            )
-
-
-def _check_teacher_head(plan: Plan) -> None:
-    """Raise a UserError if a term needs the output of a bare encoder, which the teacher's config shows."""
-    name = (plan.teacher_config.architectures or [""])[0]
-    needs_none = plan.causal or plan.before is not None or not plan.method.needs_teacher or plan.task.head is not None
-    if needs_none or plan.teacher_head == "none" or not name.endswith("Model"):
-        return
-    terms = [term.name for term in plan.method.token_terms if term.divergence is not None]
-    terms += [term.name for term in plan.method.sequence_terms if term.needs_teacher]
-    raise UserError(
-        f"teacher.model {plan.config.teacher.model} is a {name} without language-model head, but {', '.join(terms)} "
-        "compare its output: give them the weight 0, or take a teacher with its head"
-    )
-
-
-def _check_keep_best(plan: Plan) -> None:
-    """Raise a UserError if no validation can tell which student is the best."""
-    config, task = plan.config, plan.task
-    by = config.train.keep_best
-    if by is None or not plan.trains:
-        return
-    if config.data.valid is None:
-        raise UserError(f"train.keep_best is {by}, but there is no validation set: name one as data.valid, or set null")
-    if by == "score" and task.validation_metric is None:
-        raise UserError(
-            f"train.keep_best is score, but data of the kind {config.data.kind} have only a validation loss: take loss"
-        )
 
 
 def _saved_head(config: PreTrainedConfig) -> Head:

@@ -25,6 +25,7 @@ from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.skipped import SkippedSteps
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
+from llmdistill.teacher.cached import Teacher
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Trainer:
 
     engine: Any
     student: TappedModel
-    teacher: TappedModel | None
+    teacher: Teacher | None
     """None for a method that learns from the labels alone."""
     method: Method
     loader: Loader

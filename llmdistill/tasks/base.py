@@ -165,6 +165,11 @@ class Task(ABC):
         """The number of outputs of the classifier; None if the task has no classifier."""
         return None
 
+    @property
+    def changing_examples(self) -> str | None:
+        """Why there is no list of examples that are the same in every epoch, as a clause; None if there is one."""
+        return None
+
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """Check the configuration of a model, which the setting `key` names as `reference`.
 

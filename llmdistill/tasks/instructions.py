@@ -48,6 +48,14 @@ class Instructions(Task):
                 f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
             )
 
+    @property
+    def changing_examples(self) -> str | None:
+        """See Task."""
+        if self.config.data.streaming:
+            return "data.streaming reads the examples while it trains"
+        share = self.config.data.on_policy
+        return f"data.on_policy {share:g} has the student write some of the answers" if share > 0 else None
+
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """See Task. The models must be decoders."""
         if not family_of(config).causal:

@@ -36,6 +36,11 @@ class Text(Task):
 
     scored = ()
 
+    @property
+    def changing_examples(self) -> str | None:
+        """See Task."""
+        return "data.kind text cuts its sequences while it trains, and masks an encoder's anew in every epoch"
+
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: tokens, and next sentences if the settings request them or BERT's next-sentence head is used."""
         settings = self.config.data.text

@@ -99,6 +99,11 @@ class Writing(Benchmark):
                 f"{max_positions(config, length)}; give that or less"
             )
 
+    @property
+    def changing_examples(self) -> str | None:
+        """See Task."""
+        return f"the targets of {TASKS[self.key].title} are masked anew in every epoch"
+
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: the masked tokens of the targets."""
         return Objective(label_smoothing=self.config.data.task.writing.label_smoothing)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_students", "bench_calibration")
+BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_students", "bench_calibration", "bench_cache")
 
 TINY = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 4, "student_layers": 4, "batch": 2, "tokens": 12}
 

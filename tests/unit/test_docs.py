@@ -25,6 +25,7 @@ from transformers import GPT2Config
 
 import llmdistill
 from llmdistill import cli
+from llmdistill.commands import cache as cache_command
 from llmdistill.commands import compare
 from llmdistill.commands.published_table import configs_of
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, run_parser
@@ -112,6 +113,12 @@ def check_compare(arguments: Sequence[str]) -> None:
     check_train(["--ds_config", compare.DEFAULT_DS_CONFIG, *rest])
 
 
+def check_cache(arguments: Sequence[str]) -> None:
+    own, rest = cache_command.split_own(arguments)
+    assert parse(cache_command.build_parser("llmdistill cache"), own).output.name
+    check_train(["--ds_config", compare.DEFAULT_DS_CONFIG, *rest])
+
+
 def check_script(script: str, arguments: Sequence[str]) -> None:
     """A script of the checkout: the main job, a benchmark, or a bench."""
     assert (ROOT / script).is_file(), script
@@ -140,6 +147,8 @@ def check_llmdistill(name: str, arguments: Sequence[str]) -> None:
         return check_train(rest)
     if name == "compare":
         return check_compare(rest)
+    if name == "cache":
+        return check_cache(rest)
     with parsing_only(), pytest.raises(Parsed):
         cli.main([name, *rest])
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from llmdistill.batch import TopK
 from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTROPY, Divergence
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.top_k import merged, softened, spread
 
 _BLOCK_BYTES = 1 << 19
 """Bytes of one buffer for each thread. With this size the four buffers of a block of rows stay in a core's L2 cache."""
@@ -21,7 +23,7 @@ _DOUBTFUL = 1e3
 
 def chunk_losses(
     student_NV: Tensor,
-    teacher_NV: Tensor | None,
+    teacher_NV: Tensor | TopK | None,
     labels_N: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
@@ -31,24 +33,44 @@ def chunk_losses(
     """The sum of each term over the rows of a chunk, (C,), in the dtype of the factors.
 
     With gradient, the derivative of Σ factor · sum with respect to the student's logits overwrites these logits. The
-    logits of both models are overwritten in any case; the teacher's are None if no term uses a divergence. All
-    computations on tokens use the dtype of the factors, (C,), at least fp32.
+    logits of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
+    its most likely tokens instead. All computations on tokens use the dtype of the factors, (C,), at least fp32.
     """
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
+    if isinstance(teacher_NV, TopK):  # neither the kernels nor the short way know classes of tokens
+        return _in_blocks(student_NV, teacher_NV, labels_N, terms, factors, None, with_gradient=with_gradient)
     if known and available(student_NV.device) and student_NV.element_size() <= 4:
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
         return triton_head.chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     # The short way reads its values to check that they are valid; on CUDA the host would have to wait for them.
+    short = _ShortWay.of(terms, factors) if student_NV.device.type == "cpu" else None
+    return _in_blocks(student_NV, teacher_NV, labels_N, terms, factors, short, with_gradient=with_gradient)
+
+
+def _in_blocks(
+    student_NV: Tensor,
+    teacher_NV: Tensor | TopK | None,
+    labels_N: Tensor,
+    terms: Sequence[TokenTerm],
+    factors: Tensor,
+    short: _ShortWay | None,
+    *,
+    with_gradient: bool,
+) -> Tensor:
+    """`chunk_losses` by torch's operations: on a CPU some rows at a time, and the short way where it is possible."""
     on_cpu = student_NV.device.type == "cpu"
-    short = _ShortWay.of(terms, factors) if on_cpu else None
     size = _block_rows(student_NV.shape[1], factors) if on_cpu else max(1, len(labels_N))
     sums = torch.zeros_like(factors)
     for start in range(0, len(labels_N), size):
         here = slice(start, start + size)
         student = student_NV[here].to(factors.dtype)
-        teacher = None if teacher_NV is None else teacher_NV[here].to(factors.dtype)
-        values = None if short is None else short(student, teacher, labels_N[here], with_gradient=with_gradient)
+        teacher: Tensor | TopK | None
+        if isinstance(teacher_NV, TopK):
+            teacher, values = teacher_NV.at(here), None
+        else:
+            teacher = None if teacher_NV is None else teacher_NV[here].to(factors.dtype)
+            values = None if short is None else short(student, teacher, labels_N[here], with_gradient=with_gradient)
         if values is None:
             values = _any_way(student, teacher, labels_N[here], terms, factors, with_gradient=with_gradient)
         if with_gradient and student.dtype != student_NV.dtype:
@@ -64,7 +86,7 @@ def _block_rows(words: int, factors: Tensor) -> int:
 
 def _any_way(
     student: Tensor,
-    teacher: Tensor | None,
+    teacher: Tensor | TopK | None,
     labels: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
@@ -78,11 +100,14 @@ def _any_way(
     for temperature in dict.fromkeys(temperatures):
         log_q = (student / temperature).log_softmax(-1)
         floored_log_q = log_q.clamp(min=LOG_FLOOR)
-        log_p = None if teacher is None else (teacher / temperature).log_softmax(-1).clamp_(min=LOG_FLOOR)
+        here = [i for i in range(len(terms)) if temperatures[i] == temperature]
+        compared = None
+        if any(terms[i].divergence is not None for i in here):
+            assert teacher is not None, "a divergence needs a teacher"
+            compared = _Compared.of(teacher, log_q, floored_log_q, temperature)
         derivatives = torch.zeros_like(student) if with_gradient else None
-        for i, term in enumerate(terms):
-            if temperatures[i] != temperature:
-                continue
+        for i in here:
+            term = terms[i]
             if term.divergence is None:
                 kept = 1 - term.smoothing
                 sums[i] = -kept * log_q.gather(1, labels[:, None]).sum()
@@ -93,16 +118,38 @@ def _any_way(
                     if term.smoothing > 0:
                         derivatives.sub_((log_q >= LOG_FLOOR) * (factors[i] * (term.smoothing / log_q.shape[1])))
                 continue
-            assert log_p is not None, f"{term.name} needs a teacher"
-            sums[i] = term.scale * term.divergence.value(log_p, floored_log_q).sum()
+            assert compared is not None
+            sums[i] = term.scale * term.divergence.value(compared.log_p, compared.log_q).sum()
             if derivatives is not None:
-                derivative = term.divergence.derivative(log_p, floored_log_q).masked_fill_(log_q < LOG_FLOOR, 0.0)
+                derivative = compared.derivative(term.divergence, log_q).masked_fill_(log_q < LOG_FLOOR, 0.0)
                 derivatives.add_(derivative.mul_(factors[i] * (term.scale / temperature)))
         if gradient is not None and derivatives is not None:
             gradient.add_(derivatives).sub_(log_q.exp_().mul_(derivatives.sum(-1, keepdim=True)))
     if gradient is not None:
         student.copy_(gradient)
     return sums
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """The log-probabilities that a divergence compares at one temperature: of tokens, or of their classes."""
+
+    log_p: Tensor
+    log_q: Tensor
+    tokens: Tensor | None
+    """(n, k), the tokens that are classes of their own; None if every token is."""
+
+    @classmethod
+    def of(cls, teacher: Tensor | TopK, log_q: Tensor, floored_log_q: Tensor, temperature: float) -> _Compared:
+        if isinstance(teacher, TopK):
+            log_p = softened(teacher, temperature).to(log_q.dtype).clamp_(min=LOG_FLOOR)
+            return cls(log_p, merged(log_q, teacher.tokens).clamp_(min=LOG_FLOOR), teacher.tokens)
+        return cls((teacher / temperature).log_softmax(-1).clamp_(min=LOG_FLOOR), floored_log_q, None)
+
+    def derivative(self, divergence: Divergence, log_q: Tensor) -> Tensor:
+        """(n, V): the derivative of the divergence with respect to log q of each token."""
+        derivative = divergence.derivative(self.log_p, self.log_q)
+        return derivative if self.tokens is None else spread(derivative, log_q, self.log_q, self.tokens)
 
 
 @dataclass

@@ -1,0 +1,32 @@
+"""Settings of `llmdistill cache`, which keeps a teacher's outputs for later trainings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmdistill.errors import check_least
+
+Content = Literal["hidden_states", "top_k"]
+"""What is kept of a teacher's distribution over tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What a cache keeps, and how it is written."""
+
+    content: Content = "hidden_states"
+    """What is kept for each predicted token. hidden_states: the input of the last matrix of the LM head, from which the
+    exact logits follow; top_k: the most likely tokens with their log-probabilities, and the mass of all others, which
+    gives a lower bound of each divergence."""
+    top_k: int = 64
+    """top_k: number of tokens."""
+    micro_batch_size: int = 8
+    """Examples per rank and forward pass of the teacher."""
+    shard_tokens: int = 65536
+    """Tokens of the examples of one shard, approximately. A shard is written at once, from memory, and an interrupted
+    command repeats at most one shard a rank."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a number is out of its range."""
+        check_least(self, 1, "top_k", "micro_batch_size", "shard_tokens", prefix="--cache.")

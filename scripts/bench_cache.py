@@ -1,0 +1,177 @@
+"""Training from a teacher's cache beside training with the live teacher: time of an epoch, time to make, bytes a token.
+
+    python scripts/bench_cache.py           # the embedded teacher and the data of the quick start, minutes
+    python scripts/bench_cache.py --quick   # one step a round, and a part of the data
+
+A call is some steps of the quick start (32 examples each) by the package's own trainer, with its batches and torch's
+fused AdamW in place of DeepSpeed's engine; the student has 34 % of the teacher's parameters. The time of an epoch is
+the median time of a step times the number of steps of an epoch. A cache is made in a process of its own; its time has
+the loading of the teacher in it and the checksums. `pays off after` is the time to make a cache over the time that an
+epoch saves. Bytes a token count the prompts' tokens too, of which kd keeps nothing. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from benching import Settings, Work, measure, parse, time_ratio
+from benching_table import Line, Table
+
+KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}
+"""Contents of the caches that are measured, by method."""
+STEPS = 4
+"""Of a call."""
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: {"work": make or train, "method": ..., "content": ..., "student": DIR, "data": FILE, "cache": DIR}."""
+    return make_row(row, device) if row["work"] == "make" else train_row(row, device)
+
+
+def planned(row: dict[str, Any]) -> tuple[Any, Any]:
+    """The plan of a quick start with this method and a student that is there, and its data."""
+    from llmdistill.config.command_line import parse_run
+    from llmdistill.methods import METHODS
+    from llmdistill.run.plan import make_plan
+
+    words = ["--ds_config", "zero2", "--method", row["method"], "--student.model", row["student"]]
+    words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
+    words += ["--data.train", row["data"], "--data.valid", "null", "--data.tests", "{}"]
+    plan = make_plan(parse_run(words, METHODS)[0])
+    return plan, plan.task.read(plan.models)
+
+
+def make_row(row: dict[str, Any], device: torch.device) -> Work:
+    """The time to make a cache, and its size."""
+    from llmdistill.config.cache import CacheConfig
+    from llmdistill.run.cache import make_cache
+    from llmdistill.runtime.distributed import World
+
+    plan, data = planned(row)
+    settings, world = CacheConfig(content=row["content"]), World(rank=0, size=1, device=device)
+    begun = time.perf_counter()
+    record = make_cache(plan, data, settings, Path(row["cache"]), world)
+    seconds = time.perf_counter() - begun
+    size = sum(entry["bytes"] for entry in record["files"].values())
+    return Work(None, {"seconds": seconds, "bytes": size, "tokens": record["tokens"], "examples": record["examples"]})
+
+
+def train_row(row: dict[str, Any], device: torch.device) -> Work:
+    """Steps of the training, with the live teacher or from a cache."""
+    from step_rows import Engine
+
+    from llmdistill.config import TrainConfig
+    from llmdistill.data.sampler import Share
+    from llmdistill.models.forward import TappedModel
+    from llmdistill.models.load import load_model
+    from llmdistill.models.taps import Recorder
+    from llmdistill.run.assemble import make_recorder, make_teacher, request_of
+    from llmdistill.run.log import Stopwatch
+    from llmdistill.run.trainer import Trainer
+    from llmdistill.runtime.distributed import World
+    from llmdistill.teacher.cache_folder import CacheFolder
+    from llmdistill.teacher.cached import CachedTeacher, Teacher
+
+    plan, data = planned(row)
+    method, world = plan.method, World(rank=0, size=1, device=device)
+    teacher: Teacher
+    if row["cache"] is None:
+        live = make_teacher(plan, world)
+        teacher = TappedModel(live.forward, make_recorder(plan, live.model, method.teacher_taps))
+    else:
+        folder = CacheFolder(Path(row["cache"]))
+        teacher = CachedTeacher(folder, request_of(method), shift=method.shift, device=device)
+    engine = Engine(load_model(row["student"], dtype=plan.dtype, device=device).train())
+    size = plan.config.train.global_batch_size
+    loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
+    trainer = Trainer(
+        engine=engine,
+        student=TappedModel(engine, Recorder(engine.module, method.student_taps), vocabulary=plan.vocabulary),
+        teacher=teacher,
+        method=method,
+        loader=loader,
+        settings=TrainConfig(steps=1),
+        seed=0,
+        folder=Path(),
+        world=world,
+    )
+    clock, turn = Stopwatch(device), iter(range(1_000_000))
+
+    def steps() -> None:
+        for step in islice(turn, row["steps"]):
+            trainer.train_step(loader.micro_batches(step), clock)
+
+    return Work(steps, {"steps": len(loader.items) / size})
+
+
+def bench(settings: Settings, table: Table, folder: Path) -> dict[str, Any]:
+    """Every cache beside the live teacher."""
+    import llmdistill
+
+    llmdistill.compress("embedded:teacher", output=folder / "student", target_params="34%")
+    steps = 1 if settings.quick else STEPS
+    data = part_of_data(folder) if settings.quick else "embedded:train"
+    figures: dict[str, Any] = {}
+    for method, contents in KEPT.items():
+        row = {"method": method, "student": str(folder / "student"), "data": data, "steps": steps, "cache": None}
+        rows = {"live": {"work": "train", **row}}
+        sizes: dict[str, dict[str, Any]] = {}
+        for content in contents:
+            cached = {**row, "content": content, "cache": str(folder / f"{method}-{content}")}
+            made = measure(__file__, {"make": {"work": "make", **cached}}, settings, timed=(), weighed=())
+            sizes[content] = made["make"].facts
+            rows[content] = {"work": "train", **cached}
+        found = measure(__file__, rows, settings, weighed=())
+        live = found["live"].median / steps * found["live"].facts["steps"]
+        for content in contents:
+            ratio, facts = time_ratio(found[content], found["live"]), sizes[content]
+            a_token = facts["bytes"] / facts["tokens"]
+            saved = live * (1 - ratio)
+            epochs = facts["seconds"] / saved if saved > 0 else float("nan")
+            name, size = f"{method} from {content}", f"{facts['bytes'] / 1e6:.1f} MB, {facts['tokens']:,} tokens"
+            making = facts["seconds"] / live
+            table.add(
+                Line(f"{name}: epoch / live epoch", ratio, None, f"{live * ratio:.1f} s / {live:.1f} s an epoch"),
+                Line(f"{name}: made / live epoch", making, None, f"{facts['seconds']:.1f} s"),
+                Line(f"{name}: pays off after", epochs, None, "epochs"),
+                Line(f"{name}: bytes a token", a_token, None, size),
+            )
+            figures[f"{method}-{content}"] = {
+                "epoch_ratio": ratio,
+                "seconds_to_make": facts["seconds"],
+                "live_epoch_seconds": live,
+                "bytes_per_token": a_token,
+                "epochs_until_it_pays": epochs,
+            }
+    return figures
+
+
+def part_of_data(folder: Path) -> str:
+    """The first 64 examples of the quick start."""
+    import json
+
+    from llmdistill.data.sources import read_examples
+    from llmdistill.embedded import locate
+    from llmdistill.generation.answers_file import answered_row
+
+    examples = read_examples(locate("embedded:train"))[:64]
+    rows = [answered_row(example, example.outputs[0]) for example in examples]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(folder / "data.jsonl")
+
+
+def main() -> None:
+    settings, arguments = parse(__doc__, build)
+    table = Table(settings, silent=arguments.json)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = bench(settings, table, Path(folder))
+    table.finish({"threads": settings.threads, "caches": figures})
+
+
+if __name__ == "__main__":
+    main()

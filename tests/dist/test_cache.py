@@ -1,0 +1,88 @@
+"""A teacher's cache under the launcher: the same on two ranks as on one, and the training of the live teacher."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from llmdistill.report.metrics_log import read_metrics_log
+
+from support import interrupted_copy, largest_difference
+
+pytestmark = pytest.mark.dist
+
+ASKED = ("--method", "kd", "--scoring.models", "[]")
+
+
+@pytest.fixture(scope="module")
+def cached(launch, settings, tmp_path_factory):
+    """Make a cache on some ranks."""
+
+    def make(*arguments: str, ranks: int = 1) -> Path:
+        folder = tmp_path_factory.mktemp("cache") / "cache"
+        own = ("--output", str(folder), "--cache.shard_tokens", "20000")
+        launch("cache", *settings, *ASKED, *own, *arguments, program="llmdistill.cli", ranks=ranks)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(cached) -> Path:
+    return cached()
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted((folder / "shards").iterdir())
+
+
+def test_two_ranks_write_the_cache_of_one(cached, alone):
+    both = cached(ranks=2)
+    assert len(shards(alone)) % 2 == 1, "one rank has nothing to do in the last round"
+    assert json.loads((both / "cache.json").read_text()) == json.loads((alone / "cache.json").read_text())
+    assert [file.name for file in shards(both)] == [file.name for file in shards(alone)]
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(shards(both), shards(alone), strict=True))
+
+
+def test_a_sharded_teacher_writes_the_same_cache(cached, alone):
+    sharded = cached("--teacher.sharding", "zero3", ranks=2)
+    for one, other in zip((*shards(sharded), sharded / "head.safetensors"), (*shards(alone), alone / "head.safetensors"), strict=True):
+        ours, theirs = load_file(one), load_file(other)
+        assert ours.keys() == theirs.keys()
+        assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in ours), one.name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_from_it_is_training_from_the_teacher(trained, alone, ranks):
+    live = trained(*ASKED)
+    run = trained(*ASKED, "--teacher.cache", str(alone), ranks=ranks)
+    losses = [[row["loss"] for row in read_metrics_log(folder)] for folder in (run, live)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert largest_difference(run, live) < 1e-5
+
+
+def test_a_resumed_run_is_bit_equal_and_knows_another_cache(trained, alone, launch, settings, tmp_path):
+    whole = trained(*ASKED, "--teacher.cache", str(alone))
+    folder = interrupted_copy(whole, tmp_path / "resumed")
+    words = (*settings, *ASKED, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
+    launch(*words, "--teacher.cache", str(alone))
+    assert largest_difference(folder, whole) == 0
+    record = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(record.replace('"teacher.cache": "sha256:', '"teacher.cache": "sha256:0'))
+    said = launch(*words, "--teacher.cache", str(alone), code=2).stderr
+    assert "content of teacher.cache was sha256:0" in said
+
+
+def test_damage_ends_both_ranks_with_one_sentence(alone, launch, settings, tmp_path):
+    shutil.copytree(alone, tmp_path / "damaged")
+    file = shards(tmp_path / "damaged")[1]  # rank 1 reads it
+    file.write_bytes(file.read_bytes()[:-10])
+    words = (*settings, *ASKED, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path / "run"))
+    done = launch(*words, "--teacher.cache", str(tmp_path / "damaged"), ranks=2, code=2)
+    assert done.stderr.count("error: ") == 1
+    assert f"error: {file}: it has" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,143 @@
+"""Divergences from a teacher's most likely tokens, against the divergence of distributions that are merged plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.batch import HeadInputs
+from llmdistill.losses.divergence import (
+    FORWARD_KL,
+    LOG_FLOOR,
+    REVERSE_KL,
+    SOFT_CROSS_ENTROPY,
+    TOTAL_VARIATION,
+    jsd_with_derivative,
+    skew_forward_kl_with_derivative,
+    skew_reverse_kl_with_derivative,
+)
+from llmdistill.losses.head import TokenLosses, token_losses
+from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.top_k import most_likely
+
+LABEL = TokenTerm("label", None)
+SOFT = TokenTerm("soft", SOFT_CROSS_ENTROPY, 2.0)
+KL = TokenTerm("kl", FORWARD_KL)
+BOUNDED = [
+    KL,
+    TokenTerm("kl at 2", FORWARD_KL, 2.0, 4.0),
+    TokenTerm("reverse", REVERSE_KL, 1.5, 2.25),
+    TokenTerm("jsd", jsd_with_derivative(0.3), 1.5),
+    TokenTerm("skew forward", skew_forward_kl_with_derivative(0.1), 0.7),
+    TokenTerm("skew reverse", skew_reverse_kl_with_derivative(0.4)),
+    TokenTerm("tvd", TOTAL_VARIATION, 2.0),
+]
+TERMS = [*([term] for term in (*BOUNDED, SOFT)), [LABEL, KL], [LABEL, SOFT, *BOUNDED]]
+TEMPERATURES = (0.7, 1.0, 1.5, 2.0)
+N, V, W = 7, 19, 5
+
+
+@pytest.fixture
+def logits_NV() -> Tensor:
+    """The teacher's."""
+    return 3 * torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def student() -> HeadInputs:
+    generator = torch.Generator().manual_seed(2)
+    made = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((N, W), (V, W), (V,))]
+    return HeadInputs(*(each.requires_grad_() for each in made))
+
+
+def labels() -> Tensor:
+    return torch.arange(N) % V
+
+
+def merge_plainly(p_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
+    """(N, k + 1) probabilities: each of the tokens, and the sum of all others."""
+    rows = []
+    for p_V, tokens in zip(p_NV, tokens_Nk.tolist(), strict=True):
+        others = [j for j in range(p_NV.shape[1]) if j not in tokens]
+        rows.append(torch.cat([p_V[tokens], p_V[others].sum()[None]]))
+    return torch.stack(rows)
+
+
+def plain(student: HeadInputs, logits_NV: Tensor, terms: Sequence[TokenTerm], factors: Tensor, k: int) -> TokenLosses:
+    """By autograd, from the probabilities of all tokens."""
+    student_NV = functional.linear(student.rows, student.weight, student.bias)
+    tokens_Nk = logits_NV.argsort(dim=-1, descending=True)[:, :k]
+    sums = []
+    for term in terms:
+        if term.divergence is None:
+            sums.append(functional.cross_entropy(student_NV, labels(), reduction="sum"))
+            continue
+        p_NC, q_NC = (
+            merge_plainly((each / term.temperature).softmax(-1), tokens_Nk) for each in (logits_NV, student_NV)
+        )
+        sums.append(term.scale * term.divergence.value(p_NC.log(), q_NC.log()).sum())
+    sums_C = torch.stack(sums)
+    return TokenLosses((sums_C * factors).sum(), sums_C.detach())
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=lambda terms: ", ".join(term.name for term in terms))
+@pytest.mark.parametrize("k", [1, 4, V - 1])
+def test_values_and_gradients_are_those_of_merged_distributions(terms, k, student, logits_NV):
+    factors = torch.tensor([0.5 + 0.25 * i for i in range(len(terms))], dtype=torch.float64)
+    top = most_likely(logits_NV, k, TEMPERATURES)
+    found = token_losses(student, top, labels(), terms, factors, chunk=3)
+    expected = plain(student, logits_NV, terms, factors, k)
+    torch.testing.assert_close(found.sums, expected.sums)
+    ours, theirs = (torch.autograd.grad(each.total, list(student)) for each in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("term", BOUNDED, ids=lambda term: term.name)
+def test_it_is_a_lower_bound_that_grows_with_k(term, student, logits_NV):
+    teacher = HeadInputs(torch.eye(N, dtype=torch.float64), torch.zeros(V, N, dtype=torch.float64), None)
+    teacher = teacher._replace(weight=logits_NV.T.contiguous())
+    whole = token_losses(student, teacher, labels(), [term], torch.ones(1)).sums.item()
+    bounds = [
+        token_losses(student, most_likely(logits_NV, k, TEMPERATURES), labels(), [term], torch.ones(1)).sums.item()
+        for k in range(1, V)
+    ]
+    assert all(one <= other + 1e-12 for one, other in zip(bounds, [*bounds[1:], whole], strict=True))
+    assert bounds[0] < whole - 1e-3
+
+
+def test_what_is_missing_of_the_kl_is_that_within_the_tail(student, logits_NV):
+    k, student_NV = 4, functional.linear(student.rows, student.weight, student.bias).detach()
+    p_NV, q_NV = logits_NV.softmax(-1), student_NV.softmax(-1)
+    missing = 0.0
+    for p_V, q_V, logits_V in zip(p_NV, q_NV, logits_NV, strict=True):
+        tail = logits_V.argsort(descending=True)[k:]
+        inner_p, inner_q = p_V[tail] / p_V[tail].sum(), q_V[tail] / q_V[tail].sum()
+        missing += float(p_V[tail].sum() * (inner_p * (inner_p / inner_q).log()).sum())
+    whole = float((p_NV * (p_NV / q_NV).log()).sum())
+    found = token_losses(student, most_likely(logits_NV, k, (1.0,)), labels(), [KL], torch.ones(1)).sums.item()
+    assert found == pytest.approx(whole - missing, rel=1e-9)
+
+
+def test_the_same_distribution_has_no_divergence_and_no_gradient(student):
+    student_NV = functional.linear(student.rows, student.weight, student.bias).detach()
+    top = most_likely(student_NV, 3, (1.0, 2.0))
+    found = token_losses(student, top, labels(), [KL, TokenTerm("at 2", FORWARD_KL, 2.0)], torch.ones(2))
+    assert found.sums.abs().max() < 1e-12
+    assert max(each.abs().max() for each in torch.autograd.grad(found.total, list(student))) < 1e-12
+
+
+def test_logits_of_minus_infinity_stay_finite(student, logits_NV):
+    logits_NV[:, 5:] = float("-inf")  # the tail of k = 5 has no mass
+    bias_V = student.bias.detach().clone()
+    bias_V[-3:] = float("-inf")
+    student = student._replace(bias=bias_V)
+    top = most_likely(logits_NV, 5, (1.0,))
+    found = token_losses(student, top, labels() % 5, [KL, LABEL], torch.ones(2))
+    assert found.sums.isfinite().all()
+    assert found.sums[0] < -LOG_FLOOR
+    assert all(each.isfinite().all() for each in torch.autograd.grad(found.total, [student.rows]))

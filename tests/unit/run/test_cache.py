@@ -1,0 +1,401 @@
+"""A teacher's outputs in a file: the losses of the live teacher, what is refused, and what damage says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.command_line import parse_run
+from llmdistill.data.sampler import Share
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.run import cache
+from llmdistill.run.artifacts import run_record
+from llmdistill.run.assemble import make_recorder, make_teacher, request_of
+from llmdistill.run.plan import Plan, make_plan
+from llmdistill.runtime.distributed import World
+from llmdistill.teacher import cache_folder
+from llmdistill.teacher.cache_folder import CacheFolder
+from llmdistill.teacher.cached import CachedTeacher
+
+ROOT = Path(__file__).resolve().parents[3]
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+SMALL = CacheConfig(micro_batch_size=3, shard_tokens=150)
+TOP_K = CacheConfig(content="top_k", top_k=20, micro_batch_size=4)
+
+
+def model(folder: Path, seed: int, kind: type[Any] = LlamaForCausalLM) -> Path:
+    """A tiny Llama with random weights and the embedded tokenizer."""
+    source = locate("embedded:teacher")
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig.from_pretrained(source).to_dict() | sizes | {"num_key_value_heads": 2, "head_dim": 8}
+    kind(LlamaConfig(**config | {"initializer_range": 0.2})).save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    rows = [{"instruction": f"Count {n}.", "output": " ".join("abcdefgh"[: n % 8 + 1])} for n in range(25)]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]), encoding="utf-8")  # one comes twice
+    return {"teacher": model(folder / "teacher", 0), "student": model(folder / "student", 1), "data": data}
+
+
+@pytest.fixture(scope="module")
+def planned(files):
+    """A plan with these settings, and its data."""
+
+    def make(*arguments: str) -> tuple[Plan, Any]:
+        words = ["--ds_config", str(ROOT / "ds_configs/zero2.json"), "--data.train", str(files["data"])]
+        words += ["--data.valid", "null", "--data.tests", "{}", "--train.dtype", "fp32", "--method", "kd"]
+        words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
+        words += ["--teacher.model", str(files["teacher"]), "--student.model", str(files["student"])]
+        plan = make_plan(parse_run([*words, *arguments], METHODS)[0])
+        return plan, plan.task.read(plan.models)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def made(planned, tmp_path_factory):
+    """The folder of a cache; equal settings are made once. It must not be changed."""
+    folders: dict[Any, Path] = {}
+
+    def make(*arguments: str, settings: CacheConfig = SMALL) -> Path:
+        key = (*arguments, settings)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("cache") / "cache"
+            cache.make_cache(*planned(*arguments), settings, folders[key], WORLD)
+        return folders[key]
+
+    return make
+
+
+@pytest.fixture
+def broken(made, tmp_path) -> Path:
+    """A copy of a cache."""
+    shutil.copytree(made(), tmp_path / "broken")
+    return tmp_path / "broken"
+
+
+def checked(planned, folder: Path, *arguments: str) -> None:
+    cache.check_cache(*planned("--teacher.cache", str(folder), *arguments), WORLD)
+
+
+def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
+    loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
+    return [batch.with_label_rows(shift=True) for step in range(3) for batch in loader.micro_batches(step)]
+
+
+def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]:
+    """Each term, and the gradients of the student."""
+    student = loaded(plan, "student")
+    tapped = TappedModel(student, make_recorder(plan, student, plan.method.student_taps), vocabulary=plan.vocabulary)
+    results = []
+    for batch in found:
+        with torch.no_grad():
+            taught = teacher.teach(batch, lm_head=plan.method.taught_positions)
+        learnt = tapped.learn(batch, plan.method.running(taught, batch))
+        student.zero_grad()
+        learnt.total.backward()
+        results.append(
+            {name: loss.sum / loss.count for name, loss in learnt.terms.items()}
+            | {
+                name: each.grad / batch.input_ids.numel()
+                for name, each in student.named_parameters()
+                if each.grad is not None
+            }
+        )
+    tapped.remove()
+    return results
+
+
+def loaded(plan: Plan, role: str) -> Any:
+    path = plan.config.student.model if role == "student" else plan.config.teacher.model
+    return load_model(str(path), dtype=torch.float32, head=plan.task.head or "lm_head")
+
+
+def cached(plan: Plan, folder: Path) -> CachedTeacher:
+    return CachedTeacher(CacheFolder(folder), request_of(plan.method), shift=True, device=WORLD.device)
+
+
+METHOD_SETTINGS = {
+    "kd": ["--method", "kd"],
+    "kd at 2 reversed": ["--method", "kd", "--kd.temperature", "2", "--kd.divergence", "reverse_kl"],
+    "makd": ["--method", "makd"],
+    "minilmv2": ["--method", "minilmv2", "--minilmv2.relation_heads", "4"],
+}
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("words", METHOD_SETTINGS.values(), ids=METHOD_SETTINGS.keys())
+def test_losses_and_gradients_are_those_of_the_live_teacher(planned, made, words, packing):
+    """Whatever the batches: the cache is made from batches of three neighbours, in packed rows if these are not."""
+    plan, data = planned(*words, "--data.packing", str(packing).lower())
+    live = make_teacher(plan, WORLD)
+    tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    found = batches(plan, data)
+    expected = losses(plan, tapped, found)
+    folder = made(*words, "--data.packing", str(not packing).lower())
+    for ours, theirs in zip(losses(plan, cached(plan, folder), found), expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["kd", "minilmv2"])
+def test_a_classifier_teaches_from_a_cache_too(method, tmp_path):
+    """On a task of GLUE: the outputs for whole sequences, and relations of all tokens."""
+    lines = [
+        f"{n}\tthe baker number {n} and {'so ' * (n % 5)}on\tthen{n % 3}\t{'not_' * (n % 2)}entailment"
+        for n in range(14)
+    ]
+    for split in ("train", "dev"):
+        file = tmp_path / "glue" / "RTE" / f"{split}.tsv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *lines]) + "\n", encoding="utf-8")
+    words = ["--recipe", "finetune", "--ds_config", str(ROOT / "ds_configs/zero2.json"), "--method", method]
+    words += ["--teacher.model", str(model(tmp_path / "teacher", 0, LlamaForSequenceClassification))]
+    words += ["--student.model", str(model(tmp_path / "student", 1, LlamaForSequenceClassification))]
+    words += ["--data.task.dir", str(tmp_path / "glue"), "--train.dtype", "fp32", "--minilmv2.relation_heads", "4"]
+    plan = make_plan(parse_run(words, METHODS)[0])
+    data = plan.task.read(plan.models)
+    cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    again = make_plan(parse_run([*words, "--teacher.cache", str(tmp_path / "cache")], METHODS)[0])
+    cache.check_cache(again, data, WORLD)
+    live = make_teacher(plan, WORLD)
+    tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    found = batches(plan, data)
+    expected = losses(plan, tapped, found)
+    for ours, theirs in zip(losses(again, cached(again, tmp_path / "cache"), found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert {"kd": "sequence_forward_kl", "minilmv2": "relation_qq"}[method] in expected[0]
+
+
+def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
+    """In fp64, one example at a time, without padding."""
+    plan, data = planned()
+    (batch, *_) = batches(plan, data)
+    taught = cached(plan, made()).teach(batch, lm_head=["labels"]).lm_head["labels"]
+    teacher, student = (loaded(plan, role).double() for role in ("teacher", "student"))
+    total = 0.0
+    for row in range(len(batch.input_ids)):
+        length = int(batch.attention_mask[row].sum())
+        ids = batch.input_ids[row : row + 1, :length]
+        learnt = batch.labels[row, 1:length] != IGNORE_INDEX
+        with torch.no_grad():
+            log_p, log_q = (each(ids).logits[0, :-1][learnt].log_softmax(-1) for each in (teacher, student))
+        total += float(functional.kl_div(log_q, log_p, reduction="sum", log_target=True))
+    found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_rows)
+    assert taught.weight.shape == (plan.teacher_config.vocab_size, 32)
+    assert float(found) == pytest.approx(total, rel=1e-5)
+
+
+def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, made):
+    plan, data = planned("--kd.temperature", "2")
+    folder = made("--kd.temperature", "2", settings=TOP_K)
+    (batch, *_) = batches(plan, data)
+    with torch.no_grad():
+        shown = [
+            loaded(plan, role).double()(batch.input_ids, batch.attention_mask).logits for role in ("teacher", "student")
+        ]
+    log_p, log_q = ((each.flatten(0, 1)[batch.label_rows] / 2).log_softmax(-1) for each in shown)
+    rank = log_p.argsort(descending=True).argsort()
+    tail = rank >= TOP_K.top_k
+    whole, missing = (log_p.exp() * (log_p - log_q)).sum(), 0.0
+    for p, q, outside in zip(log_p, log_q, tail, strict=True):
+        inner_p, inner_q = p[outside].log_softmax(0), q[outside].log_softmax(0)
+        missing += float(p[outside].exp().sum() * (inner_p.exp() * (inner_p - inner_q)).sum())
+    found = losses(plan, cached(plan, folder), [batch])[0]["forward_kl"] * len(batch.label_rows)
+    assert missing > 0.01 * float(whole)
+    assert float(found) == pytest.approx(4 * (float(whole) - missing), rel=1e-5)
+    assert not (folder / "head.safetensors").exists()
+
+
+def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, monkeypatch):
+    plan, data = planned()
+    write, written = cache.write_tensors, list[str]()
+
+    def dies(folder, name, *others):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(name)
+        write(folder, name, *others)
+
+    monkeypatch.setattr(cache, "write_tensors", dies)
+    with pytest.raises(KeyboardInterrupt):
+        cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    with pytest.raises(UserError, match=r"it has no cache.json, so it is an unfinished cache: go on"):
+        CacheFolder(tmp_path / "cache")
+    monkeypatch.setattr(
+        cache, "write_tensors", lambda folder, name, *rest: (written.append(name), write(folder, name, *rest))
+    )
+    cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
+    assert len(written) == len(set(written)) > 5, "a file was written twice"
+    names = sorted(str(file.relative_to(made())) for file in made().rglob("*") if file.is_file())
+    assert (
+        sorted(str(file.relative_to(tmp_path / "cache")) for file in (tmp_path / "cache").rglob("*") if file.is_file())
+        == names
+    )
+    for name in names:
+        assert (made() / name).read_bytes() == (tmp_path / "cache" / name).read_bytes(), name
+
+
+def test_a_finished_cache_is_left_alone_and_a_lost_file_is_made_again(planned, broken, monkeypatch):
+    plan, data = planned()
+    before = (broken / "cache.json").read_bytes()
+    lost = broken / "shards/00001.safetensors"
+    content = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(UserError, match=r"00001.safetensors: the file is missing from the teacher's cache"):
+        checked(planned, broken)
+    cache.make_cache(plan, data, SMALL, broken, WORLD)
+    assert (lost.read_bytes(), (broken / "cache.json").read_bytes()) == (content, before)
+    monkeypatch.setattr(cache, "make_teacher", None)
+    cache.make_cache(plan, data, SMALL, broken, WORLD)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_damage_is_named(planned, broken):
+    checked(planned, broken)
+    flip(broken / "shards/00002.safetensors")
+    with pytest.raises(UserError, match=r"shards/00002.safetensors: its content changed .* remove the file, and"):
+        checked(planned, broken)
+    file = broken / "head.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"head.safetensors: it has [\d,]+ bytes and had [\d,]+ when it was written"):
+        checked(planned, broken)
+    (broken / "cache.json").write_text("{")
+    with pytest.raises(UserError, match=r"cache.json: not valid JSON"):
+        checked(planned, broken)
+    with pytest.raises(UserError, match=r"it has no cache.json, so it is no teacher's cache: make one with"):
+        checked(planned, broken / "nowhere")
+
+
+def test_an_example_that_is_not_there_is_named_when_it_is_read(planned, made):
+    plan, data = planned()
+    (batch, *_) = batches(plan, data)
+    stranger = Batch(batch.input_ids[:1], batch.attention_mask[:1], batch.labels[:1], sample_ids=((7,),))
+    with pytest.raises(UserError, match=r"the teacher's cache has no example 7; make a cache of this run's data"):
+        cached(plan, made()).teach(stranger, lm_head=["labels"])
+    other = Batch(
+        *(each[:1] for each in (batch.input_ids, batch.attention_mask, batch.attention_mask)),
+        sample_ids=batch.sample_ids[:1],
+    )
+    with pytest.raises(UserError, match=r"holds \d+ rows of labels.states for a batch with \d+ labels"):
+        cached(plan, made()).teach(other, lm_head=["labels"])
+
+
+def test_another_teacher_tokenizer_format_method_or_data_is_refused(planned, made, files, tmp_path):
+    mine = str(made())
+
+    def refused(*arguments: str, folder: str = mine) -> str:
+        with pytest.raises(UserError) as error:
+            checked(planned, Path(folder), *arguments)
+        assert str(error.value).startswith(f"teacher.cache {folder}: ")
+        assert "`llmdistill cache`" in str(error.value)
+        return str(error.value)
+
+    other = model(tmp_path / "other", 5)
+    assert "its teacher is sha256:" in refused("--teacher.model", str(other))
+    assert f"({files['teacher']}), and that of this run is sha256:" in refused("--teacher.model", str(other))
+    assert "its dtype is float32, and that of this run is bfloat16" in refused("--teacher.dtype", "bf16")
+    assert "does not hold the query of layer 2, which method minilmv2 needs" in refused(*METHOD_SETTINGS["minilmv2"])
+    top = str(made(settings=TOP_K))
+    assert "does not hold the tail's mass at temperature 3" in refused("--kd.temperature", "3", folder=top)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"instruction": "Sing.", "output": "la"}\n' + files["data"].read_text(), encoding="utf-8")
+    said = refused("--data.train", str(rows))
+    assert "1 of the 27 training examples are not in it, first the one with the id" in said
+    assert f"data.train was {files['data']} and is now {rows}" in said
+
+
+def test_cut_examples_are_others_and_a_part_of_the_data_is_enough(planned, made, files, tmp_path):
+    cut = ["--data.max_length", "24", "--data.max_prompt_length", "20", "--data.long_prompts", "truncate"]
+    with pytest.raises(UserError, match=r"data.max_length was 160 and is now 24: make a cache"):
+        checked(planned, made(), *cut)
+    part = tmp_path / "part.jsonl"
+    part.write_text("".join(files["data"].read_text().splitlines(keepends=True)[3:9]), encoding="utf-8")
+    checked(planned, made(), "--data.train", str(part), "--data.packing", "true")
+    checked(planned, made(), "--data.max_length", "110")  # nothing is cut
+    checked(planned, made(), "--method", "sft")  # does not look at it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--data.streaming", "true"], "data.streaming reads the examples while it trains"),
+        (["--data.kind", "text"], "but data.kind text cuts its sequences while it trains"),
+        (["--data.on_policy", "0.5"], "data.on_policy 0.5 has the student write some of the answers"),
+    ],
+)
+def test_runs_without_fixed_examples_are_refused_by_the_plan(planned, made, arguments, sentence):
+    with pytest.raises(UserError, match=sentence):
+        planned("--teacher.cache", str(made()), *arguments)
+
+
+def test_a_method_without_teacher_and_too_many_tokens_are_refused(planned, tmp_path):
+    with pytest.raises(UserError, match="method sft has no teacher, so there is nothing to cache"):
+        cache.make_cache(*planned("--method", "sft"), SMALL, tmp_path / "cache", WORLD)
+    many = CacheConfig(content="top_k", top_k=5000)
+    with pytest.raises(UserError, match=r"--cache.top_k is 5000, but teacher and student share \d+ tokens: give less"):
+        cache.make_cache(*planned(), many, tmp_path / "cache", WORLD)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="the folder is not empty and holds no teacher's cache"):
+        cache.make_cache(*planned(), SMALL, tmp_path, WORLD)
+
+
+def test_another_request_does_not_overwrite_a_cache(planned, made):
+    with pytest.raises(UserError, match=r"it holds another cache: settings.micro_batch_size was 3 and is now 4"):
+        cache.make_cache(*planned(), CacheConfig(micro_batch_size=4, shard_tokens=150), made(), WORLD)
+
+
+def test_a_run_is_identified_by_the_content_of_its_cache(planned, broken):
+    config = planned("--teacher.cache", str(broken))[0].config
+    before = run_record(config, 1)["inputs"]
+    assert before["teacher.cache"].startswith("sha256:")
+    record = json.loads((broken / "cache.json").read_text())
+    (broken / "cache.json").write_text(json.dumps(record | {"model": "moved"}))
+    assert run_record(config, 1)["inputs"] == before
+    record["files"]["head.safetensors"]["sha256"] = "0"
+    (broken / "cache.json").write_text(json.dumps(record))
+    assert run_record(config, 1)["inputs"] != before
+
+
+def test_only_the_rows_of_a_batch_are_read(made, planned, monkeypatch):
+    plan, data = planned()
+    folder, read = CacheFolder(made()), list[int]()
+    rows = folder.rows
+
+    def counted(name, places):
+        found = rows(name, places)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(folder, "rows", counted)
+    (batch, *_) = batches(plan, data, size=2)
+    teacher = CachedTeacher(folder, request_of(plan.method), shift=True, device=WORLD.device)
+    teacher.teach(batch, lm_head=["labels"])
+    assert read == [len(batch.label_rows)]
+    assert cache_folder.entry_of(made(), "shards/00000.safetensors", folder.record) is not None
