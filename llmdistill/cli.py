@@ -1,4 +1,4 @@
-"""The ``llmdistill`` command: train, compare, compress, generate, export, evaluate."""
+"""The ``llmdistill`` command: train, plan, compare, compress, generate, export, evaluate."""
 
 from __future__ import annotations
 
@@ -190,6 +190,13 @@ def compare(arguments: Sequence[str]) -> None:
         raise SystemExit(code)
 
 
+def plan(arguments: Sequence[str]) -> None:
+    """Forecast the memory and the time of a training and propose settings that fit."""
+    from llmdistill.commands.plan import plan as plan_command
+
+    plan_command(arguments)
+
+
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
     if as_json:
         print(json.dumps(result))
@@ -208,6 +215,7 @@ def _readable(value: Any) -> str:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "train": ("distil a teacher into a smaller student (the main job)", train),
+    "plan": ("forecast memory and time of a training on GPUs, and propose settings that fit", plan),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),
     "compress": ("factorize a model folder", compress),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
