@@ -1,4 +1,4 @@
-"""``llmdistill plan``: which settings of a training fit into the memory of GPUs, how long a step takes, and a proposal."""
+"""``llmdistill plan``: the settings of a training that fit into the memory of GPUs, the time of a step, a proposal."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def resolve(config: RunConfig) -> Plan:
 def launch_words(choice: Choice, words: Sequence[str], machine: MachineConfig, ds_config: str) -> list[str]:
     """Return the command line that launches a training with a choice; its settings stand last, so they win."""
     nodes = [] if machine.nodes == 1 else ["--hostfile", "hosts", "--num_nodes", str(machine.nodes)]
-    settings = [f"--{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in choice.overrides.items()]
+    settings = [
+        f"--{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in choice.overrides.items()
+    ]
     launcher = ["llmdistill", "train", *nodes, "--num_gpus", str(machine.gpus)]
     return [*launcher, *words, "--ds_config", ds_config, *settings]
 
@@ -135,7 +137,7 @@ def _as_json(choice: Choice) -> dict[str, Any]:
 def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice], *, every: bool) -> None:
     """Print the run, the choices, and the memory by part of the best choice of each ds_config."""
     from llmdistill.report.tables import print_table
-    from llmdistill.run.forecast.choices import best_of_each
+    from llmdistill.run.forecast.choices import best_of_each, gigabytes
 
     train, sizes = plan.config.train, plan.sizes
     print(
@@ -146,28 +148,29 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
         f"Machine    {machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each\n"
     )
     shown = choices if every else best_of_each(choices, lambda each: (each.ds_config, each.teacher, each.checkpointing))
-    header = ["ds_config", "teacher", "checkpointing", "micro batch", "GB", "fits", "s/step", "tokens/s", "bound by"]
-    tokens = train.global_batch_size * plan.config.data.max_length
+    header = ["ds_config", "teacher", "re-\ncompute", "micro\nbatch", "GB", "fits", "s", "bound"]
     rows = [
         [
             choice.ds_config,
             choice.teacher or "none",
             "yes" if choice.checkpointing else "no",
-            f"{choice.micro_batch_size} x {choice.accumulation_steps}",
-            f"{choice.total / 1e9:.1f}",
+            f"{choice.micro_batch_size}x{choice.accumulation_steps}",
+            gigabytes(choice.total),
             "no" if not choice.fits else "tight" if choice.tight else "yes",
-            f"{choice.duration.seconds:.2f}",
-            f"{tokens / choice.duration.seconds:,.0f}",
+            f"{choice.duration.seconds:.3g}",
             choice.duration.bound,
         ]
         for choice in shown
     ]
-    print_table("Settings: micro batch x accumulation steps on each GPU", header, rows, left=(0, 1, 2, 5, 8))
+    title = "GB of a GPU and seconds of a step, for micro batch x accumulation steps"
+    print_table(title, header, rows, left=(0, 1, 2, 5, 7))
     best = best_of_each(choices, lambda each: (each.ds_config,))
     parts = [part for part in best[0].memory if any(choice.memory[part] > 0 for choice in best)]
-    of_parts = [[part, *(f"{choice.memory[part] / 1e9:.1f}" for choice in best)] for part in parts]
-    of_parts.append(["total", *(f"{choice.total / 1e9:.1f}" for choice in best)])
-    print_table("Memory by part, the best of each ds_config, GB", ["part", *(c.ds_config for c in best)], of_parts)
+    of_parts = [[part, *(gigabytes(choice.memory[part]) for choice in best)] for part in parts]
+    of_parts.append(["total", *(gigabytes(choice.total) for choice in best)])
+    print()
+    names = [choice.ds_config for choice in best]
+    print_table("GB of the best of each ds_config, by part", ["part", *names], of_parts)
 
 
 def print_proposal(choice: Choice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:

@@ -36,6 +36,8 @@ class MachineConfig:
     """Bandwidth between a GPU and the memory of its node in one direction, in GB/s; only offloading uses it."""
     host_bandwidth: float = 200.0
     """Bandwidth of a node's memory in GB/s, which its GPUs share; only offloading uses it."""
+    launch: float = 6.0
+    """Time that the CPU takes to launch one operation on a GPU, in microseconds."""
     reserved: str = "2GB"
     """Memory of a GPU that no tensor can have: the CUDA context, and the buffers of NCCL and cuBLAS."""
     fragmentation: float = 0.05
@@ -46,6 +48,7 @@ class MachineConfig:
     def __post_init__(self) -> None:
         """Raise a ValueError if a value is out of its range."""
         check_least(self, 1, "gpus", "nodes", prefix="--")
+        check_least(self, 0, "launch", prefix="--")
         for name in ("tflops", "memory_bandwidth", "nvlink", "infiniband", "pcie", "host_bandwidth"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name} is {getattr(self, name)}: give a number over 0")

@@ -30,6 +30,8 @@ class Work:
     """Bytes that the matrix products read and write."""
     other_bytes: float = 0.0
     """Bytes that all other operations read and write."""
+    operations: float = 0.0
+    """Number of operations, each of which a GPU is told to do by the CPU."""
 
     def __add__(self, other: Work) -> Work:
         """Add the work of both."""
@@ -41,6 +43,7 @@ class Work:
             flops=self.flops + times * other.flops,
             product_bytes=self.product_bytes + times * other.product_bytes,
             other_bytes=self.other_bytes + times * other.other_bytes,
+            operations=self.operations + times * other.operations,
         )
 
 
@@ -124,9 +127,9 @@ class Tracer(TorchDispatchMode):
         moved = sum(_bytes_of(each) for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor))
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
-            self.work += Work(other_bytes=moved)
+            self.work += Work(other_bytes=moved, operations=1)
         else:
-            self.work += Work(flops=formula(*args, **kwargs, out_val=result), product_bytes=moved)
+            self.work += Work(flops=formula(*args, **kwargs, out_val=result), product_bytes=moved, operations=1)
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -28,6 +28,9 @@ _REMEDIES = {
     "activations": "a smaller data.max_length",
     "taps": "a smaller data.max_length, or a method with terms on fewer layers",
     "head": "a smaller data.max_length, or a smaller vocabulary",
+    "gathered": "a smaller stage3_max_live_parameters in a ds_config of your own",
+    "buckets": "smaller buckets in a ds_config of your own",
+    "allocator": "a smaller --reserved",
 }
 """Part of the memory -> what would make it smaller."""
 
@@ -128,9 +131,7 @@ def _choice(
     checkpointing: bool,
     accumulation_steps: int,
 ) -> Choice:
-    parts = peak_memory(
-        zero, sizes, teacher, trace.moments, ranks=machine.ranks, accumulation_steps=accumulation_steps
-    )
+    parts = peak_memory(zero, sizes, teacher, trace.moments, ranks=machine.ranks, accumulation_steps=accumulation_steps)
     work = trace.student + trace.teacher
     return Choice(
         ds_config=name,
@@ -173,7 +174,7 @@ def propose(choices: Sequence[Choice], micro_batch_size: int | None = None) -> C
 
 
 def _preferred(choices: Sequence[Choice], micro_batch_size: int | None) -> list[Choice]:
-    """The choices that fit, of the first of these kinds that has one: as asked and not tight, not tight, as asked, any."""
+    """The choices that fit, not tightly if possible, and of these if possible those with the micro batch size."""
     fitting = [choice for choice in choices if choice.fits]
     loose = [choice for choice in fitting if not choice.tight]
     for kind in (loose, fitting):
@@ -197,24 +198,31 @@ def missing(choices: Sequence[Choice]) -> str:
     """Say what the choice lacks that needs least, in one sentence."""
     least = min(choices, key=lambda choice: choice.total)
     part = max((name for name in least.memory if name in _REMEDIES), key=lambda name: least.memory[name])
+    over, weight = (gigabytes(each) for each in (least.total - least.available, least.memory[part]))
     return (
-        f"--gpu_memory: nothing fits in {least.available / 1e9:.0f} GB; {least.described()} needs least, "
-        f"{least.total / 1e9:.1f} GB of each GPU, which is {(least.total - least.available) / 1e9:.1f} GB too much, and "
-        f"{least.memory[part] / 1e9:.1f} GB of it are {PARTS[part]}: take {_REMEDIES[part]}, or GPUs with more memory"
+        f"--gpu_memory: nothing fits in {gigabytes(least.available)} GB: {least.described()} needs least, "
+        f"{gigabytes(least.total)} GB of each GPU, {over} GB too much, of which {PARTS[part]} are {weight} GB: "
+        f"take {_REMEDIES[part]}, or GPUs with more memory"
     )
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes as a text in GB."""
+    return "0" if size == 0 else f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
 
 
 def reason(choice: Choice, choices: Sequence[Choice], micro_batch_size: int | None = None) -> str:
     """Say why a choice is proposed, in one sentence."""
     others = _preferred(choices, micro_batch_size)
-    said = f"the fastest of the {len(others)} settings that fit"
-    if choice.micro_batch_size == micro_batch_size:
-        said += f" with micro batches of {micro_batch_size}, as asked"
+    said = f"{gigabytes(choice.total)} of {gigabytes(choice.available)} GB, {choice.duration.seconds:.3g} s a step; "
+    said += f"the fastest, or the simplest of the fastest, of {len(others)} settings that fit"
     if not choice.tight:
-        said += f" and leave {choice.margin:.0%} of the memory free"
+        said += f" and leave {choice.margin:.0%} free"
+    if choice.micro_batch_size == micro_batch_size:
+        said += f" with the run's own micro batch size {micro_batch_size}"
     if choice.checkpointing:
         keys = ("ds_config", "teacher", "micro_batch_size")
         plain = [each for each in choices if all(getattr(each, key) == getattr(choice, key) for key in keys)]
         needed = max(each.total for each in plain)
-        said += f"; without activation checkpointing it would need {needed / 1e9:.1f} GB"
+        said += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
     return said

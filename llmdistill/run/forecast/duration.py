@@ -9,9 +9,9 @@ from llmdistill.config.machine import MachineConfig
 from llmdistill.run.forecast.memory import Sizes, Zero
 from llmdistill.runtime.tracing import Work
 
-Bound = Literal["compute", "memory bandwidth", "wire", "host"]
-"""What takes most of a step: matrix products; reading and writing the GPU's memory; communication; the CPU's memory
-and the way to it."""
+Bound = Literal["compute", "memory", "wire", "launch", "host"]
+"""What takes most of a step: matrix products; the bandwidth of the GPU's memory; communication; the CPU that launches
+operations; offloading to the node's memory."""
 
 _ADAM_BYTES = 100
 """Bytes that AdamW reads and writes for each parameter: some twenty passes over fp32, as torch runs it on lists."""
@@ -29,22 +29,25 @@ class Duration:
     """All other operations, the optimizer included, which wait for the GPU's memory."""
     wire: float
     """Communication, which overlaps with the two above."""
+    launch: float
+    """The CPU, which launches the operations of the two above while they run."""
     host: float
     """Offloading: copies to and from the node's memory, and the optimizer there."""
 
     @property
     def seconds(self) -> float:
         """The time of the step."""
-        return max(self.compute + self.memory, self.wire) + self.host
+        return max(self.compute + self.memory, self.wire, self.launch) + self.host
 
     @property
     def bound(self) -> Bound:
         """What most of the time goes to."""
-        if self.host > max(self.compute + self.memory, self.wire):
-            return "host"
-        if self.wire > self.compute + self.memory:
-            return "wire"
-        return "compute" if self.compute >= self.memory else "memory bandwidth"
+        work = self.compute + self.memory
+        most = max(work, self.wire, self.launch, self.host)
+        if most == work:
+            return "compute" if self.compute >= self.memory else "memory"
+        names: dict[Bound, float] = {"wire": self.wire, "launch": self.launch, "host": self.host}
+        return next(name for name, seconds in names.items() if seconds == most)
 
 
 def step_duration(
@@ -70,6 +73,7 @@ def step_duration(
         memory=(accumulation_steps * work.other_bytes + on_gpu) / bandwidth,
         wire=wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
         / _reached(machine, wire_bandwidth(machine)),
+        launch=1e-6 * machine.launch * accumulation_steps * work.operations,
         host=_host_seconds(zero, sizes, machine, accumulation_steps=accumulation_steps),
     )
 

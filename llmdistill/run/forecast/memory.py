@@ -116,8 +116,8 @@ TEACHERS: Mapping[str, Callable[[Sizes, int], dict[str, float]]] = {
     "replicated": _whole_teacher,
     "zero3": _sharded_teacher,
 }
-"""Value of teacher.sharding, the simplest first -> the bytes of weights on each of so many ranks, its own and those that
-it has gathered."""
+"""Value of teacher.sharding, the simplest first -> a function of sizes and ranks: the bytes of the weights on a rank,
+its own and those that it has gathered."""
 
 
 def resident_student(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,12 +136,12 @@ def trace_step(models: Models, batch: Batch, *, checkpointing: bool) -> StepTrac
     """Trace the forward passes of both models and the backward pass of the student on one micro batch.
 
     Args:
-        models: the models, which are as before afterwards.
+        models: the models; afterwards the student is in training mode.
         batch: the micro batch, on the meta device.
         checkpointing: whether the student recomputes its activations.
     """
     student, method, tracer = models.student, models.method, Tracer()
-    set_training(student, checkpointing=checkpointing)
+    _set_training(student, checkpointing=checkpointing)
     moments: list[Moment] = []
     handles = [
         parameter.register_post_accumulate_grad_hook(partial(_complete, moments, tracer))
@@ -169,14 +170,20 @@ def trace_step(models: Models, batch: Batch, *, checkpointing: bool) -> StepTrac
         each.remove()
     for handle in handles:
         handle.remove()
-    if checkpointing:
-        student.gradient_checkpointing_disable()
     return StepTrace(
         micro_batch_size=len(batch.input_ids),
         moments=moments,
         student=tracer.work.plus(of_teacher, -1.0),
         teacher=of_teacher,
     )
+
+
+def _set_training(student: PreTrainedModel, *, checkpointing: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers renames these methods
+        if not checkpointing:
+            student.gradient_checkpointing_disable()
+        set_training(student, checkpointing=checkpointing)
 
 
 def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace:
