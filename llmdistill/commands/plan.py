@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, parse, parse_run, split_words
 from llmdistill.config.machine import MachineConfig
+from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json, write_text
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, read_ds_config
@@ -65,6 +66,8 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
 
     quiet_transformers()
     resolved = resolve(config)
+    if not resolved.trains:
+        raise UserError(f"method {config.method} trains nothing, so there is nothing to plan: name another --method")
     choices = make_choices(resolved, machine, [config.ds_config] if given else DS_CONFIGS)
     if parsed.json:
         fitting = any(choice.fits for choice in choices)
@@ -95,6 +98,16 @@ def resolve(config: RunConfig) -> Plan:
     return make_plan(config, pending={name: load_config(locate(name)) for name in named})
 
 
+def notes(config: RunConfig) -> list[str]:
+    """Return what a forecast leaves out of a run."""
+    left_out = {
+        "the assistants before the student (student.assistants)": bool(config.student.assistants),
+        "the student's own answers (data.on_policy)": config.data.on_policy > 0,
+        "the runs of the second stage (tasks)": bool(config.tasks.names),
+    }
+    return [f"{what} are not in the forecast" for what, is_there in left_out.items() if is_there]
+
+
 def launch_words(choice: Choice, words: Sequence[str], machine: MachineConfig, ds_config: str) -> list[str]:
     """Return the command line that launches a training with a choice; its settings stand last, so they win."""
     nodes = [] if machine.nodes == 1 else ["--hostfile", "hosts", "--num_nodes", str(machine.nodes)]
@@ -115,6 +128,7 @@ def described(
         "machine": asdict(machine),
         "choices": list(values.values()),
         "proposal": None if best is None else values[id(best)],
+        "notes": notes(plan.config),
         "command": None if best is None else shlex.join(launch_words(best, words, machine, best.ds_config)),
     }
 
@@ -146,6 +160,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
         f"{' + '.join(plan.config.methods())}, {str(plan.dtype).removeprefix('torch.')}\n"
         f"Machine    {machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each\n"
+        + "".join(f"Note       {note}\n" for note in notes(plan.config))
     )
     shown = choices if every else best_of_each(choices, lambda each: (each.ds_config, each.teacher, each.checkpointing))
     header = ["ds_config", "teacher", "re-\ncompute", "micro\nbatch", "GB", "fits", "s", "bound"]

@@ -21,7 +21,7 @@ class MachineConfig:
     gpu_memory: str = "80GB"
     """Memory of a GPU, in MB, GB, TB (powers of ten) or MiB, GiB, TiB (powers of two)."""
     tflops: float = 312.0
-    """Peak of a GPU's matrix products in bf16, in TFLOP/s (dense)."""
+    """Peak of a GPU's dense matrix products in the number format of the run, in TFLOP/s; bf16 by default."""
     product_share: float = 0.6
     """Share of `tflops` that matrix products reach."""
     memory_bandwidth: float = 2039.0

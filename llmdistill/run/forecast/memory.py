@@ -145,13 +145,16 @@ def gradient_bytes(zero: Zero, sizes: Sizes, ranks: int, *, complete: int, accum
     return own * sizes.element_bytes
 
 
-def step_bytes(zero: Zero, sizes: Sizes, ranks: int) -> float:
-    """Return the bytes of the gradients in fp32 and of AdamW's temporary tensors in the optimizer's step."""
+def step_memory(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:
+    """Return the bytes that only the optimizer's step needs, by part.
+
+    The gradients of the rank's share are there in their own dtype and in fp32, beside AdamW's temporary tensors.
+    """
     if zero.offloads_optimizer:
-        return 0
+        return {}
     share = sizes.trained / (ranks if zero.stage > 0 else 1)
     at_once = min(share, zero.sub_group) if zero.stage == 3 else share
-    return at_once * (_GRADIENT + _TEMPORARY)
+    return {"gradients": share * sizes.element_bytes, "step": at_once * (_GRADIENT + _TEMPORARY)}
 
 
 def peak_memory(
@@ -179,7 +182,7 @@ def peak_memory(
         }
         for moment in moments
     ]
-    phases.append({"step": step_bytes(zero, sizes, ranks)})
+    phases.append(step_memory(zero, sizes, ranks))
     largest = max(phases, key=lambda phase: sum(phase.values()))
     return {name: always.get(name, 0) + largest.get(name, 0) for name in PARTS if name != "allocator"}
 

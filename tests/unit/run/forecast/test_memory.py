@@ -68,6 +68,7 @@ def test_peak_is_in_the_optimizers_step_where_activations_are_small():
         "student": 2.0,
         "optimizer": 3.0,
         "buckets": 0.8,
+        "gradients": 0.5,
         "step": 3.0,
     }
 
