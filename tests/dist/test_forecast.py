@@ -36,7 +36,7 @@ from llmdistill.runtime.terminal import quiet_libraries
 
 pytestmark = pytest.mark.dist
 
-WORDS, WIDTH, DEPTH = 2048, 128, 4
+WORDS, WIDTH, DEPTH = 512, 128, 4  # few words: the LM head takes more rows at once on a GPU than on a CPU
 BUCKET = 100_000
 """Elements of a bucket, fewer than shipped, so that the buckets are not all of the memory."""
 
@@ -122,6 +122,8 @@ def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], Tra
     shipped = read_ds_config(name)
     del shipped["tensorboard"]
     shipped["zero_optimization"] |= {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    if setting.stage == 3:  # otherwise every matrix of these models would be small enough to stay whole
+        shipped["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     split = split_batch(size, setting.micro_batch_size, world_size)
     return student_ds_config(shipped, name, train, split, output_dir="none"), train
 
@@ -226,10 +228,9 @@ def rows(rank_server, tmp_path_factory) -> list[dict[str, Any]]:
 
 def test_resident_tensors_are_those_of_the_engine(rows):
     for row in rows:
-        if row["stage"] == 3:  # it also keeps small parameters whole, and here all of them are small
-            continue
-        resident = sum(row["parts"][part] for part in ("teacher", "student", "optimizer"))
-        assert resident == pytest.approx(row["resident"], rel=0.02), row["setting"]
+        # Under ZeRO-3 the gradients' memory and the bucket stay between steps.
+        kept = ("teacher", "student", "optimizer", *(("gradients", "buckets") if row["stage"] == 3 else ()))
+        assert sum(row["parts"][part] for part in kept) == pytest.approx(row["resident"], rel=0.03), row["setting"]
 
 
 def test_peak_is_within_15_percent_of_what_the_allocator_gives(rows):

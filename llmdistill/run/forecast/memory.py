@@ -68,8 +68,10 @@ class Zero:
     """Number of buckets that exist at the same time."""
     bucket_size: int
     """Elements of a bucket."""
-    gathered: int
+    live: int
     """The most elements that ZeRO-3 keeps gathered."""
+    prefetch: int
+    """The most elements that ZeRO-3 gathers at the same time, which then exist twice."""
     sub_group: int
     """The most elements that ZeRO-3 updates at the same time."""
     offloads_optimizer: bool
@@ -92,11 +94,16 @@ class Zero:
             stage=stage,
             buckets=buckets if stage > 0 else 0,
             bucket_size=int(block.get("reduce_bucket_size", 5e8)),
-            gathered=int(block.get("stage3_max_live_parameters", 1e9) + block.get("stage3_prefetch_bucket_size", 5e7)),
+            live=int(block.get("stage3_max_live_parameters", 1e9)),
+            prefetch=int(block.get("stage3_prefetch_bucket_size", 5e7)),
             sub_group=int(block.get("sub_group_size", 1e9)),
             offloads_optimizer=device("offload_optimizer") != "none",
             offloads_weights=device("offload_param") != "none",
         )
+
+    def gathered_bytes(self, weights: int, element_bytes: int) -> int:
+        """Return the most bytes of gathered weights under ZeRO-3, for a model with so many bytes of weights."""
+        return sum(min(weights, elements * element_bytes) for elements in (self.live, self.prefetch))
 
 
 TEACHER_ZERO = Zero.of({"zero_optimization": {"stage": 3}}, accumulation_steps=1)
@@ -108,7 +115,7 @@ def _whole_teacher(sizes: Sizes, _ranks: int) -> dict[str, float]:
 
 
 def _sharded_teacher(sizes: Sizes, ranks: int) -> dict[str, float]:
-    gathered = min(sizes.teacher_bytes, TEACHER_ZERO.gathered * sizes.teacher_element_bytes)
+    gathered = TEACHER_ZERO.gathered_bytes(sizes.teacher_bytes, sizes.teacher_element_bytes)
     return {"teacher": sizes.teacher_bytes / ranks, "gathered": gathered}
 
 
@@ -122,14 +129,12 @@ its own and those that it has gathered."""
 
 def resident_student(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:
     """Return the bytes of a rank that exist in a whole step: weights, optimizer state and buckets."""
-    sharded = zero.stage == 3 and ranks > 1
-    weights = sizes.student_bytes / ranks if sharded else sizes.student_bytes
-    gathered = min(sizes.student_bytes, zero.gathered * sizes.element_bytes) if sharded else 0
-    shares = ranks if zero.stage > 0 else 1
+    sharded = zero.stage == 3 and (ranks > 1 or zero.offloads_weights)
+    resident = 0 if zero.offloads_weights else sizes.student_bytes / (ranks if sharded else 1)
     return {
-        "student": 0 if zero.offloads_weights else weights,
-        "gathered": sizes.student_bytes if zero.offloads_weights and ranks == 1 else gathered,
-        "optimizer": 0 if zero.offloads_optimizer else _STATE * sizes.trained / shares,
+        "student": resident,
+        "gathered": zero.gathered_bytes(sizes.student_bytes, sizes.element_bytes) if sharded else 0,
+        "optimizer": 0 if zero.offloads_optimizer else _STATE * sizes.trained / (ranks if zero.stage > 0 else 1),
         "buckets": zero.buckets * zero.bucket_size * sizes.element_bytes,
     }
 
