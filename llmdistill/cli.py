@@ -1,4 +1,4 @@
-"""The ``llmdistill`` command: train, plan, compare, compress, generate, export, evaluate."""
+"""The ``llmdistill`` command: train, plan, doctor, compare, compress, generate, export, evaluate."""
 
 from __future__ import annotations
 
@@ -197,6 +197,15 @@ def plan(arguments: Sequence[str]) -> None:
     plan_command(arguments)
 
 
+def doctor(arguments: Sequence[str]) -> None:
+    """Check the machine and a run before its launch; the exit code is 1 if a check fails."""
+    from llmdistill.commands.doctor import doctor as doctor_command
+
+    code = doctor_command(arguments)
+    if code != 0:
+        raise SystemExit(code)
+
+
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
     if as_json:
         print(json.dumps(result))
@@ -216,6 +225,7 @@ def _readable(value: Any) -> str:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "train": ("distil a teacher into a smaller student (the main job)", train),
     "plan": ("forecast memory and time of a training on GPUs, and propose settings that fit", plan),
+    "doctor": ("check this machine, and a run on one batch of its data, before the launch", doctor),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),
     "compress": ("factorize a model folder", compress),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),

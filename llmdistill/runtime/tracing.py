@@ -150,7 +150,7 @@ def on_gpu() -> Iterator[None]:
             return stock(query, key, value, attn_mask=attn_mask, **options)
         return _fused(query, key, value, attn_mask, **options)
 
-    functional.scaled_dot_product_attention = attention
+    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     try:
         yield
     finally:

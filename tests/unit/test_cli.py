@@ -37,7 +37,11 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compres"], "there is no command 'compres'; there are train, plan, compare, compress, generate, export, evaluate"),
+        (
+            ["compres"],
+            "there is no command 'compres'; there are train, plan, doctor, compare, compress, generate, export, "
+            "evaluate",
+        ),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),
         (["export", "--model", "x", "--output", "y"], "--dense is missing"),

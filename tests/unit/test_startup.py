@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("train", "plan", "compare", "compress", "generate", "export", "evaluate", "evaluate --suite glue")
+COMMANDS = ("train", "plan", "doctor", "compare", "compress", "generate", "export", "evaluate", "evaluate --suite glue")
 CODE = """
 import runpy, sys
 heavy = {"torch", "transformers", "deepspeed", "datasets", "matplotlib", "sklearn", "scipy", "pandas", "numpy"}
