@@ -117,7 +117,7 @@ def above_chance(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> Finding:
 
 
 def _num_classes(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> int:
-    return batch.input_ids.shape[1] if plan.objective.sequences == "spans" else max(2, teacher.config.num_labels)
+    return batch.input_ids.shape[1] if plan.objective.sequences == "spans" else max(2, teacher.config.num_labels or 0)
 
 
 def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping[str, TermSize]) -> Finding:
