@@ -16,9 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-_VALUE = torch.ops.aten._local_scalar_dense.default
-"""Reads a value; transformers does so to find out whether a batch is padded or packed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -96,8 +93,6 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operation and add what it allocates and does."""
         kwargs = kwargs or {}
-        if func is _VALUE and args[0].is_meta:
-            return 1  # on the way of a batch without padding and packing, as on a GPU
         result = func(*args, **kwargs)
         for each in tree_iter(result):
             if isinstance(each, Tensor):

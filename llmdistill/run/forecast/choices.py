@@ -215,9 +215,12 @@ def reason(choice: Choice, choices: Sequence[Choice], micro_batch_size: int | No
     """Say why a choice is proposed, in one sentence."""
     others = _preferred(choices, micro_batch_size)
     said = f"{gigabytes(choice.total)} of {gigabytes(choice.available)} GB, {choice.duration.seconds:.3g} s a step; "
-    said += f"the fastest, or the simplest of the fastest, of {len(others)} settings that fit"
+    if len(others) == 1:
+        said += "the only setting that fits"
+    else:
+        said += f"the fastest, or the simplest of the fastest, of {len(others)} settings that fit"
     if not choice.tight:
-        said += f" and leave {choice.margin:.0%} free"
+        said += f" and {'leaves' if len(others) == 1 else 'leave'} {choice.margin:.0%} free"
     if choice.micro_batch_size == micro_batch_size:
         said += f" with the run's own micro batch size {micro_batch_size}"
     if choice.checkpointing:

@@ -13,8 +13,8 @@ Bound = Literal["compute", "memory", "wire", "launch", "host"]
 """What takes most of a step: matrix products; the bandwidth of the GPU's memory; communication; the CPU that launches
 operations; offloading to the node's memory."""
 
-_ADAM_BYTES = 100
-"""Bytes that AdamW reads and writes for each parameter: some twenty passes over fp32, as torch runs it on lists."""
+_ADAM_BYTES = 44
+"""Bytes that a fused AdamW reads and writes for each parameter, with the norm of the gradients and their cast."""
 _HOST_ADAM_BYTES = 36
 """The same for DeepSpeed's Adam on the CPU, one pass: weight, gradient and two moments, three of them written."""
 

@@ -20,7 +20,7 @@ PARTS = {
     "head": "the LM head with its losses",
     "gathered": "the weights that ZeRO-3 has gathered",
     "buckets": "the buckets of the communication",
-    "step": "the temporary tensors of the optimizer's step",
+    "step": "what only the optimizer's step needs",
     "allocator": "what the GPU and its allocator reserve",
 }
 """Part of the memory -> what it is."""
@@ -30,7 +30,8 @@ _STATE = 12
 _GRADIENT = 4
 """Bytes of a gradient in the optimizer's step, which is fp32."""
 _TEMPORARY = 8
-"""Bytes of AdamW's temporary tensors for each parameter: the root of the second moment and the update."""
+"""Bytes of AdamW's temporary tensors for each parameter, unless it is fused: the root of the second moment and the
+update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,16 @@ class Zero:
     """The most elements that ZeRO-3 gathers at the same time, which then exist twice."""
     sub_group: int
     """The most elements that ZeRO-3 updates at the same time."""
+    fused: bool
+    """Whether the optimizer is fused, so that it needs no temporary tensors."""
     offloads_optimizer: bool
     offloads_weights: bool
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any], *, accumulation_steps: int) -> Zero:
         """Read a DeepSpeed configuration; what it leaves out has DeepSpeed's defaults."""
-        block = ds_config.get("zero_optimization", {})
+        block, optimizer = (ds_config.get(name, {}) for name in ("zero_optimization", "optimizer"))
+        settings = optimizer.get("params", {})
         stage = block.get("stage", 0)
         overlaps = block.get("overlap_comm", stage == 3)
         buckets = 2 if overlaps and stage < 3 else 1
@@ -97,6 +101,7 @@ class Zero:
             live=int(block.get("stage3_max_live_parameters", 1e9)),
             prefetch=int(block.get("stage3_prefetch_bucket_size", 5e7)),
             sub_group=int(block.get("sub_group_size", 1e9)),
+            fused=settings.get("fused", not settings.get("foreach", False)),
             offloads_optimizer=device("offload_optimizer") != "none",
             offloads_weights=device("offload_param") != "none",
         )
@@ -153,13 +158,14 @@ def gradient_bytes(zero: Zero, sizes: Sizes, ranks: int, *, complete: int, accum
 def step_memory(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:
     """Return the bytes that only the optimizer's step needs, by part.
 
-    The gradients of the rank's share are there in their own dtype and in fp32, beside AdamW's temporary tensors.
+    These are the gradients of the rank's share, in their own dtype and in fp32, and the optimizer's temporary tensors.
     """
     if zero.offloads_optimizer:
         return {}
     share = sizes.trained / (ranks if zero.stage > 0 else 1)
     at_once = min(share, zero.sub_group) if zero.stage == 3 else share
-    return {"gradients": share * sizes.element_bytes, "step": at_once * (_GRADIENT + _TEMPORARY)}
+    temporary = 0 if zero.fused else _TEMPORARY
+    return {"gradients": share * sizes.element_bytes, "step": at_once * (_GRADIENT + temporary)}
 
 
 def peak_memory(

@@ -128,8 +128,8 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
         position_ids=torch.arange(length).expand_as(ids) if packed else None,
         targets=targets,
     ).with_label_rows(shift=plan.method.shift)
-    # Texts fill their rows; other batches are padded, and then the attention needs a mask.
-    return replace(batch, padded=data.kind != "text").to("meta")
+    # Texts fill their rows; other batches are padded, and then an encoder's attention needs a mask.
+    return replace(batch, padding="none" if data.kind == "text" else "right").to("meta")
 
 
 def trace_step(models: Models, batch: Batch, *, checkpointing: bool) -> StepTrace:

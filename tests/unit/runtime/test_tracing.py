@@ -11,6 +11,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.install import install
 from llmdistill.factorize.plan import plan
 from llmdistill.models.load import build_meta, build_random
+from llmdistill.models.taps import given_mask
 from llmdistill.runtime.tracing import Tracer, on_gpu
 
 # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
@@ -36,8 +37,8 @@ CONFIGS = {
 
 
 def output(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    mask = torch.ones_like(ids) if ids.device.type == "cpu" else None  # a CPU drops a mask of ones
-    result: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    with given_mask(model):
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return result
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.run.forecast.duration import step_duration, wire_bandwidth, wire_bytes
-from llmdistill.run.forecast.memory import Sizes, Zero, peak_memory, with_allocator
+from llmdistill.run.forecast.memory import Sizes, Zero, peak_memory, step_memory, with_allocator
 from llmdistill.run.forecast.step import Moment
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.tracing import Work
@@ -69,8 +69,15 @@ def test_peak_is_in_the_optimizers_step_where_activations_are_small():
         "optimizer": 3.0,
         "buckets": 0.8,
         "gradients": 0.5,
-        "step": 3.0,
+        "step": 1.0,
     }
+
+
+def test_optimizer_that_is_not_fused_needs_temporary_tensors():
+    ds_config = read_ds_config("zero2")
+    ds_config["optimizer"]["params"]["fused"] = False
+    zero = Zero.of(ds_config, accumulation_steps=1)
+    assert step_memory(zero, SIZES, RANKS)["step"] == 3e9
 
 
 def test_gradients_grow_while_activations_shrink():
