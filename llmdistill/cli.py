@@ -1,4 +1,4 @@
-"""The ``llmdistill`` command: train, compare, compress, cache, generate, export, evaluate."""
+"""The ``llmdistill`` command: train, plan, doctor, compare, compress, cache, generate, export, evaluate."""
 
 from __future__ import annotations
 
@@ -200,6 +200,22 @@ def compare(arguments: Sequence[str]) -> None:
         raise SystemExit(code)
 
 
+def plan(arguments: Sequence[str]) -> None:
+    """Forecast the memory and the time of a training and propose settings that fit."""
+    from llmdistill.commands.plan import plan as plan_command
+
+    plan_command(arguments)
+
+
+def doctor(arguments: Sequence[str]) -> None:
+    """Check the machine and a run before its launch; the exit code is 1 if a check fails."""
+    from llmdistill.commands.doctor import doctor as doctor_command
+
+    code = doctor_command(arguments)
+    if code != 0:
+        raise SystemExit(code)
+
+
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
     if as_json:
         print(json.dumps(result))
@@ -218,6 +234,8 @@ def _readable(value: Any) -> str:
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "train": ("distil a teacher into a smaller student (the main job)", train),
+    "plan": ("forecast memory and time of a training on GPUs, and propose settings that fit", plan),
+    "doctor": ("check this machine, and a run on one batch of its data, before the launch", doctor),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),
     "compress": ("factorize a model folder", compress),
     "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", cache),

@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from llmdistill.commands.published_table import compare_table
-from llmdistill.config.command_line import build, parse, parse_run, recipe_names
+from llmdistill.config.command_line import build, parse, parse_run, recipe_names, split_words
 from llmdistill.errors import UserError
 from llmdistill.experiments.tables import table_names
 from llmdistill.experiments.variants import (
@@ -181,15 +181,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
 
 def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into those of the comparison and those of the run."""
-    names = {each.name for each in fields(CompareConfig)} | {"help", "dry_run", "json"}
-    own: list[str] = []
-    rest: list[str] = []
-    mine = False
-    for word in arguments:
-        if word.startswith("--") or word == "-h":
-            mine = word == "-h" or word.removeprefix("--").split("=")[0] in names
-        (own if mine else rest).append(word)
-    return own, rest
+    return split_words(arguments, {each.name for each in fields(CompareConfig)} | {"help", "dry_run", "json"})
 
 
 def choose_suite(settings: CompareConfig) -> Suite:

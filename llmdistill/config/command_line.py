@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -100,6 +100,18 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
         parsed.output_dir = f"runs/{name}-{Path(parsed.ds_config).stem}"
     recipe = argparse.Namespace(recipe=flags.recipe, dry_run=parsed.dry_run, json=parsed.json)
     return build(parsed, RunConfig, methods), recipe
+
+
+def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into the flags of these names with their values (and -h), and the other words."""
+    own: list[str] = []
+    rest: list[str] = []
+    mine = False
+    for word in arguments:
+        if word.startswith("--") or word == "-h":
+            mine = word == "-h" or word.removeprefix("--").split("=")[0] in names
+        (own if mine else rest).append(word)
+    return own, rest
 
 
 def typed_command(script: str, arguments: Sequence[str]) -> str:

@@ -40,12 +40,18 @@ def build_reference(config: PreTrainedConfig, head: Head = "none") -> PreTrained
     That is the base model (with pooler) for encoders, and the causal LM for decoders. Raises UserError if the
     architecture is not supported.
     """
-    model, saved = build_meta(config, head), getattr(config, "quantization_config", None)
+    model = build_meta(config, head)
+    install_saved(model)
+    return model
+
+
+def install_saved(model: PreTrainedModel) -> None:
+    """Factorize a model as its config says, if it does; a model that is built from a config alone is always dense."""
+    saved = getattr(model.config, "quantization_config", None)
     if isinstance(saved, dict) and saved.get("quant_method") == NAME:
         saved = FactorizedConfig.from_dict(saved)
-    if isinstance(saved, FactorizedConfig):  # a model that transformers builds from a config alone is always dense
+    if isinstance(saved, FactorizedConfig):
         saved.install(model)
-    return model
 
 
 def layer_linears(model: PreTrainedModel) -> dict[str, Shape]:

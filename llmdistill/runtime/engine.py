@@ -115,17 +115,22 @@ def add_projectors(model: PreTrainedModel, widths: Mapping[Aspect, tuple[int, in
     return projectors
 
 
-def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> Any:
-    """Return the student as a DeepSpeed engine; frozen parameters are not trained."""
-    import deepspeed
-
-    if settings.activation_checkpointing:
+def set_training(model: PreTrainedModel, *, checkpointing: bool) -> None:
+    """Set a student to training mode, with activation checkpointing or without."""
+    if checkpointing:
         # Reentrant checkpointing detaches the recorded tensors, and their gradients are then wrong without an error.
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if any(not parameter.requires_grad for parameter in model.parameters()):
             # With a frozen embedding, the input of the first layer needs no gradient, so its adapters would get none.
             model.enable_input_require_grads()
     model.train()
+
+
+def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: TrainConfig) -> Any:
+    """Return the student as a DeepSpeed engine; frozen parameters are not trained."""
+    import deepspeed
+
+    set_training(model, checkpointing=settings.activation_checkpointing)
     groups = parameter_groups(model, settings.weight_decay)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
     return engine

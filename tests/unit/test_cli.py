@@ -39,7 +39,8 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
     [
         (
             ["compres"],
-            "there is no command 'compres'; there are train, compare, compress, cache, generate, export, eval",
+            "there is no command 'compres'; there are train, plan, doctor, compare, compress, cache, generate, export, "
+            "evaluate",
         ),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("train", "compare", "compress", "cache", "generate", "export", "evaluate", "evaluate --suite glue")
+COMMANDS = (
+    *("train", "plan", "doctor", "compare", "compress", "cache", "generate", "export"),
+    *("evaluate", "evaluate --suite glue"),
+)
 CODE = """
 import runpy, sys
 heavy = {"torch", "transformers", "deepspeed", "datasets", "matplotlib", "sklearn", "scipy", "pandas", "numpy"}

@@ -94,6 +94,8 @@ def block_loss(
     total = torch.zeros((), device=student.query.device, dtype=dtype)
     of_query = torch.empty_like(student.query) if query_grad else None
     of_key = of_query if both else torch.empty_like(student.key) if key_grad else None
+    if total.is_meta:  # without values only the shapes of the results matter
+        return BlockLoss(total, of_query, None if both else of_key)
     buffers = [torch.empty(math.prod(shape) * tokens, device=total.device, dtype=dtype) for _ in range(3)]
     for sequences in _slices(batch, shape.sequences):
         segments_ST = None if segments_BT is None else segments_BT[sequences]

@@ -36,6 +36,8 @@ def chunk_losses(
     logits of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
     its most likely tokens instead. All computations on tokens use the dtype of the factors, (C,), at least fp32.
     """
+    if student_NV.is_meta:  # the kernels of a GPU overwrite the logits and need no further memory
+        return torch.zeros_like(factors)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
     if isinstance(teacher_NV, TopK):  # neither the kernels nor the short way know classes of tokens
         return _in_blocks(student_NV, teacher_NV, labels_N, terms, factors, None, with_gradient=with_gradient)

@@ -1,0 +1,97 @@
+"""``llmdistill doctor``: is this machine ready for runs, and is this run ready to be launched?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import parse, parse_run, split_words
+from llmdistill.methods import METHODS
+from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
+from llmdistill.runtime.terminal import quiet_transformers
+
+if TYPE_CHECKING:
+    from llmdistill.runtime.environment import Finding
+
+_OPTIMIZER_BYTES = 12
+"""Bytes of a parameter in a checkpoint beside its weight: fp32 weight and two moments."""
+
+
+def build_parser(prog: str) -> ArgumentParser:
+    """Return the parser of the command's own arguments."""
+    parser = ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [--recipe NAME] [--json] [--KEY VALUE ...]",
+        exit_on_error=False,
+        description="Check libraries, compiler, GPU, communication and disk, and a run on one batch of its data: the "
+        "teacher against chance, the teacher as its own student, and each term's size and share of the gradient in a "
+        "first step. All settings of a run (llmdistill train --help) can be given; without any it checks the quick "
+        "start. The exit code is 1 if a check fails.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON list with the findings.")
+    return parser
+
+
+def doctor(arguments: Sequence[str], prog: str = "llmdistill doctor") -> int:
+    """Check the machine and a run, print each finding, and return 1 if one is a failure, else 0.
+
+    Raises:
+        UserError: bad arguments.
+    """
+    own, words = split_words(arguments, {"help", "json"})
+    parsed = parse(build_parser(prog), own)
+    given = any(word.split("=")[0] == "--ds_config" for word in words)
+    config, _ = parse_run(words if given else ["--ds_config", DEFAULT_DS_CONFIG, *words], METHODS)
+    quiet_transformers()
+    found = []
+    for finding in findings(config):
+        found.append(finding)
+        if not parsed.json:
+            print_finding(finding)
+    if parsed.json:
+        print(json.dumps([asdict(finding) for finding in found]))
+    return int(any(finding.state == "failure" for finding in found))
+
+
+def findings(config: RunConfig) -> Iterator[Finding]:
+    """Check the machine, and then the run, one finding after the other."""
+    # Imported here so that --help does not wait for torch and transformers.
+    import torch
+
+    from llmdistill.errors import UserError
+    from llmdistill.run.checkup import check_run
+    from llmdistill.run.plan import make_plans
+    from llmdistill.runtime.environment import check_machine
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns of what a finding says
+    needed = None
+    try:
+        plan = make_plans(config)[-1]
+        weights = plan.sizes["student_params"] * plan.dtype.itemsize
+        state = plan.sizes["student_params"] * _OPTIMIZER_BYTES
+        needed = 2 * weights + config.train.keep_checkpoints * (weights + state)  # untrained and trained student
+    except UserError:
+        pass  # the check of the run names it
+    yield from check_machine(Path(str(config.output_dir)), needed)
+    yield from check_run(config)
+
+
+def print_finding(finding: Finding) -> None:
+    """Print a finding on one line, and what to do about it on the next."""
+    from rich.console import Console
+    from rich.text import Text
+
+    color = {"ok": "green", "warning": "yellow", "failure": "bold red"}[finding.state]
+    line = Text.assemble((f"{finding.state:8}", color), f" {finding.what:26} {finding.said}")
+    console = Console()
+    console.print(line, soft_wrap=True)
+    if finding.remedy is not None:
+        console.print(f"{'':8} {'':26} -> {finding.remedy}", soft_wrap=True, markup=False, highlight=False)

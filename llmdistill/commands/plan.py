@@ -1,0 +1,209 @@
+"""``llmdistill plan``: the settings of a training that fit into the memory of GPUs, the time of a step, a proposal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import build, parse, parse_run, split_words
+from llmdistill.config.machine import MachineConfig
+from llmdistill.errors import UserError
+from llmdistill.files import new_folder, write_json, write_text
+from llmdistill.methods import METHODS
+from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, read_ds_config
+from llmdistill.runtime.terminal import quiet_transformers
+
+if TYPE_CHECKING:
+    from llmdistill.run.forecast.choices import Choice
+    from llmdistill.run.plan import Plan
+
+_FLAGS = {"help", "json", "all", "write"}
+
+
+def build_parser(prog: str) -> ArgumentParser:
+    """Return the parser of the command's own arguments."""
+    parser = ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [--recipe NAME] [--gpus N] [--nodes N] [--gpu_memory SIZE] [--write DIR] [--KEY VALUE ...]",
+        exit_on_error=False,
+        description="Forecast, from configurations alone, the memory of a training by part and the time of a step, for "
+        "each ZeRO stage, micro batch, activation checkpointing and place of the teacher, and propose what fits best. "
+        "All settings of a run (llmdistill train --help) can be given too; with --ds_config only that one is looked "
+        "at, and a train.micro_batch_size that is given is kept where it fits.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object with all settings.")
+    parser.add_argument("--all", action="store_true", help="List every micro batch size, not only the best one.")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="DIR",
+        help="New folder for the proposal: ds_config.json, and launch.sh, which starts the training with it.",
+    )
+    parser.add_class_arguments(MachineConfig, None)
+    return parser
+
+
+def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
+    """Forecast a training, and print and write a proposal.
+
+    Raises:
+        UserError: bad arguments, or no setting fits.
+    """
+    own, words = split_words(arguments, {each.name for each in fields(MachineConfig)} | _FLAGS)
+    parsed = parse(build_parser(prog), own)
+    machine = build(parsed, MachineConfig, prefix="--")
+    given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)
+    config, _ = parse_run(words if given else ["--ds_config", DEFAULT_DS_CONFIG, *words], METHODS)
+    # Imported here so that --help does not wait for torch and transformers.
+    from llmdistill.run.forecast.choices import DS_CONFIGS, make_choices, propose, reason
+
+    quiet_transformers()
+    resolved = resolve(config)
+    if not resolved.trains:
+        raise UserError(f"method {config.method} trains nothing, so there is nothing to plan: name another --method")
+    choices = make_choices(resolved, machine, [config.ds_config] if given else DS_CONFIGS)
+    if parsed.json:
+        fitting = any(choice.fits for choice in choices)
+        best = propose(choices, config.train.micro_batch_size) if fitting else None
+        print(json.dumps(described(resolved, machine, choices, best, words)))
+    else:
+        print_choices(resolved, machine, choices, every=parsed.all)
+    best = propose(choices, config.train.micro_batch_size)
+    if not parsed.json:
+        print_proposal(best, reason(best, choices, config.train.micro_batch_size), words, machine)
+    if parsed.write is not None:
+        write(parsed.write, best, words, machine)
+        if not parsed.json:
+            print(f"Written    {parsed.write / 'ds_config.json'}, {parsed.write / 'launch.sh'}")
+
+
+def resolve(config: RunConfig) -> Plan:
+    """Return the plan of a run on GPUs with bf16, from the configurations of its models alone."""
+    from llmdistill.embedded import locate
+    from llmdistill.models.configs import load_config
+    from llmdistill.run.plan import make_plan, make_plans
+
+    if config.train.dtype == "auto":
+        config = replace(config, train=replace(config.train, dtype="bf16"))
+    if config.student.assistants:
+        return make_plans(config)[-1]
+    named = {str(name) for name in (config.teacher.model, config.student.model) if name is not None}
+    return make_plan(config, pending={name: load_config(locate(name)) for name in named})
+
+
+def notes(config: RunConfig) -> list[str]:
+    """Return what a forecast leaves out of a run."""
+    left_out = {
+        "the assistants before the student (student.assistants)": bool(config.student.assistants),
+        "the student's own answers (data.on_policy)": config.data.on_policy > 0,
+        "the runs of the second stage (tasks)": bool(config.tasks.names),
+    }
+    return [f"{what} are not in the forecast" for what, is_there in left_out.items() if is_there]
+
+
+def launch_words(choice: Choice, words: Sequence[str], machine: MachineConfig, ds_config: str) -> list[str]:
+    """Return the command line that launches a training with a choice; its settings stand last, so they win."""
+    nodes = [] if machine.nodes == 1 else ["--hostfile", "hosts", "--num_nodes", str(machine.nodes)]
+    settings = [
+        f"--{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in choice.overrides.items()
+    ]
+    launcher = ["llmdistill", "train", *nodes, "--num_gpus", str(machine.gpus)]
+    return [*launcher, *words, "--ds_config", ds_config, *settings]
+
+
+def described(
+    plan: Plan, machine: MachineConfig, choices: Sequence[Choice], best: Choice | None, words: Sequence[str]
+) -> dict[str, Any]:
+    """Return the forecast as plain JSON values."""
+    values = {id(choice): _as_json(choice) for choice in choices}
+    return {
+        **{key: plan.sizes[key] for key in ("teacher_params", "student_params")},
+        "machine": asdict(machine),
+        "choices": list(values.values()),
+        "proposal": None if best is None else values[id(best)],
+        "notes": notes(plan.config),
+        "command": None if best is None else shlex.join(launch_words(best, words, machine, best.ds_config)),
+    }
+
+
+def _as_json(choice: Choice) -> dict[str, Any]:
+    return {
+        "ds_config": choice.ds_config,
+        "accumulation_steps": choice.accumulation_steps,
+        "overrides": choice.overrides,
+        "memory_bytes": {name: round(size) for name, size in choice.memory.items()},
+        "total_bytes": round(choice.total),
+        "fits": choice.fits,
+        "tight": choice.tight,
+        "step_seconds": choice.duration.seconds,
+        "bound": choice.duration.bound,
+        "seconds": asdict(choice.duration),
+    }
+
+
+def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice], *, every: bool) -> None:
+    """Print the run, the choices, and the memory by part of the best choice of each ds_config."""
+    from llmdistill.report.tables import print_table
+    from llmdistill.run.forecast.choices import best_of_each, gigabytes
+
+    train, sizes = plan.config.train, plan.sizes
+    print(
+        f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
+        f"Student    {sizes['method']}, {sizes['student_params']:,} parameters\n"
+        f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
+        f"{' + '.join(plan.config.methods())}, {str(plan.dtype).removeprefix('torch.')}\n"
+        f"Machine    {machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each\n"
+        + "".join(f"Note       {note}\n" for note in notes(plan.config))
+    )
+    shown = choices if every else best_of_each(choices, lambda each: (each.ds_config, each.teacher, each.checkpointing))
+    header = ["ds_config", "teacher", "re-\ncompute", "micro\nbatch", "GB", "fits", "s", "bound"]
+    rows = [
+        [
+            choice.ds_config,
+            choice.teacher or "none",
+            "yes" if choice.checkpointing else "no",
+            f"{choice.micro_batch_size}x{choice.accumulation_steps}",
+            gigabytes(choice.total),
+            "no" if not choice.fits else "tight" if choice.tight else "yes",
+            f"{choice.duration.seconds:.3g}",
+            choice.duration.bound,
+        ]
+        for choice in shown
+    ]
+    title = "GB of a GPU and seconds of a step, for micro batch x accumulation steps"
+    print_table(title, header, rows, left=(0, 1, 2, 5, 7))
+    best = best_of_each(choices, lambda each: (each.ds_config,))
+    parts = [part for part in best[0].memory if any(choice.memory[part] > 0 for choice in best)]
+    of_parts = [[part, *(gigabytes(choice.memory[part]) for choice in best)] for part in parts]
+    of_parts.append(["total", *(gigabytes(choice.total) for choice in best)])
+    print()
+    names = [choice.ds_config for choice in best]
+    print_table("GB of the best of each ds_config, by part", ["part", *names], of_parts)
+
+
+def print_proposal(choice: Choice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:
+    """Print a proposal, its reason, and the command that takes it."""
+    print(
+        f"\nProposal   {choice.described()}\n"
+        f"Reason     {reason}\n"
+        f"Launch     {shlex.join(launch_words(choice, words, machine, choice.ds_config))}"
+    )
+
+
+def write(folder: Path, choice: Choice, words: Sequence[str], machine: MachineConfig) -> None:
+    """Write the DeepSpeed configuration of a choice, and a script that launches the training with it.
+
+    Raises:
+        UserError: the folder exists and is not empty.
+    """
+    command = shlex.join(launch_words(choice, words, machine, str(folder / "ds_config.json")))
+    with new_folder(folder) as partial:
+        write_json(partial / "ds_config.json", read_ds_config(choice.ds_config))
+        write_text(partial / "launch.sh", f"#!/bin/sh\nexec {command}\n")

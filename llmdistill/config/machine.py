@@ -1,0 +1,89 @@
+"""Settings of the GPUs that a training is planned for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from llmdistill.errors import FieldError, check_least
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """The machine that a training is planned for. The defaults are those of A100 nodes with NVLink and InfiniBand."""
+
+    gpus: int = 8
+    """GPUs of each node."""
+    nodes: int = 1
+    """Number of nodes."""
+    gpu_memory: str = "80GB"
+    """Memory of a GPU, in MB, GB, TB (powers of ten) or MiB, GiB, TiB (powers of two)."""
+    tflops: float = 312.0
+    """Peak of a GPU's dense matrix products in the number format of the run, in TFLOP/s; bf16 by default."""
+    product_share: float = 0.6
+    """Share of `tflops` that matrix products reach."""
+    memory_bandwidth: float = 2039.0
+    """Bandwidth of a GPU's memory in GB/s."""
+    bandwidth_share: float = 0.75
+    """Share of each bandwidth that is reached."""
+    nvlink: float = 300.0
+    """Bandwidth between a GPU and the others of its node in one direction, in GB/s."""
+    infiniband: float = 25.0
+    """Bandwidth between the nodes in one direction, in GB/s for each GPU."""
+    pcie: float = 25.0
+    """Bandwidth between a GPU and the memory of its node in one direction, in GB/s; only offloading uses it."""
+    host_bandwidth: float = 200.0
+    """Bandwidth of a node's memory in GB/s, which its GPUs share; only offloading uses it."""
+    launch: float = 6.0
+    """Time that the CPU takes to launch one operation on a GPU, in microseconds."""
+    reserved: str = "2GB"
+    """Memory of a GPU that no tensor can have: the CUDA context, and the buffers of NCCL and cuBLAS."""
+    fragmentation: float = 0.05
+    """Share of the tensors that the allocator holds in addition, because free blocks do not fit what is needed."""
+    margin: float = 0.1
+    """Share of a GPU's memory that a proposal leaves free where it can, because the forecast is not exact."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a value is out of its range."""
+        check_least(self, 1, "gpus", "nodes", prefix="--")
+        check_least(self, 0, "launch", prefix="--")
+        for name in ("tflops", "memory_bandwidth", "nvlink", "infiniband", "pcie", "host_bandwidth"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name} is {getattr(self, name)}: give a number over 0")
+        for name in ("product_share", "bandwidth_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}: give a share over 0 and up to 1")
+        for name in ("fragmentation", "margin"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}: give a share from 0 to below 1")
+        for name in ("gpu_memory", "reserved"):
+            parse_bytes(getattr(self, name), field=name)
+
+    @property
+    def ranks(self) -> int:
+        """The number of GPUs of all nodes."""
+        return self.gpus * self.nodes
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of a GPU in bytes."""
+        return parse_bytes(self.gpu_memory, field="gpu_memory")
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory of a GPU that no tensor can have, in bytes."""
+        return parse_bytes(self.reserved, field="reserved")
+
+
+def parse_bytes(text: str, *, field: str) -> int:
+    """Return the bytes that a text such as 80GB, 1.5 TB or 24GiB names; raises FieldError if it has another form."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text, re.ASCII)
+    size = None if match is None else float(match[1]) * _UNITS.get(match[2].upper(), 0)
+    if not size:
+        raise FieldError(f"{field} is {text!r}: give a number with one of the units {', '.join(_NAMES)}, such as 80GB")
+    return round(size)
+
+
+_NAMES = ("MB", "GB", "TB", "MiB", "GiB", "TiB")

@@ -1,0 +1,216 @@
+"""Checks a run before it is launched: its models on one real batch, in a single process and without DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig, RunConfig
+from llmdistill.errors import UserError
+from llmdistill.losses.terms import RunningTerms
+from llmdistill.methods import Method, build_method
+from llmdistill.methods.sft import make_sft
+from llmdistill.models.adapters import add_lora
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
+from llmdistill.run.plan import Plan, make_plans
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import add_projectors
+from llmdistill.runtime.environment import Finding
+from llmdistill.tasks.base import TaskData
+
+_SAME = 1e-2
+"""A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
+
+
+_MOST_SEQUENCES = 8
+"""The most sequences in the batch of the checks."""
+
+
+_CALLED = {"label": "labels", "sequence_label": "targets"}
+
+
+@dataclass(frozen=True)
+class TermSize:
+    """One term of the loss in one step."""
+
+    value: float
+    """The unweighted term, averaged over its positions."""
+    gradient: float
+    """The norm of the gradient of the weighted term with respect to the student's parameters."""
+
+
+def check_run(config: RunConfig) -> Iterator[Finding]:
+    """Check a run on one micro batch of its training data, finding by finding; what stops the run ends the checks.
+
+    The student of these checks is made without calibration data, so that it is made in seconds.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plan = make_plans(_quick(config, folder))[-1]
+            world = World.alone()
+            data = plan.task.read(plan.models).prepared(world)
+            yield Finding("ok", "settings and data", data.report or "read")
+            yield from _check_models(plan, data, world)
+    except UserError as error:
+        yield Finding("failure", "the run", "it cannot start", str(error))
+
+
+def _quick(config: RunConfig, folder: str) -> RunConfig:
+    """The same run with few sequences in a batch, and a student that needs no measurement."""
+    student, size = config.student, config.train.global_batch_size
+    plain = replace(student.factorize, weighting="none", allocation="uniform", calibration=CalibrationConfig())
+    layers = None if student.layers == "important" else student.layers
+    init = "slice" if student.init == "important" else student.init
+    few = max(number for number in range(1, _MOST_SEQUENCES + 1) if size % number == 0)
+    return replace(
+        config,
+        output_dir=folder,
+        student=replace(student, factorize=plain, init=init, layers=layers),
+        train=replace(config.train, micro_batch_size=few),
+    )
+
+
+def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]:
+    batch = data.loader(share_of(plan, world)).micro_batches(0)[0]
+    batch = batch.with_label_rows(shift=plan.method.shift).to(world.device)
+    teacher = cache(lambda: make_teacher(plan, world))
+    student = load_student(plan, prepare_student(plan, world, teacher, data), plan.dtype)
+    student.to(world.device)  # type: ignore[arg-type]
+    if plan.config.student.lora.rank is not None:
+        add_lora(student, plan.config.student.lora, plan.config.seed)
+    model = teacher().model if plan.method.needs_teacher else None
+    if model is not None:
+        yield above_chance(plan, model, batch)
+    dry = term_sizes(plan.method, model, student, batch, vocabulary=plan.vocabulary)
+    if model is not None:
+        yield own_student(plan, model, batch, dry)
+    yield from dry_step(dry)
+
+
+def above_chance(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> Finding:
+    """Compare the teacher's loss on the labels with that of a guess at random."""
+    labels = make_sft(causal=plan.causal, objective=plan.objective)
+    what = "teacher above chance"
+    if plan.objective.sequences == "scores" or (plan.teacher_head == "none"):
+        return Finding("ok", what, "not applicable: the teacher predicts no classes or tokens")
+    with torch.no_grad():
+        found = term_sizes(labels, None, teacher, batch, gradients=False)
+    chances = {"label": teacher.config.vocab_size, "sequence_label": _num_classes(plan, teacher, batch)}
+    said, worse = [], []
+    for name, size in found.items():
+        chance = math.log(chances[name])
+        said.append(f"cross-entropy of the {_CALLED[name]} {size.value:.2f}, at random {chance:.2f}")
+        worse += [name] if not size.value < chance else []
+    remedy = "check that teacher, tokenizer and data belong together, and that the teacher was fine-tuned"
+    return Finding("failure" if worse else "ok", what, "; ".join(said), remedy if worse else None)
+
+
+def _num_classes(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> int:
+    return batch.input_ids.shape[1] if plan.objective.sequences == "spans" else max(2, teacher.config.num_labels or 0)
+
+
+def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping[str, TermSize]) -> Finding:
+    """Check that the terms that compare with the teacher have no gradient if the teacher is its own student.
+
+    Their values are zero too, but for a cross-entropy with the teacher's distribution, which is its entropy.
+    """
+    what = "teacher as its own student"
+    names, settings = plan.config.methods(), plan.config.method_settings
+    try:
+        method = build_method(names, settings, plan.teacher_config, plan.teacher_config, plan.objective)
+    except UserError:
+        return Finding("ok", what, "not applicable: the map of the layers is for another depth")
+    if method.projections:
+        return Finding("ok", what, "not applicable: learnt matrices map the widths")
+    labels = {term.name for term in method.token_terms if term.divergence is None}
+    labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
+    found = {name: size for name, size in _own_sizes(method, teacher, batch).items() if name not in labels}
+    shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in found.items() if name in dry}
+    largest = max(shares, key=lambda name: shares[name], default=None)
+    if largest is None:
+        return Finding("ok", what, "not applicable: no term compares with the teacher")
+    if shares[largest] == 0:
+        return Finding("ok", what, "no term has a gradient")
+    if shares[largest] < _SAME:
+        return Finding("ok", what, f"the gradient of each term is at most {shares[largest]:.1e} of the student's")
+    said = f"the gradient of the term {largest} is {shares[largest]:.1e} of the student's"
+    return Finding("failure", what, said, f"the term {largest} is wrong for this architecture: please report it")
+
+
+def _own_sizes(method: Method, teacher: PreTrainedModel, batch: Batch) -> dict[str, TermSize]:
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    return term_sizes(method, teacher, student, batch)
+
+
+def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
+    """Say of each term how large it is in the first step, and which share of the gradient it has."""
+    total = sum(size.gradient for size in dry.values())
+    for name, size in dry.items():
+        share = size.gradient / total if total > 0 else 0.0
+        said = f"{size.value:.4g}, {share:.1%} of the gradient"
+        if not math.isfinite(size.value + size.gradient):
+            yield Finding("failure", f"term {name}", said, "it is not finite: check the models and their dtype")
+        elif size.gradient == 0:
+            remedy = "it teaches nothing in this batch: check the labels, or give it the weight 0"
+            yield Finding("warning", f"term {name}", said, remedy)
+        else:
+            yield Finding("ok", f"term {name}", said)
+
+
+def term_sizes(
+    method: Method,
+    teacher: PreTrainedModel | None,
+    student: PreTrainedModel,
+    batch: Batch,
+    *,
+    vocabulary: int | None = None,
+    gradients: bool = True,
+) -> dict[str, TermSize]:
+    """Compute each term of a method on a batch, and without `gradients` not the norm of its gradient.
+
+    The student runs once for each term, in evaluation mode, so that dropout makes no difference between models.
+    """
+    student.eval()
+    projectors = add_projectors(student, method.projections, seed=0).to(student.device)
+    learner = TappedModel(student, Recorder(student, method.student_taps, projectors), vocabulary=vocabulary)
+    tapped = [learner]
+    if method.needs_teacher and teacher is not None:
+        tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary))
+    divisors = {place: count.clamp(min=1) for place, count in batch.counts().items()}
+    parameters = [each for each in student.parameters() if each.requires_grad]
+    sizes: dict[str, TermSize] = {}
+    try:
+        for name in method.weights:
+            taught = None
+            if len(tapped) > 1:
+                with torch.no_grad():
+                    taught = tapped[1].teach(batch, lm_head=method.taught_positions)
+            losses = learner.learn(batch, _alone(method.running(taught, batch, divisors), name))
+            value = float(losses.terms[name].sum / divisors[method.positions[name]])
+            sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
+    finally:
+        for each in tapped:
+            each.remove()
+    return sizes
+
+
+def _alone(terms: RunningTerms, name: str) -> RunningTerms:
+    """The same terms, where all but one have the factor 0."""
+    return replace(terms, factors={each: value if each == name else 0.0 for each, value in terms.factors.items()})
+
+
+def _gradient_norm(total: Tensor, parameters: list[torch.nn.Parameter]) -> float:
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    norms = [each.float().norm() for each in found if each is not None]
+    return float(torch.stack(norms).norm()) if norms else 0.0

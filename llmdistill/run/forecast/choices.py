@@ -1,0 +1,231 @@
+"""The settings that a training may be launched with, what each needs, and the one to propose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from llmdistill.config.machine import MachineConfig
+from llmdistill.errors import UserError
+from llmdistill.run.forecast.duration import Duration, step_duration
+from llmdistill.run.forecast.memory import PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
+from llmdistill.run.forecast.step import StepTrace, between, build_models, full_batch, trace_step
+from llmdistill.run.plan import Plan
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.engine import split_batch
+
+DS_CONFIGS = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+"""The shipped DeepSpeed configurations, the simplest first."""
+_ALIKE = 1.02
+"""Steps whose times differ by less are alike: the simpler setting is then proposed."""
+_REMEDIES = {
+    "teacher": "a smaller teacher, more GPUs",
+    "student": "a smaller student, more GPUs",
+    "optimizer": "more GPUs, or a smaller student",
+    "gradients": "more GPUs, or a smaller student",
+    "activations": "a smaller data.max_length",
+    "taps": "a smaller data.max_length, or a method with terms on fewer layers",
+    "head": "a smaller data.max_length, or a smaller vocabulary",
+    "gathered": "a smaller stage3_max_live_parameters in a ds_config of your own",
+    "buckets": "smaller buckets in a ds_config of your own",
+    "allocator": "a smaller --reserved",
+}
+"""Part of the memory -> what would make it smaller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to launch a training."""
+
+    ds_config: str
+    """The name of a shipped DeepSpeed configuration."""
+    micro_batch_size: int
+    accumulation_steps: int
+    checkpointing: bool
+    teacher: str | None
+    """The value of teacher.sharding; None if the run has no teacher."""
+    memory: Mapping[str, float]
+    """Bytes of each rank, by part."""
+    duration: Duration
+    available: int
+    """Bytes of a GPU."""
+    margin: float
+    """Share of them that should stay free."""
+
+    @cached_property
+    def total(self) -> float:
+        """The bytes of each rank."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of a GPU is enough."""
+        return self.total <= self.available
+
+    @property
+    def tight(self) -> bool:
+        """Whether less memory stays free than should, so that an inexact forecast may decide."""
+        return self.total > (1 - self.margin) * self.available
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The settings of the run, by dotted key."""
+        settings: dict[str, Any] = {
+            "train.micro_batch_size": self.micro_batch_size,
+            "train.activation_checkpointing": self.checkpointing,
+        }
+        return settings if self.teacher is None else {**settings, "teacher.sharding": self.teacher}
+
+    def described(self) -> str:
+        """Name the choice in a few words."""
+        words = [self.ds_config, f"micro batches of {self.micro_batch_size}"]
+        words += ["activation checkpointing"] if self.checkpointing else []
+        words += [] if self.teacher is None else [f"teacher {self.teacher}"]
+        return ", ".join(words)
+
+
+def make_choices(plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_CONFIGS) -> list[Choice]:
+    """Return every way to launch a run on a machine, from the configurations of its models alone.
+
+    Args:
+        plan: the run.
+        machine: the machine.
+        names: the DeepSpeed configurations to consider, by the names of shipped ones.
+
+    Raises:
+        UserError: the global batch cannot be divided among the ranks, or the student's sizes are not known.
+    """
+    train, ranks = plan.config.train, machine.ranks
+    share = split_batch(train.global_batch_size, None, ranks).micro_batch_size
+    sizes_of_batch = [size for size in range(1, share + 1) if share % size == 0]
+    models = build_models(plan)
+    sizes = Sizes.of(models.student, models.teacher)
+    ends = [full_batch(plan, size) for size in (1, share)]
+    traces = {on: [trace_step(models, batch, checkpointing=on) for batch in ends] for on in (False, True)}
+    teachers = (None,) if models.teacher is None else tuple(TEACHERS)
+    choices = []
+    for name in names:
+        ds_config = read_ds_config(name)
+        for micro_batch_size in sizes_of_batch:
+            steps = share // micro_batch_size
+            zero = Zero.of(ds_config, accumulation_steps=steps)
+            for checkpointing, (low, high) in traces.items():
+                trace = between(low, high, micro_batch_size)
+                choices += [
+                    _choice(name, zero, sizes, teacher, trace, machine, checkpointing, steps)
+                    for teacher in teachers
+                    if teacher != "zero3" or ranks > 1
+                ]
+    return choices
+
+
+def _choice(
+    name: str,
+    zero: Zero,
+    sizes: Sizes,
+    teacher: str | None,
+    trace: StepTrace,
+    machine: MachineConfig,
+    checkpointing: bool,
+    accumulation_steps: int,
+) -> Choice:
+    parts = peak_memory(zero, sizes, teacher, trace.moments, ranks=machine.ranks, accumulation_steps=accumulation_steps)
+    work = trace.student + trace.teacher
+    return Choice(
+        ds_config=name,
+        micro_batch_size=trace.micro_batch_size,
+        accumulation_steps=accumulation_steps,
+        checkpointing=checkpointing,
+        teacher=teacher,
+        memory=with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation),
+        duration=step_duration(zero, sizes, teacher, work, machine, accumulation_steps=accumulation_steps),
+        available=machine.memory_bytes,
+        margin=machine.margin,
+    )
+
+
+def propose(choices: Sequence[Choice], micro_batch_size: int | None = None) -> Choice:
+    """Return the fastest choice that fits, not tightly if possible; of those that are alike, the simplest.
+
+    Args:
+        choices: the choices, of which the first ds_configs are the simplest.
+        micro_batch_size: the one that the run asks for, which is kept if it fits; None leaves it open.
+
+    Raises:
+        UserError: none fits; the message says what is missing.
+    """
+    fitting = _preferred(choices, micro_batch_size)
+    if not fitting:
+        raise UserError(missing(choices))
+    fastest = min(choice.duration.seconds for choice in fitting)
+    alike = [choice for choice in fitting if choice.duration.seconds <= _ALIKE * fastest]
+    simplest = list(dict.fromkeys(choice.ds_config for choice in choices))
+    return min(
+        alike,
+        key=lambda choice: (
+            simplest.index(choice.ds_config),
+            [None, *TEACHERS].index(choice.teacher),
+            choice.checkpointing,
+            choice.total,
+        ),
+    )
+
+
+def _preferred(choices: Sequence[Choice], micro_batch_size: int | None) -> list[Choice]:
+    """The choices that fit, not tightly if possible, and of these if possible those with the micro batch size."""
+    fitting = [choice for choice in choices if choice.fits]
+    loose = [choice for choice in fitting if not choice.tight]
+    for kind in (loose, fitting):
+        asked = [choice for choice in kind if micro_batch_size in (None, choice.micro_batch_size)]
+        if asked or kind:
+            return asked or kind
+    return []
+
+
+def best_of_each(choices: Sequence[Choice], kind: Callable[[Choice], Any]) -> list[Choice]:
+    """Return one choice of each kind: the fastest that fits, not tightly if possible, else that which needs least."""
+
+    def order(choice: Choice) -> tuple[bool, bool, float]:
+        return not choice.fits, choice.tight, choice.duration.seconds if choice.fits else choice.total
+
+    kinds = dict.fromkeys(kind(choice) for choice in choices)
+    return [min((choice for choice in choices if kind(choice) == each), key=order) for each in kinds]
+
+
+def missing(choices: Sequence[Choice]) -> str:
+    """Say what the choice lacks that needs least, in one sentence."""
+    least = min(choices, key=lambda choice: choice.total)
+    part = max((name for name in least.memory if name in _REMEDIES), key=lambda name: least.memory[name])
+    over, weight = (gigabytes(each) for each in (least.total - least.available, least.memory[part]))
+    return (
+        f"--gpu_memory: nothing fits in {gigabytes(least.available)} GB: {least.described()} needs least, "
+        f"{gigabytes(least.total)} GB of each GPU, {over} GB too much, of which {PARTS[part]} are {weight} GB: "
+        f"take {_REMEDIES[part]}, or GPUs with more memory"
+    )
+
+
+def gigabytes(size: float) -> str:
+    """Return bytes as a text in GB."""
+    return "0" if size == 0 else f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
+
+
+def reason(choice: Choice, choices: Sequence[Choice], micro_batch_size: int | None = None) -> str:
+    """Say why a choice is proposed, in one sentence."""
+    others = _preferred(choices, micro_batch_size)
+    said = f"{gigabytes(choice.total)} of {gigabytes(choice.available)} GB, {choice.duration.seconds:.3g} s a step; "
+    if len(others) == 1:
+        said += "the only setting that fits"
+    else:
+        said += f"the fastest, or the simplest of the fastest, of {len(others)} settings that fit"
+    if not choice.tight:
+        said += f" and {'leaves' if len(others) == 1 else 'leave'} {choice.margin:.0%} free"
+    if choice.micro_batch_size == micro_batch_size:
+        said += f" with the run's own micro batch size {micro_batch_size}"
+    if choice.checkpointing:
+        keys = ("ds_config", "teacher", "micro_batch_size")
+        plain = [each for each in choices if all(getattr(each, key) == getattr(choice, key) for key in keys)]
+        needed = max(each.total for each in plain)
+        said += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
+    return said

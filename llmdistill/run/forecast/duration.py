@@ -1,0 +1,125 @@
+"""The time of a training step on a machine, and what bounds it: pure functions over numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmdistill.config.machine import MachineConfig
+from llmdistill.run.forecast.memory import Sizes, Zero
+from llmdistill.runtime.tracing import Work
+
+Bound = Literal["compute", "memory", "wire", "launch", "host"]
+"""What takes most of a step: matrix products; the bandwidth of the GPU's memory; communication; the CPU that launches
+operations; offloading to the node's memory."""
+
+_ADAM_BYTES = 44
+"""Bytes that a fused AdamW reads and writes for each parameter, with the norm of the gradients and their cast."""
+_HOST_ADAM_BYTES = 36
+"""The same for DeepSpeed's Adam on the CPU, one pass: weight, gradient and two moments, three of them written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """The seconds of one optimizer step on each rank."""
+
+    compute: float
+    """Matrix products."""
+    memory: float
+    """All other operations, the optimizer included, which wait for the GPU's memory."""
+    wire: float
+    """Communication, which overlaps with the two above."""
+    launch: float
+    """The CPU, which launches the operations of the two above while they run."""
+    host: float
+    """Offloading: copies to and from the node's memory, and the optimizer there."""
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return max(self.compute + self.memory, self.wire, self.launch) + self.host
+
+    @property
+    def bound(self) -> Bound:
+        """What most of the time goes to."""
+        work = self.compute + self.memory
+        most = max(work, self.wire, self.launch, self.host)
+        if most == work:
+            return "compute" if self.compute >= self.memory else "memory"
+        names: dict[Bound, float] = {"wire": self.wire, "launch": self.launch, "host": self.host}
+        return next(name for name, seconds in names.items() if seconds == most)
+
+
+def step_duration(
+    zero: Zero, sizes: Sizes, teacher: str | None, work: Work, machine: MachineConfig, *, accumulation_steps: int
+) -> Duration:
+    """Return the time of an optimizer step.
+
+    Args:
+        zero: the student's ZeRO.
+        sizes: the sizes of the models.
+        teacher: the value of teacher.sharding; None without a teacher.
+        work: what both models do for one micro batch.
+        machine: the GPUs and their bandwidths.
+        accumulation_steps: the number of micro batches of a step on each rank.
+    """
+    peak, bandwidth = 1e12 * machine.tflops * machine.product_share, _reached(machine, machine.memory_bandwidth)
+    # A product of small matrices waits for the memory instead.
+    products = max(work.flops / peak, work.product_bytes / bandwidth)
+    updated = sizes.trained / machine.ranks if zero.stage > 0 else sizes.trained
+    on_gpu = 0 if zero.offloads_optimizer else _ADAM_BYTES * updated
+    return Duration(
+        compute=accumulation_steps * products,
+        memory=(accumulation_steps * work.other_bytes + on_gpu) / bandwidth,
+        wire=wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
+        / _reached(machine, wire_bandwidth(machine)),
+        launch=1e-6 * machine.launch * accumulation_steps * work.operations,
+        host=_host_seconds(zero, sizes, machine, accumulation_steps=accumulation_steps),
+    )
+
+
+def wire_bytes(zero: Zero, sizes: Sizes, teacher: str | None, ranks: int, *, accumulation_steps: int) -> float:
+    """Return the bytes that a rank sends in an optimizer step, for collectives that run in rings.
+
+    A ring sends (n - 1) / n of the data to reduce or gather it; an all-reduce does both. ZeRO-3 gathers the weights for
+    the forward and for the backward pass of each micro batch, and a sharded teacher its own once.
+    """
+    once = (ranks - 1) / ranks
+    gradients, weights = sizes.trained * sizes.element_bytes, sizes.student_bytes
+    if zero.stage == 3:
+        sent = accumulation_steps * (2 * weights + gradients)
+    elif zero.stage == 2:
+        sent = accumulation_steps * gradients + gradients
+    else:
+        sent = 2 * gradients
+    if teacher == "zero3":
+        sent += accumulation_steps * sizes.teacher_bytes
+    return once * sent
+
+
+def wire_bandwidth(machine: MachineConfig) -> float:
+    """Return the bandwidth of a ring over all GPUs in GB/s: that of its slowest link.
+
+    Between nodes NCCL opens a ring for each network card, so the cards of a node work together.
+    """
+    if machine.nodes == 1:
+        return machine.nvlink
+    return min(machine.nvlink, machine.gpus * machine.infiniband)
+
+
+def _host_seconds(zero: Zero, sizes: Sizes, machine: MachineConfig, *, accumulation_steps: int) -> float:
+    copied = 0.0
+    updated = sizes.trained / machine.ranks
+    if zero.offloads_optimizer:
+        copied += updated * sizes.element_bytes * (accumulation_steps + 1)  # gradients down, weights up
+    if zero.offloads_weights:
+        copied += 2 * accumulation_steps * sizes.student_bytes / machine.ranks
+    seconds = copied / _reached(machine, machine.pcie)
+    if zero.offloads_optimizer:
+        seconds += _HOST_ADAM_BYTES * updated * machine.gpus / _reached(machine, machine.host_bandwidth)
+    return seconds
+
+
+def _reached(machine: MachineConfig, gigabytes: float) -> float:
+    """Bytes per second of a bandwidth in GB/s."""
+    return 1e9 * gigabytes * machine.bandwidth_share

@@ -1,0 +1,262 @@
+"""Traces one training step of a run on the meta device: the run's own forward and backward passes, without weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmdistill.batch import Batch, HeadInputs, Positions, TapRequest, Taps
+from llmdistill.factorize.counting import build_reference, install_saved
+from llmdistill.factorize.install import install
+from llmdistill.factorize.plan import plan as plan_factorization
+from llmdistill.factorize.plan import plan_embedding
+from llmdistill.losses.head import TokenLosses
+from llmdistill.losses.terms import LayerTerm, RunningTerms
+from llmdistill.methods import Method
+from llmdistill.models.adapters import add_lora, cast_parameters
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import Head, build_meta
+from llmdistill.models.taps import Recorder
+from llmdistill.run.plan import Plan
+from llmdistill.runtime.engine import add_projectors, set_training
+from llmdistill.runtime.tracing import Tracer, Work, on_gpu
+from llmdistill.tasks.base import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models of a run on the meta device."""
+
+    student: PreTrainedModel
+    projectors: nn.ModuleDict
+    teacher: PreTrainedModel | None
+    """None if no term of the method needs one."""
+    method: Method
+    vocabulary: int | None = None
+    """The number of logits that both models share; None if their vocabularies are the same."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The memory of a step up to one moment of the backward pass, gradients of parameters left out."""
+
+    gradients: int
+    """Number of elements of the parameters whose gradients are complete."""
+    live: Mapping[str, float]
+    """The most bytes since the moment before, by part: activations, taps (what losses on layers keep of both models)
+    and head (the LM head and its losses)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """The memory and the work of the forward and backward pass of one micro batch on one rank."""
+
+    micro_batch_size: int
+    moments: Sequence[Moment]
+    student: Work
+    teacher: Work
+
+
+def build_models(plan: Plan) -> Models:
+    """Build the models of a run on the meta device, in their dtypes.
+
+    Raises UserError if the student's sizes are known only from weights or data.
+    """
+    student = _build(plan.student_config, plan.student_head, plan.task)
+    settings = plan.config.student
+    if settings.model is None:
+        reference, factorize = build_reference(plan.student_config), settings.factorize
+        if settings.shape is not None:
+            install(student, plan_embedding(reference, factorize, settings.method))
+        else:  # ranks that data will choose have the same number of parameters as uniform ones
+            uniform = replace(factorize, allocation="uniform")
+            install(student, plan_factorization(reference, uniform, settings.method))
+    cast_parameters(student, plan.dtype)
+    if settings.lora.rank is not None:
+        add_lora(student, settings.lora, plan.config.seed)
+    teacher = None
+    if plan.method.needs_teacher:
+        teacher = _build(plan.teacher_config, plan.teacher_head, plan.task)
+        cast_parameters(teacher, plan.teacher_dtype)
+    with torch.device("meta"):
+        projectors = add_projectors(student, plan.method.projections, plan.config.seed)
+    return Models(
+        student=student, projectors=projectors, teacher=teacher, method=plan.method, vocabulary=plan.vocabulary
+    )
+
+
+def _build(config: PreTrainedConfig, head: Head, task: Task) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    if task.num_outputs is not None:
+        config.num_labels = task.num_outputs
+    if config.pad_token_id is None:  # a decoder with a classifier needs one, and any will do
+        config.pad_token_id = 0
+    model = build_meta(config, head)
+    install_saved(model)
+    task.configure(model)
+    return model
+
+
+def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
+    """Return a micro batch with as many tokens and labels as a batch of the run can have, on the meta device."""
+    data, length = plan.config.data, plan.config.data.max_length
+    ids = torch.zeros(micro_batch_size, length, dtype=torch.int64)
+    labels = ids.clone()
+    if not plan.causal and data.kind == "text":
+        labels[:, math.ceil(data.text.mask_share * length) :] = -100
+    targets = {
+        None: None,
+        "classes": ids[:, 0],
+        "scores": ids[:, 0].float(),
+        "spans": ids[:, :2],
+    }[plan.objective.sequences]
+    packed = data.kind == "instructions" and data.packing
+    batch = Batch(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        labels=labels,
+        token_type_ids=torch.zeros_like(ids),
+        position_ids=torch.arange(length).expand_as(ids) if packed else None,
+        targets=targets,
+    ).with_label_rows(shift=plan.method.shift)
+    # Texts fill their rows; other batches are padded, and then an encoder's attention needs a mask.
+    return replace(batch, padding="none" if data.kind == "text" else "right").to("meta")
+
+
+def trace_step(models: Models, batch: Batch, *, checkpointing: bool) -> StepTrace:
+    """Trace the forward passes of both models and the backward pass of the student on one micro batch.
+
+    Args:
+        models: the models; afterwards the student is in training mode.
+        batch: the micro batch, on the meta device.
+        checkpointing: whether the student recomputes its activations.
+    """
+    student, method, tracer = models.student, models.method, Tracer()
+    _set_training(student, checkpointing=checkpointing)
+    moments: list[Moment] = []
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(_complete, moments, tracer))
+        for parameter in student.parameters()
+        if parameter.requires_grad
+    ]
+    learner = _tapped(student, method.student_taps, tracer, models.vocabulary, models.projectors)
+    tapped = [learner]
+    taught, of_teacher = None, Work()
+    tracer.ignore(_tensors(student))
+    with on_gpu(), tracer:
+        if models.teacher is not None:
+            models.teacher.eval().requires_grad_(False)
+            tracer.ignore(_tensors(models.teacher))
+            tapped.append(_tapped(models.teacher, method.teacher_taps, tracer, models.vocabulary))
+            with torch.no_grad(), tracer.part("taps"):
+                taught = tapped[1].teach(batch, lm_head=method.taught_positions)
+            of_teacher = tracer.work
+        terms = method.running(taught, batch)
+        del taught
+        watched = [replace(term, loss=_in_part(tracer, "taps", term)) for term in terms.layer_terms]
+        learner.learn(batch, replace(terms, layer_terms=watched)).total.backward()
+        del terms
+    moments.append(Moment(moments[-1].gradients if moments else 0, tracer.take_peak()))
+    for each in tapped:
+        each.remove()
+    for handle in handles:
+        handle.remove()
+    return StepTrace(
+        micro_batch_size=len(batch.input_ids),
+        moments=moments,
+        student=tracer.work.plus(of_teacher, -1.0),
+        teacher=of_teacher,
+    )
+
+
+def _set_training(student: PreTrainedModel, *, checkpointing: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers renames these methods
+        if not checkpointing:
+            student.gradient_checkpointing_disable()
+        set_training(student, checkpointing=checkpointing)
+
+
+def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace:
+    """Return the trace of another micro batch: everything that a step keeps or computes grows in proportion to it."""
+    if low.micro_batch_size == high.micro_batch_size:
+        return low
+    share = (micro_batch_size - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
+    assert len(low.moments) == len(high.moments), "two traces of one step complete the same gradients"
+
+    def bytes_between(one: Moment, other: Moment) -> Moment:
+        parts = one.live.keys() | other.live.keys()
+        live = {name: one.live.get(name, 0) * (1 - share) + other.live.get(name, 0) * share for name in parts}
+        return Moment(one.gradients, live)
+
+    def work_between(one: Work, other: Work) -> Work:
+        return Work().plus(one, 1 - share).plus(other, share)
+
+    return StepTrace(
+        micro_batch_size=micro_batch_size,
+        moments=[bytes_between(*pair) for pair in zip(low.moments, high.moments, strict=True)],
+        student=work_between(low.student, high.student),
+        teacher=work_between(low.teacher, high.teacher),
+    )
+
+
+def trained_parameters(model: nn.Module) -> int:
+    """Count the parameters that are trained."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def model_bytes(model: nn.Module | None) -> int:
+    """Return the bytes of a model's parameters and buffers; 0 without a model."""
+    return 0 if model is None else sum(each.untyped_storage().nbytes() for each in _tensors(model))
+
+
+class _WatchedModel(TappedModel):
+    """A forward pass whose LM head and token losses belong to the part `head`."""
+
+    tracer: Tracer
+
+    def _token_losses(self, head: HeadInputs, place: Positions, batch: Batch, terms: RunningTerms) -> TokenLosses:
+        with self.tracer.part("head"):
+            return super()._token_losses(head, place, batch, terms)
+
+
+def _tapped(
+    model: PreTrainedModel,
+    taps: TapRequest,
+    tracer: Tracer,
+    vocabulary: int | None,
+    projectors: nn.ModuleDict | None = None,
+) -> TappedModel:
+    tapped = _WatchedModel(model, Recorder(model, taps, projectors), vocabulary=vocabulary)
+    tapped.tracer = tracer
+    return tapped
+
+
+def _in_part(tracer: Tracer, name: str, term: LayerTerm) -> Any:
+    def loss(student: Taps, teacher: Taps, mask: Tensor) -> Any:
+        with tracer.part(name):
+            return term.loss(student, teacher, mask)
+
+    return loss
+
+
+def _complete(moments: list[Moment], tracer: Tracer, parameter: Tensor) -> None:
+    """Note the peak until a gradient is complete, and drop the gradient: where it goes depends on the ZeRO stage."""
+    before = moments[-1].gradients if moments else 0
+    parameter.grad = None
+    moments.append(Moment(before + parameter.numel(), tracer.take_peak()))
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model; what is shared counts once."""
+    found = {id(each.untyped_storage()): each for each in (*model.parameters(), *model.buffers())}
+    return list(found.values())

@@ -1,0 +1,117 @@
+"""Checks the machine that a run is launched on: libraries, compiler, GPU, communication and disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from llmdistill.losses.fused.triton import available
+from llmdistill.runtime.distributed import has_compiler
+
+_LIBRARIES = ("torch", "transformers", "deepspeed", "safetensors")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    state: Literal["ok", "warning", "failure"]
+    what: str
+    """What was checked."""
+    said: str
+    """What was found."""
+    remedy: str | None = None
+    """What to do about it; None if nothing is to be done."""
+
+
+def check_machine(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
+    """Check this machine for runs.
+
+    Args:
+        folder: where the run will write; it need not exist.
+        needed_bytes: what the run will write there; None if it is not known.
+    """
+    yield libraries()
+    yield compiler()
+    yield gpus()
+    yield communication()
+    yield kernels()
+    yield disk(folder, needed_bytes)
+
+
+def libraries() -> Finding:
+    """Whether the libraries of a run are installed, and in which versions."""
+    found, missing = [], []
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Finding("failure", "libraries", f"{', '.join(missing)} missing", "install them: pip install llmdistill")
+    return Finding("ok", "libraries", ", ".join(found))
+
+
+def compiler() -> Finding:
+    """Whether there is the compiler, with which DeepSpeed builds an extension at its first start, and the launcher."""
+    if shutil.which("deepspeed") is None:
+        remedy = "activate the environment that DeepSpeed is installed in"
+        return Finding("failure", "launcher and compiler", "the deepspeed launcher is not on the path", remedy)
+    if not has_compiler():
+        remedy = "install g++, or name a C++ compiler in CXX"
+        return Finding("failure", "launcher and compiler", "there is no C++ compiler", remedy)
+    return Finding("ok", "launcher and compiler", os.environ.get("CXX", "c++"))
+
+
+def gpus() -> Finding:
+    """Which GPUs there are."""
+    if not torch.cuda.is_available():
+        remedy = "for GPUs install their driver and the CUDA build of PyTorch"
+        return Finding("warning", "GPU", "none: a run uses the CPU, in fp32", remedy)
+    names = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    said = f"{len(names)} x {names[0].name}, {names[0].total_memory / 1e9:.0f} GB"
+    if not torch.cuda.is_bf16_supported():
+        return Finding("warning", "GPU", f"{said}, without bf16", "a run uses fp32; bf16 needs an A100 or later")
+    return Finding("ok", "GPU", said)
+
+
+def communication() -> Finding:
+    """Whether the ranks can talk to each other: by NCCL on GPUs, else by gloo."""
+    wanted = "NCCL" if torch.cuda.is_available() else "gloo"
+    distributed = torch.distributed
+    there = distributed.is_nccl_available() if wanted == "NCCL" else distributed.is_gloo_available()
+    if there:
+        return Finding("ok", "communication", wanted)
+    return Finding("failure", "communication", f"PyTorch lacks {wanted}", "install a build of PyTorch that has it")
+
+
+def kernels() -> Finding:
+    """Whether the fused losses run in Triton; only GPUs need it."""
+    if not torch.cuda.is_available():
+        return Finding("ok", "fused losses", "in blocks on the CPU")
+    if available("cuda"):
+        return Finding("ok", "fused losses", "in Triton")
+    remedy = "install Triton, with an A100 or later; without it the losses are slower"
+    return Finding("warning", "fused losses", "without Triton", remedy)
+
+
+def disk(folder: Path, needed_bytes: int | None) -> Finding:
+    """Whether the disk has room for a run."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not os.access(there, os.W_OK):
+        return Finding("failure", "disk", f"{there} is not writable", "give another --output_dir")
+    free = shutil.disk_usage(there).free
+    if needed_bytes is None:
+        return Finding("ok", "disk", f"{free / 1e9:.1f} GB free at {there}")
+    said = f"{free / 1e9:.1f} GB free at {there}, of which the run needs about {needed_bytes / 1e9:.2g} GB"
+    if free < needed_bytes:
+        remedy = "free some, give another --output_dir, or lower train.keep_checkpoints"
+        return Finding("failure", "disk", said, remedy)
+    return Finding("ok", "disk", said)

@@ -1,0 +1,48 @@
+"""On the meta device the fused losses allocate what they leave on a GPU: gradients, and one chunk of logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmdistill import losses
+from llmdistill.batch import HeadInputs
+from llmdistill.losses.head import token_losses
+from llmdistill.losses.terms import TokenTerm
+from llmdistill.runtime.tracing import Tracer
+
+
+def meta(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", requires_grad=grad)
+
+
+def peak_bytes(tracer: Tracer) -> int:
+    return sum(tracer.take_peak().values())
+
+
+def test_attention_loss_leaves_two_gradients():
+    query, key = meta(2, 4, 512, 16, grad=True), meta(2, 2, 512, 16, grad=True)
+    teacher = losses.AttentionInputs(meta(2, 4, 512, 16), meta(2, 2, 512, 16), 0.25)
+    mask = torch.ones(2, 512, dtype=torch.int64, device="meta")
+    tracer = Tracer()
+    tracer.ignore([query, key, teacher.query, teacher.key, mask])
+    with tracer:
+        loss = losses.attention_kl(losses.AttentionInputs(query, key, 0.25), teacher, mask, causal=True)
+    gradients = 4 * (query.numel() + key.numel())
+    assert gradients <= peak_bytes(tracer) < 1.1 * gradients
+    assert loss.sum.requires_grad
+
+
+def test_head_loss_needs_one_chunk_of_logits_and_the_gradients():
+    words, width, rows, chunk = 5000, 8, 1000, 100
+    student, teacher = (
+        HeadInputs(meta(rows, width, grad=grad), meta(words, width, grad=grad), None) for grad in (True, False)
+    )
+    terms = [TokenTerm("kd", losses.FORWARD_KL, 2.0), TokenTerm("label", None)]
+    labels, factors = torch.zeros(rows, dtype=torch.int64, device="meta"), meta(2)
+    tracer = Tracer()
+    tracer.ignore([*student[:2], *teacher[:2], labels, factors])
+    with tracer:
+        token_losses(student, teacher, labels, terms, factors, chunk=chunk)
+    expected = 4 * (chunk * words * 3 // 2 + width * (rows + words))
+    assert peak_bytes(tracer) == pytest.approx(expected, rel=0.1)

@@ -1,0 +1,88 @@
+"""The checks of a run on one batch: a teacher that knows nothing, a term that is wrong, a term that teaches nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmdistill import cli, losses
+from llmdistill.batch import LossSum
+from llmdistill.config.command_line import parse_run
+from llmdistill.embedded import locate
+from llmdistill.methods import METHODS
+from llmdistill.methods import layers as method_layers
+from llmdistill.run.checkup import TermSize, check_run, dry_step
+
+SHORT = ("--ds_config", "zero2", "--train.global_batch_size", "4", "--student.factorize.rank", "6")
+
+
+def findings(*arguments: str) -> dict[str, tuple[str, str]]:
+    config, _ = parse_run([*SHORT, *arguments], METHODS)
+    return {each.what: (each.state, each.said) for each in check_run(config)}
+
+
+@pytest.fixture(scope="module")
+def ignorant(tmp_path_factory) -> Path:
+    """A teacher of random weights, certain of wrong answers, with the embedded tokenizer."""
+    folder, source = tmp_path_factory.mktemp("ignorant"), locate("embedded:teacher")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=LlamaConfig.from_pretrained(source).vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+        initializer_range=1.0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def test_embedded_run_is_sound():
+    found = findings("--method", "kd")
+    assert {state for state, _ in found.values()} == {"ok"}
+    assert found.keys() >= {"teacher above chance", "teacher as its own student", "term forward_kl", "term label"}
+    shares = [float(said.split(", ")[1].split("%")[0]) for what, (_, said) in found.items() if what.startswith("term ")]
+    assert sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_teacher_that_knows_nothing(ignorant):
+    state, said = findings("--teacher.model", str(ignorant))["teacher above chance"]
+    assert state == "failure"
+    assert "at random 6." in said
+
+
+def test_term_that_does_not_vanish_for_the_same_models(ignorant, monkeypatch):
+    right = losses.matrix_mse
+
+    def wrong(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, *, normalize: bool = False) -> LossSum:
+        return right(student, teacher + 1, mask, normalize=normalize)
+
+    assert findings("--teacher.model", str(ignorant))["teacher as its own student"][0] == "ok"
+    monkeypatch.setattr(method_layers.losses, "matrix_mse", wrong)
+    assert findings("--teacher.model", str(ignorant))["teacher as its own student"][0] == "failure"
+
+
+def test_what_is_said_of_terms():
+    dry = {"good": TermSize(2.0, 3.0), "dead": TermSize(1.0, 0.0), "broken": TermSize(float("nan"), 1.0)}
+    found = {each.what: each for each in dry_step(dry)}
+    assert found["term good"].said == "2, 75.0% of the gradient"
+    assert (found["term dead"].state, found["term broken"].state) == ("warning", "failure")
+    assert "weight 0" in str(found["term dead"].remedy)
+
+
+def test_command_ends_with_code_one_where_a_check_fails(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--teacher.model", "/nowhere", "--json"])
+    assert ended.value.code == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found[-1]["state"] == "failure"
+    assert found[-1]["remedy"].startswith("/nowhere: no such folder")

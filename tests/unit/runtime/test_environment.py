@@ -1,0 +1,53 @@
+"""The checks of a machine: what is missing is a failure with a remedy."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmdistill.runtime import environment
+
+
+def test_this_machine_has_everything_but_perhaps_a_gpu(tmp_path):
+    found = {each.what: each.state for each in environment.check_machine(tmp_path / "runs" / "new", 1)}
+    assert found.pop("GPU") == ("ok" if torch.cuda.is_available() else "warning")
+    assert set(found.values()) == {"ok"}
+
+
+def test_missing_library(monkeypatch):
+    def version(name: str) -> str:
+        if name == "deepspeed":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(environment, "version", version)
+    found = environment.libraries()
+    assert (found.state, found.said) == ("failure", "deepspeed missing")
+
+
+@pytest.mark.parametrize(("missing", "said"), [("deepspeed", "launcher"), ("c++", "no C++ compiler")])
+def test_missing_program(monkeypatch, missing, said):
+    which = shutil.which
+    hidden = {"deepspeed": {"deepspeed"}, "c++": {"c++", "g++"}}[missing]
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in hidden else which(name) or f"/bin/{name}")
+    monkeypatch.delenv("CXX", raising=False)
+    found = environment.compiler()
+    assert found.state == "failure"
+    assert said in found.said
+
+
+def test_disk_without_room(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    assert environment.disk(tmp_path, free // 2).state == "ok"
+    full = environment.disk(tmp_path / "not" / "there", 2 * free)
+    assert full.state == "failure"
+    assert "train.keep_checkpoints" in str(full.remedy)
+
+
+def test_folder_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(environment.os, "access", lambda *_: False)
+    assert environment.disk(Path("/"), None).state == "failure"

@@ -1,0 +1,117 @@
+"""The tracer beside what autograd really saves, and beside FLOP and bytes that are counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedModel
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.factorize.install import install
+from llmdistill.factorize.plan import plan
+from llmdistill.models.load import build_meta, build_random
+from llmdistill.models.taps import given_mask
+from llmdistill.runtime.tracing import Tracer, on_gpu
+
+# Attention dropout would make a CPU, unlike a GPU, take the attention apart.
+CONFIGS = {
+    "llama": LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0),
+    "bert": BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attention_probs_dropout_prob=0.0,
+    ),
+}
+
+
+def output(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with given_mask(model):
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return result
+
+
+def saved_bytes(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """The bytes of all storages that a forward pass saves for the backward pass, parameters and inputs left out."""
+    known = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), ids)}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = output(model, ids)
+    saved[logits.untyped_storage().data_ptr()] = logits.untyped_storage().nbytes()
+    return sum(saved.values()), logits
+
+
+@pytest.mark.parametrize("factorized", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_forward_pass_keeps_what_autograd_saves(family, factorized):
+    config = CONFIGS[family]
+    real, meta = build_random(config, "lm_head", seed=0), build_meta(config, "lm_head")
+    for model in (real, meta):
+        if factorized:
+            install(model, plan(build_meta(config, "lm_head"), FactorizeConfig(rank=5)))
+        model.train()
+    ids = torch.randint(97, (3, 16))
+    expected, logits = saved_bytes(real, ids)
+    tracer = Tracer()
+    tracer.ignore([*meta.parameters(), *meta.buffers()])
+    with on_gpu(), tracer:
+        traced = output(meta, ids.to("meta"))
+    assert traced.shape == logits.shape
+    # The difference is a seed of the attention kernel and position ids, a few hundred bytes.
+    assert tracer.live["activations"] == pytest.approx(expected, rel=0.01)
+
+
+def test_work_of_a_product_and_of_a_sum():
+    left, right = torch.empty(8, 4, device="meta"), torch.empty(4, 2, device="meta")
+    tracer = Tracer()
+    with tracer:
+        (left @ right).sum()
+    assert tracer.work.flops == 2 * 8 * 4 * 2
+    assert tracer.work.product_bytes == 4 * (8 * 4 + 4 * 2 + 8 * 2)
+    assert tracer.work.other_bytes == 4 * (8 * 2 + 1)
+    assert tracer.work.operations == 2
+
+
+def test_peak_by_part_starts_again_when_it_is_taken():
+    tracer = Tracer()
+    with tracer:
+        kept = torch.empty(100, device="meta")
+        with tracer.part("head"):
+            torch.empty(1000, device="meta")
+            view = torch.empty(10, device="meta")[:5]
+        assert tracer.take_peak() == {"activations": 400, "head": 4000}
+        del kept
+        torch.empty(3, device="meta")
+        assert tracer.take_peak() == {"activations": 400, "head": 40}
+        assert tracer.take_peak() == {"activations": 0, "head": 40}
+    assert view.shape == (5,)
+
+
+def test_attention_has_no_matrix_of_tokens_by_tokens():
+    heads = [torch.empty(2, 4, 512, 16, device="meta", requires_grad=True) for _ in range(3)]
+    stock = torch.nn.functional.scaled_dot_product_attention
+    tracer = Tracer()
+    tracer.ignore(heads)
+    with on_gpu(), tracer:
+        result = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        result.sum().backward()
+    assert max(tracer.take_peak().values()) < 2 * 4 * 512 * 512
+    assert torch.nn.functional.scaled_dot_product_attention is stock

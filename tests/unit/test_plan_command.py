@@ -1,0 +1,160 @@
+"""``llmdistill plan`` from configurations alone: what it prints and writes, and its errors."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, LlamaConfig
+
+from llmdistill import cli
+from llmdistill.commands.plan import resolve
+from llmdistill.config.command_line import parse_run
+from llmdistill.factorize.counting import build_reference, count_parameters
+from llmdistill.methods import METHODS
+from llmdistill.run.forecast.step import between, build_models, full_batch, trace_step
+
+MACHINE = ("--gpus", "2", "--gpu_memory", "24GB")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Models of config.json alone: a wide and a narrow decoder, and an encoder."""
+    made = {}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 1000}
+    for name, config in {
+        "wide": LlamaConfig(hidden_size=8192, intermediate_size=28672, num_key_value_heads=8, **sizes),
+        "narrow": LlamaConfig(hidden_size=1024, intermediate_size=2048, num_key_value_heads=2, **sizes),
+        "encoder": BertConfig(hidden_size=64, intermediate_size=128, architectures=["BertForMaskedLM"], **sizes),
+    }.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        config.save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture
+def run(folders) -> tuple[str, ...]:
+    """A run that factorizes a small teacher."""
+    small = ("--teacher.model", str(folders["narrow"]), "--student.factorize.rank", "64")
+    return (*small, "--train.global_batch_size", "16", "--data.max_length", "112")
+
+
+def planned(capsys, *arguments: str, code: int = 0) -> dict:
+    assert cli.main(["plan", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_setting_has_its_memory_and_time(capsys, run):
+    found = planned(capsys, *run, *MACHINE)
+    # 5 ds_configs, micro batches of 1, 2, 4 and 8, with and without checkpointing, teacher whole or sharded
+    assert len(found["choices"]) == 5 * 4 * 2 * 2
+    for choice in found["choices"]:
+        assert choice["overrides"]["train.micro_batch_size"] * choice["accumulation_steps"] * 2 == 16
+        assert choice["total_bytes"] == pytest.approx(sum(choice["memory_bytes"].values()), abs=20)
+        assert choice["fits"]
+        assert choice["step_seconds"] > 0
+    assert found["proposal"] in found["choices"]
+    by_batch = {
+        choice["overrides"]["train.micro_batch_size"]: choice["memory_bytes"]["activations"]
+        for choice in found["choices"]
+        if choice["ds_config"] == "zero1" and not choice["overrides"]["train.activation_checkpointing"]
+    }
+    assert by_batch[8] > 1.9 * by_batch[4] > 3.4 * by_batch[2]
+
+
+def test_table_and_proposal_are_readable_on_80_columns(capsys, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = tmp_path / "proposal"
+    assert cli.main(["plan", *run, *MACHINE, "--ds_config", "zero2", "--write", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said
+    for part in ("Teacher ", "Student ", "Machine ", "replicated", "activations", "total", "Proposal ", "Reason "):
+        assert part in said
+    assert max(map(len, said.split("\nProposal")[0].splitlines())) <= 80
+    # The training takes what was written as it is, and the proposal overrides what was typed.
+    command = shlex.split((folder / "launch.sh").read_text().splitlines()[1])
+    assert command[:5] == ["exec", "llmdistill", "train", "--num_gpus", "2"]
+    config, _ = parse_run(cli.split_launcher_flags(command[3:])[1], METHODS)
+    assert Path(config.ds_config) == folder / "ds_config.json"
+    assert json.loads(Path(config.ds_config).read_text())["zero_optimization"]["stage"] == 2
+    assert config.train.micro_batch_size == 8
+    assert config.train.global_batch_size == 16
+
+
+def test_given_micro_batch_size_is_proposed(capsys, run):
+    found = planned(capsys, *run, *MACHINE, "--ds_config", "zero1", "--train.micro_batch_size", "2")
+    assert found["proposal"]["overrides"]["train.micro_batch_size"] == 2
+
+
+def test_models_of_config_json_alone(capsys, run, folders):
+    models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]), "--method", "kd")
+    found = planned(capsys, *run[4:], *models, *MACHINE, "--ds_config", "zero2")
+    assert found["teacher_params"] > 50 * found["student_params"]
+    whole, sharded = (
+        next(each for each in found["choices"] if each["overrides"]["teacher.sharding"] == sharding)
+        for sharding in ("replicated", "zero3")
+    )
+    assert whole["memory_bytes"]["teacher"] == pytest.approx(2 * found["teacher_params"], rel=1e-3)
+    assert sharded["memory_bytes"]["teacher"] == pytest.approx(found["teacher_params"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--recipe", "minilm/6x384", "--student.shape", "1x32x8", "--minilmv2.relation_heads", "8"),
+        ("--recipe", "makd/bert-256", "--student.factorize.rank", "8", "--makd.logits", "1"),
+        ("--recipe", "finetune", "--data.task.name", "rte", "--method", "kd", "--student.model", "encoder"),
+    ],
+    ids=["minilm", "makd", "task"],
+)
+def test_encoders(folders, settings, capsys):
+    encoder = str(folders["encoder"])
+    named = [encoder if word == "encoder" else word for word in settings]
+    found = planned(capsys, *named, "--teacher.model", encoder, "--ds_config", "zero1", "--gpus", "8")
+    assert max(choice["memory_bytes"]["activations"] for choice in found["choices"]) > 0
+    assert found["proposal"]["fits"]
+
+
+def test_micro_batches_between_two_traces(run):
+    config, _ = parse_run(["--ds_config", "zero2", *run], METHODS)
+    plan = resolve(config)
+    models = build_models(plan)
+    # The forecast counts the parameters that the dry run counts, and no more than the target for ranks left to data.
+    assert count_parameters(models.student) == pytest.approx(plan.sizes["student_params"], rel=0.01)
+    assert count_parameters(models.teacher) == count_parameters(build_reference(plan.teacher_config))
+    traces = {size: trace_step(models, full_batch(plan, size), checkpointing=False) for size in (1, 3, 5)}
+    found = between(traces[1], traces[5], 3)
+    peaks = [max(sum(moment.live.values()) for moment in trace.moments) for trace in (found, traces[3])]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+    assert found.student.flops == pytest.approx(traces[3].student.flops, rel=1e-6)
+    assert found.teacher.flops == pytest.approx(traces[3].teacher.flops, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu_memory", "80XB"], "--gpu_memory is '80XB': give a number with one of the units MB, GB, TB"),
+        (["--gpus", "7"], "train.global_batch_size 32 does not divide by 7 ranks: the nearest that does is 35"),
+        (["--nodes", "0"], "--nodes is 0: give 1 or more"),
+        (["--gpu", "8"], "--gpu: there is no such setting"),
+        (["--product_share", "1.5"], "--product_share is 1.5: give a share over 0 and up to 1"),
+        (["--ds_config", "zero9"], "--ds_config zero9: neither a file nor a shipped configuration"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, arguments, said):
+    assert cli.main(["plan", *arguments]) == 2
+    written = capsys.readouterr()
+    assert written.err.startswith(f"error: {said}")
+    assert written.err.count("\n") == 1
+    assert written.out == ""
+
+
+def test_plan_that_nothing_fits_says_what_is_missing(capsys, run):
+    arguments = ["plan", *run, "--ds_config", "zero1", "--gpus", "2", "--gpu_memory", "2.1GB", "--json"]
+    assert cli.main(arguments) == 2
+    written = capsys.readouterr()
+    assert written.err.startswith("error: --gpu_memory: nothing fits in 2.1 GB: zero1, micro batches of 1")
+    assert "GB too much" in written.err
+    assert json.loads(written.out)["proposal"] is None
