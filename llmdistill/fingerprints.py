@@ -57,6 +57,21 @@ def file_sha256(path: Path) -> str:
     return hashed.hexdigest()
 
 
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return what a manifest keeps of a file: its size in bytes and its sha256."""
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def file_damage(path: Path, entry: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a file, beginning with its path; None if it is as `file_entry` saw it."""
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return f"{path} has {size:,} bytes and had {entry['bytes']:,} when it was written"
+    return None if file_sha256(path) == entry["sha256"] else f"{path} changed after it was written (another sha256)"
+
+
 def content_fingerprint(value: Any) -> str:
     """Return "sha256:…" of a plain JSON value."""
     return f"sha256:{digest(value)}"

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from llmdistill.artifacts import read_record
 from llmdistill.errors import UserError
 from llmdistill.files import sync, write_json
-from llmdistill.fingerprints import file_sha256
+from llmdistill.fingerprints import file_damage, file_entry
 from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.runtime.training_state import (
@@ -141,7 +141,7 @@ def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]
     try:
         save_file(tensors, file)
         sync(file)
-        return {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)}}
+        return {file.name: file_entry(file)}
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{file}: the checkpoint cannot be written ({error}); the run goes on from the checkpoint before it when "
@@ -184,15 +184,8 @@ def _candidates(folder: Path) -> list[Checkpoint]:
 
 def _damage(checkpoint: Checkpoint, world: World) -> str | None:
     """Return what is wrong with the files that this rank checks, None if nothing is; the ranks share the files."""
-    for name, entry in list(checkpoint.manifest["files"].items())[world.rank :: world.size]:
-        file = checkpoint.folder / name
-        if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}"
-        if file_sha256(file) != entry["sha256"]:
-            return f"{file} has another content than was written"
-    return None
+    files = list(checkpoint.manifest["files"].items())[world.rank :: world.size]
+    return next(filter(None, (file_damage(checkpoint.folder / name, entry) for name, entry in files)), None)
 
 
 def _aside(folder: Path) -> Path:

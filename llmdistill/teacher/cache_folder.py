@@ -31,14 +31,14 @@ from llmdistill.artifacts import read_record
 from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
-from llmdistill.fingerprints import content_fingerprint, file_sha256
+from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.teacher.request import place_of
 
 CACHE_FILE = "cache.json"
 REQUEST_FILE = "request.json"
 HEAD_FILE = "head.safetensors"
-_REMEDY = "remove the file, and `llmdistill cache` with the same settings makes it again"
+_REMEDY = "remove the file if it is there, and `llmdistill cache` with the same settings makes it again"
 _OPEN_SHARDS = 1024
 """Shards that are mapped at the same time; more would come near the limits of an operating system."""
 
@@ -55,7 +55,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], metada
     part = file.with_name(f"{file.name}.part")
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part, metadata=dict(metadata))
     part.chmod(0o644)  # safetensors lets nobody else read it
-    entry = {"bytes": part.stat().st_size, "sha256": file_sha256(part)}
+    entry = file_entry(part)
     os.replace(part, file)
     write_json(file.with_suffix(".json"), entry)
 
@@ -109,16 +109,9 @@ class CacheFolder:
 
     def _check_files(self, names: Sequence[str]) -> None:
         for name in names:
-            file, entry = self.folder / name, self.record["files"][name]
-            if not file.is_file():
-                raise UserError(
-                    f"{file}: the file is missing from the teacher's cache; `llmdistill cache` makes it again"
-                )
-            size, before = file.stat().st_size, entry["bytes"]
-            if size != before:
-                raise UserError(f"{file}: it has {size:,} bytes and had {before:,} when it was written; {_REMEDY}")
-            if file_sha256(file) != entry["sha256"]:
-                raise UserError(f"{file}: its content changed after it was written (another sha256); {_REMEDY}")
+            damage = file_damage(self.folder / name, self.record["files"][name])
+            if damage is not None:
+                raise UserError(f"{damage}; {_REMEDY}")
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of examples that are not in the cache, in their order."""

@@ -97,7 +97,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_used(tmp_path: Pat
     assert found is not None
     assert found.step == 1
     said = "".join(capsys.readouterr().err.replace("│", "").split())
-    assert {"flip": "anothercontent", "cut": "bytesinsteadof", "remove": "ismissing"}[how] in said
+    assert {"flip": "changedafter", "cut": "bytesandhad", "remove": "ismissing"}[how] in said
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-1", "damaged-step-2"}
     (tmp_path / "checkpoints" / "step-1" / "rank-00000.safetensors").unlink()
     with pytest.raises(UserError, match="no checkpoint is whole"):
