@@ -128,7 +128,7 @@ class KroneckerLinear(FactorizedLinear):
         return torch.einsum("sij,skl->ikjl", self.A, self.B).reshape(self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
-        m2, n2 = self.B.shape[1:]
+        m2, n2 = self.out_features // self.shape.m1, self.in_features // self.shape.n1
         return f"{super().extra_repr()}, A={self.shape}, B={m2}x{n2}, sums={self.shape.sums}"
 
 

@@ -79,7 +79,7 @@ def load_sharded(
             new.append(parameter)
         else:
             _shard(parameter, ds_config)
-    _initialize(model)
+    _initialize(model, saved)
     for parameter in new:
         _shard(parameter, ds_config)
     if (folder / "generation_config.json").is_file() and model.can_generate():
@@ -153,14 +153,17 @@ def _shard(parameter: nn.Parameter, ds_config: dict[str, Any]) -> None:
     deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config)
 
 
-def _initialize(model: PreTrainedModel) -> None:
-    """Compute the buffers, and initialise the parameters that were not read, as transformers does."""
+def _initialize(model: PreTrainedModel, saved: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Read or compute the buffers, and initialise the parameters that were not read, as transformers does."""
     device = default_device()
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         buffers = {name: each for name, each in module.named_buffers(recurse=False) if each.is_meta}
+        read = {name: _find(model, [f"{prefix}.{name}" if prefix else name], saved) for name in buffers}
         for name, buffer in buffers.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-        if own and not buffers and all(getattr(each, "_is_hf_initialized", False) for each in own.values()):
+            found = read[name]
+            module._buffers[name] = torch.empty_like(buffer, device=device) if found is None else found().to(device)
+        is_whole = all(getattr(each, "_is_hf_initialized", False) for each in own.values())
+        if (own or buffers) and is_whole and None not in read.values():
             module._is_hf_initialized = True  # type: ignore[assignment]
     model.initialize_weights()

@@ -93,7 +93,10 @@ def bert(folder):
     BertForMaskedLM(BertConfig(vocab_size=100, **sizes)).save_pretrained(folder)
 
 
-CASES = {"dense": ("lm_head", 0), "factorized": ("lm_head", 0), "a new classifier": ("sequence", 3), "pieces": ("lm_head", 0)}
+CASES = {
+    **dict.fromkeys(("dense", "factorized", "pivoted", "pieces"), ("lm_head", 0)),
+    "a new classifier": ("sequence", 3),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,9 +105,10 @@ def test_shards_are_those_of_the_whole_model(launch, tmp_path, case):
     program.write_text(PROGRAM, encoding="utf-8")
     if case == "a new classifier":
         bert(folder)
-    elif case == "factorized":
+    elif case in ("factorized", "pivoted"):
         llama(tmp_path / "dense", 512)
-        compress(tmp_path / "dense", folder, FactorizeConfig(rank=192))
+        form = "pivoted" if case == "pivoted" else "plain"
+        compress(tmp_path / "dense", folder, FactorizeConfig(rank=192, form=form))
     else:
         llama(folder, 512)
     if case == "pieces":
