@@ -19,7 +19,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("train", "compare", "compress", "cache", "generate", "export", "evaluate", "evaluate --suite glue")
+COMMANDS = (
+    *("train", "plan", "doctor", "compare", "compress", "cache", "generate", "export"),
+    *("evaluate", "evaluate --suite glue"),
+)
 IMPORT, HELP, DRY_RUN = 0.3, 1.5, 5.0
 """The most CPU seconds that each may take."""
 DRY = "llmdistill/train.py --ds_config ds_configs/zero2.json --dry_run --json"

@@ -6,11 +6,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.hub import NAME, FactorizedConfig
 from llmdistill.factorize.install import LINEAR_TYPES, features
 from llmdistill.factorize.kronecker import kronecker_flops, kronecker_params
 from llmdistill.factorize.modules import KroneckerLinear
-from llmdistill.models.load import Head, build_meta
+from llmdistill.models.load import Head, build_meta, install_saved
 
 Shape = tuple[int, int]
 """Outputs m and inputs n of a matrix."""
@@ -43,15 +42,6 @@ def build_reference(config: PreTrainedConfig, head: Head = "none") -> PreTrained
     model = build_meta(config, head)
     install_saved(model)
     return model
-
-
-def install_saved(model: PreTrainedModel) -> None:
-    """Factorize a model as its config says, if it does; a model that is built from a config alone is always dense."""
-    saved = getattr(model.config, "quantization_config", None)
-    if isinstance(saved, dict) and saved.get("quant_method") == NAME:
-        saved = FactorizedConfig.from_dict(saved)
-    if isinstance(saved, FactorizedConfig):
-        saved.install(model)
 
 
 def layer_linears(model: PreTrainedModel) -> dict[str, Shape]:

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder
@@ -155,6 +156,18 @@ def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel
     auto = auto_class(config, head)
     with torch.device("meta"):
         return cast(PreTrainedModel, auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False))
+
+
+def install_saved(model: PreTrainedModel) -> None:
+    """Factorize a model as its config says, if it does; a model that is built from a config alone is always dense.
+
+    The class of the config is the one that the package has registered in transformers.
+    """
+    saved: Any = getattr(model.config, "quantization_config", None)
+    if isinstance(saved, dict) and saved.get("quant_method") in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        saved = AutoQuantizationConfig.from_dict(saved)
+    if hasattr(saved, "install"):  # the configs of quantized models have nothing to install
+        saved.install(model)
 
 
 def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrainedModel:

@@ -26,6 +26,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import read_classifier, set_classifier
 from llmdistill.models.importance import Importance
 from llmdistill.models.load import Head, load_model, merge_adapter
+from llmdistill.models.sharded_load import load_sharded
 from llmdistill.models.taps import Recorder
 from llmdistill.run.best import BestStudent
 from llmdistill.run.calibration import measure_parts, measure_weights
@@ -34,7 +35,6 @@ from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
-from llmdistill.runtime.sharded_load import load_sharded
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from llmdistill.errors import RankError, UserError
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def exit_code(job: Callable[[], None]) -> int:
     """Run a job and return its exit code: 0, or 2 for a UserError, whose message goes to stderr.
 
-    On one of several ranks a failed job ends the process here, and the launcher then ends the other ranks. Leaving the
-    process group first would wait for them, and they wait for this rank.
+    On one of several ranks that have joined a process group a failed job ends the process here, and the launcher then
+    ends the other ranks. Leaving the group first would wait for them, and they wait for this rank.
 
     torch must not be loaded before this call, because it reads the setting for waiting threads when it is loaded.
     """
@@ -34,12 +34,12 @@ def exit_code(job: Callable[[], None]) -> int:
         job()
     except UserError as error:
         if several:
-            _end_rank(error)
+            return _ended_rank(error)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except Exception as error:
         if several:
-            _end_rank(error)
+            return _ended_rank(error)
         remedy = _out_of_memory(error)
         if remedy is None:
             raise
@@ -54,8 +54,8 @@ _HEARING_SECONDS = 3.0
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
-def _end_rank(error: Exception) -> NoReturn:
-    """Say which rank failed and why, and end the process without waiting for the other ranks."""
+def _ended_rank(error: Exception) -> int:
+    """Say which rank failed and why, and return its exit code, or end the process if it has joined a process group."""
     rank = int(os.environ.get("RANK", "0"))
     if isinstance(error, UserError):
         code, said = 2, f"error: {error}" if rank == 0 else f"error: {error} (rank {rank})"
@@ -84,7 +84,10 @@ def _end_rank(error: Exception) -> NoReturn:
     if said:
         print(said, file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_initialized():
+        os._exit(code)
+    return code
 
 
 def _name(error: Exception) -> str:

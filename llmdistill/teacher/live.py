@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from llmdistill.models.load import Head, load_model
+from llmdistill.models.sharded_load import load_sharded
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import NO_TIMERS
-from llmdistill.runtime.sharded_load import load_sharded
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import init_distributed
-from llmdistill.runtime.sharded_load import load_sharded
+from llmdistill.models.sharded_load import load_sharded
 
 folder, head, classes = Path(sys.argv[-3]), sys.argv[-2], int(sys.argv[-1])
 world = init_distributed()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs, Positions, TapRequest, Taps
-from llmdistill.factorize.counting import build_reference, install_saved
+from llmdistill.factorize.counting import build_reference
 from llmdistill.factorize.install import install
 from llmdistill.factorize.plan import plan as plan_factorization
 from llmdistill.factorize.plan import plan_embedding
@@ -24,7 +24,7 @@ from llmdistill.losses.terms import LayerTerm, RunningTerms
 from llmdistill.methods import Method
 from llmdistill.models.adapters import add_lora, cast_parameters
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.load import Head, build_meta
+from llmdistill.models.load import Head, build_meta, install_saved
 from llmdistill.models.taps import Recorder
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.engine import add_projectors, set_training

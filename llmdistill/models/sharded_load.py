@@ -18,13 +18,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from llmdistill.factorize.counting import build_reference
 from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_head
-from llmdistill.models.load import Head, downloaded, load_model
+from llmdistill.models.load import Head, build_meta, downloaded, install_saved, load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import default_device
 
 
 def load_sharded(
@@ -59,7 +57,8 @@ def load_sharded(
     if head == "sequence" and config.pad_token_id is None:
         config.pad_token_id = load_tokenizer(path).pad_token_id
     config.dtype = dtype
-    model = build_reference(config, head)
+    model = build_meta(config, head)
+    install_saved(model)
     owners = _owners(model)
     saved = _saved(folder)
     found = [_find(model, names, saved) for _, names, _ in owners]
@@ -155,7 +154,7 @@ def _shard(parameter: nn.Parameter, ds_config: dict[str, Any]) -> None:
 
 def _initialize(model: PreTrainedModel, saved: Mapping[str, Callable[[], Tensor]]) -> None:
     """Read or compute the buffers, and initialise the parameters that were not read, as transformers does."""
-    device = default_device()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         buffers = {name: each for name, each in module.named_buffers(recurse=False) if each.is_meta}
@@ -165,5 +164,5 @@ def _initialize(model: PreTrainedModel, saved: Mapping[str, Callable[[], Tensor]
             module._buffers[name] = torch.empty_like(buffer, device=device) if found is None else found().to(device)
         is_whole = all(getattr(each, "_is_hf_initialized", False) for each in own.values())
         if (own or buffers) and is_whole and None not in read.values():
-            module._is_hf_initialized = True  # type: ignore[assignment]
+            module._is_hf_initialized = True
     model.initialize_weights()
