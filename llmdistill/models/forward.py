@@ -15,7 +15,7 @@ from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
 from llmdistill.models.families import family_of, has_segments
 from llmdistill.models.heads import LMHead, whole
-from llmdistill.models.taps import Recorder, given_mask
+from llmdistill.models.taps import Recorder
 
 
 class TappedModel:
@@ -115,7 +115,7 @@ class TappedModel:
             # Teacher and student get the same batch, and only one of them may have segments.
             "token_type_ids": batch.token_type_ids if has_segments(self._recorder.model.config) else None,
         }
-        with given_mask(self._recorder.model):
+        with self._recorder.given_mask():
             return self._forward(**{key: value for key, value in inputs.items() if value is not None}, use_cache=False)
 
     def _rows(
@@ -193,7 +193,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | dict[str, Tensor] | None:
-    """The attention mask for `given_mask`, or None if the model's own direction of attention is enough.
+    """The attention mask for `Recorder.given_mask`, or None if the model's own direction of attention is enough.
 
     A decoder needs no mask for padding on the right: no real token comes after it, and what the padding itself computes
     is in no loss.

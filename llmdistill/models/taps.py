@@ -37,21 +37,6 @@ _SINK = "_llmdistill_sink"
 _ATTENTION_ASPECTS: tuple[Aspect, ...] = ("query", "key", "value")
 
 
-@contextmanager
-def given_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Block in which a forward pass uses the attention mask that it is given: a (B, 1, T, T) mask, or none.
-
-    Without a mask a decoder is causal, and attention runs on flash kernels with grouped queries.
-    """
-    before = model.config._attn_implementation
-    AttentionInterface.register(GIVEN_MASK, _tapping_attention)
-    model.config._attn_implementation = GIVEN_MASK
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-
-
 class Collected(NamedTuple):
     """A tensor that was tapped while a compiled part of the model ran."""
 
@@ -105,6 +90,8 @@ class Recorder:
         self._handles: list[Any] = []
         self._tapped_attention: list[nn.Module] = []
         self._previous_attention: str | None = None
+        self._masked_attention: str | None = None
+        self._is_given_mask = False
         self._check_request()
         self._install_attention()
         self._install_hooks()
@@ -124,6 +111,29 @@ class Recorder:
         finally:
             self._armed = self._in_forward = False
             self._offer = self._horizon = None
+
+    @contextmanager
+    def given_mask(self) -> Iterator[None]:
+        """Block in which a forward pass uses the attention mask that it is given: a (B, 1, T, T) mask, or none.
+
+        Without a mask a decoder is causal, and attention runs on flash kernels with grouped queries. Layers that are
+        recomputed in the backward pass find the same attention; the next forward pass outside of such a block does not.
+        """
+        AttentionInterface.register(GIVEN_MASK, _tapping_attention)
+        self._masked_attention = self._masked_attention or self.model.config._attn_implementation
+        self.model.config._attn_implementation = GIVEN_MASK
+        self._is_given_mask = True
+        try:
+            yield
+        finally:
+            self._is_given_mask = False
+            if not self._recomputes:
+                self._restore_attention()
+
+    def _restore_attention(self) -> None:
+        if self._masked_attention is not None:
+            self.model.config._attn_implementation = self._masked_attention
+            self._masked_attention = None
 
     @property
     def is_recording(self) -> bool:
@@ -170,6 +180,7 @@ class Recorder:
 
     def remove(self) -> None:
         """Remove the taps and restore the attention implementation; the recorder cannot be used afterwards."""
+        self._restore_attention()
         for handle in self._handles:
             handle.remove()
         for module in self._tapped_attention:
@@ -229,6 +240,8 @@ class Recorder:
         return layer if aspect == "hidden" else layer.get_submodule(getattr(family, aspect))
 
     def _start(self, *_: object) -> None:
+        if not self._is_given_mask:
+            self._restore_attention()
         if self._armed:
             self._recomputes = self._is_checkpointed()
             self._taps, self._in_forward = Taps(horizon=self._horizon), True

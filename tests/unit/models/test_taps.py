@@ -14,6 +14,7 @@ from transformers import (
     DistilBertConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -393,3 +394,23 @@ def test_a_tapped_model_is_saved_as_any_other(tmp_path: Path) -> None:
     Recorder(model, every_aspect(model))
     model.save_pretrained(tmp_path)
     assert "llmdistill" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_outside_of_a_given_mask_a_model_masks_as_before(checkpointing: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).train()
+    ids, mask = torch.arange(3, 15).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    masked, plain = (model(ids, attention_mask=each, use_cache=False).logits for each in (mask, None))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recorder = Recorder(model, {"query": frozenset({0})})
+    with recorder.recording(), recorder.given_mask():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits  # a mask of two axes is not looked at
+    assert torch.equal(logits, plain)
+    logits.sum().backward()
+    assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, masked)
+    recorder.remove()
+    assert model.config._attn_implementation == "sdpa"
