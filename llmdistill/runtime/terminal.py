@@ -84,8 +84,8 @@ def _ended_rank(error: Exception) -> int:
     if said:
         print(said, file=sys.stderr)
     sys.stderr.flush()
-    torch_distributed = sys.modules.get("torch.distributed")
-    if torch_distributed is not None and torch_distributed.is_initialized():
+    ranks = sys.modules.get("torch.distributed")
+    if ranks is not None and ranks.is_initialized() and ranks.get_world_size() > 1:
         os._exit(code)
     return code
 
