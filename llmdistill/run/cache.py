@@ -28,7 +28,7 @@ from llmdistill.run.artifacts import input_fingerprints
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
 from llmdistill.run.checks import check_can_cache
 from llmdistill.run.plan import Plan
-from llmdistill.runtime.distributed import World, on_every, on_main
+from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.teacher.cache_folder import (
     CACHE_FILE,
@@ -95,6 +95,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
     missing = on_main(lambda: _claim(job), world)
     if missing:
         _write_shards(job, missing)
+        barrier()  # rank 0 would otherwise look for the shards that others still write
     return on_main(lambda: _finish(job), world)
 
 
