@@ -11,7 +11,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.install import install
 from llmdistill.factorize.plan import plan
 from llmdistill.models.load import build_meta, build_random
-from llmdistill.models.taps import given_mask
+from llmdistill.models.taps import Recorder
 from llmdistill.runtime.tracing import Tracer, on_gpu
 
 # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
@@ -37,8 +37,10 @@ CONFIGS = {
 
 
 def output(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with given_mask(model):
+    recorder = Recorder(model, {})
+    with recorder.given_mask():
         result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    recorder.remove()
     return result
 
 
