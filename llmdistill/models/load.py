@@ -106,14 +106,20 @@ def load_model(
     return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
 
 
-def _load_weights(
-    path: str | Path, dtype: torch.dtype | str, head: Head, new_head: bool, num_classes: int | None
-) -> PreTrainedModel:
+def config_with_head(path: str | Path, head: Head, num_classes: int | None) -> PreTrainedConfig:
+    """The config of a model as `load_model` changes it for a head."""
     config = load_config(path)
     if num_classes is not None:
         config.num_labels = num_classes
     if head == "sequence" and config.pad_token_id is None:  # a decoder classifies by its last token before the padding
         config.pad_token_id = load_tokenizer(path).pad_token_id
+    return config
+
+
+def _load_weights(
+    path: str | Path, dtype: torch.dtype | str, head: Head, new_head: bool, num_classes: int | None
+) -> PreTrainedModel:
+    config = config_with_head(path, head, num_classes)
     try:
         loaded: Any = auto_class(config, head).from_pretrained(
             path,

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from llmdistill.models.adapters import WEIGHTS_FILE
-from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_head
-from llmdistill.models.load import Head, build_meta, downloaded, install_saved, load_model
-from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.models.load import Head, build_meta, config_with_head, downloaded, install_saved, load_model
 
 
 def load_sharded(
@@ -44,18 +42,14 @@ def load_sharded(
         new_head: whether a head that the weights lack is initialised at random (from torch's generator).
         num_classes: outputs of a new classifier; None takes the config's.
 
-    A checkpoint whose names differ from those of the model, as in old ones, is loaded by transformers, which converts
-    them.
+    A checkpoint whose names or shapes differ from those of the model, as in old ones, is left to transformers, which
+    converts it or says what does not fit.
 
     Raises:
         UserError: as in `load_model`.
     """
     folder = downloaded(path)
-    config = load_config(path)
-    if num_classes is not None:
-        config.num_labels = num_classes
-    if head == "sequence" and config.pad_token_id is None:
-        config.pad_token_id = load_tokenizer(path).pad_token_id
+    config = config_with_head(path, head, num_classes)
     config.dtype = dtype
     model = build_meta(config, head)
     install_saved(model)
@@ -63,13 +57,14 @@ def load_sharded(
     saved = _saved(folder)
     found = [_find(model, names, saved) for _, names, _ in owners]
     missing = [names[0] for read, (_, names, _) in zip(found, owners, strict=True) if read is None]
+    misfits = any(read is not None and read[0] != old.shape for read, (old, _, _) in zip(found, owners, strict=True))
     may_miss = new_head or (head != "saved" and model.base_model is model)
-    if not saved or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
-        with _sharding(ds_config):  # load_model says what is missing
+    if not saved or misfits or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
+        with _sharding(ds_config):  # load_model says what is missing or does not fit
             return load_model(path, dtype=dtype, head=head, new_head=new_head, num_classes=num_classes)
     new: list[nn.Parameter] = []
     for read, (old, _, places) in zip(found, owners, strict=True):
-        value = torch.empty(old.shape, dtype=dtype) if read is None else read().to(dtype)
+        value = torch.empty(old.shape, dtype=dtype) if read is None else read[1]().to(dtype)
         parameter = nn.Parameter(value, requires_grad=old.requires_grad)
         parameter._is_hf_initialized = read is not None  # type: ignore[attr-defined]
         for module, name in places:
@@ -114,13 +109,18 @@ def _owners(model: nn.Module) -> list[_Owner]:
     return list(found.values())
 
 
-def _saved(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """What reads each tensor of a folder's safetensors files, by its name there; empty if there are no such files."""
-    readers: dict[str, Callable[[], Tensor]] = {}
+_Saved = tuple[tuple[int, ...], Callable[[], Tensor]]
+"""The shape of a saved tensor, and what reads it."""
+
+
+def _saved(folder: Path) -> dict[str, _Saved]:
+    """The tensors in a folder's safetensors files, by their names there; empty if there are no such files."""
+    readers: dict[str, _Saved] = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != WEIGHTS_FILE:
             with safe_open(path, framework="pt") as file:
-                readers |= {key: partial(_read, path, key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    readers[key] = tuple(file.get_slice(key).get_shape()), partial(_read, path, key)
     return readers
 
 
@@ -131,16 +131,11 @@ def _read(path: Path, key: str) -> Tensor:
         return cast(Tensor, file.get_tensor(key))
 
 
-def _find(
-    model: PreTrainedModel, names: Sequence[str], saved: Mapping[str, Callable[[], Tensor]]
-) -> Callable[[], Tensor] | None:
-    """What reads a parameter; a model with a head may be saved without it, and a model without a head with one."""
+def _find(model: PreTrainedModel, names: Sequence[str], saved: Mapping[str, _Saved]) -> _Saved | None:
+    """A saved tensor; a model with a head may be saved without it, and a model without a head with one."""
     prefix = f"{model.base_model_prefix}."
-    for name in names:
-        for key in (name, name.removeprefix(prefix), prefix + name):
-            if key in saved:
-                return saved[key]
-    return None
+    keys = (key for name in names for key in (name, name.removeprefix(prefix), prefix + name))
+    return next((saved[key] for key in keys if key in saved), None)
 
 
 def _shard(parameter: nn.Parameter, ds_config: dict[str, Any]) -> None:
@@ -152,7 +147,7 @@ def _shard(parameter: nn.Parameter, ds_config: dict[str, Any]) -> None:
     deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config)
 
 
-def _initialize(model: PreTrainedModel, saved: Mapping[str, Callable[[], Tensor]]) -> None:
+def _initialize(model: PreTrainedModel, saved: Mapping[str, _Saved]) -> None:
     """Read or compute the buffers, and initialise the parameters that were not read, as transformers does."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for prefix, module in model.named_modules():
@@ -161,7 +156,7 @@ def _initialize(model: PreTrainedModel, saved: Mapping[str, Callable[[], Tensor]
         read = {name: _find(model, [f"{prefix}.{name}" if prefix else name], saved) for name in buffers}
         for name, buffer in buffers.items():
             found = read[name]
-            module._buffers[name] = torch.empty_like(buffer, device=device) if found is None else found().to(device)
+            module._buffers[name] = torch.empty_like(buffer, device=device) if found is None else found[1]().to(device)
         is_whole = all(getattr(each, "_is_hf_initialized", False) for each in own.values())
         if (own or buffers) and is_whole and None not in read.values():
             module._is_hf_initialized = True

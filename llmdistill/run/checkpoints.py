@@ -78,10 +78,9 @@ def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: Worl
     entries = gather_objects(on_every(partial(_write, engine, target, world), world), world)
 
     def complete() -> None:
-        names = {name: _numel(each) for name, each in engine.module.named_parameters() if each.requires_grad}
         state = {"counters": counters(engine), "skipped_steps": engine.skipped_steps}
         files = {name: values for entry in entries for name, values in entry.items()}
-        about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": names}
+        about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
         kinds = sorted({each.kind for each in fragments(engine)})
         write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files})
         sync(target / MANIFEST)
@@ -124,8 +123,10 @@ def _make_empty(target: Path) -> None:
     target.mkdir(parents=True)
 
 
-def _numel(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def _trained(engine: Any) -> dict[str, int]:
+    """Return the number of elements of each trained parameter, also of those that ZeRO-3 shards."""
+    named = engine.module.named_parameters()
+    return {name: int(getattr(each, "ds_numel", each.numel())) for name, each in named if each.requires_grad}
 
 
 def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]:
@@ -196,8 +197,7 @@ def _aside(folder: Path) -> Path:
 
 def _check_parameters(engine: Any, checkpoint: Checkpoint) -> None:
     """Raise UserError unless the checkpoint's parameters are the trained parameters of the student."""
-    own = {name: _numel(each) for name, each in engine.module.named_parameters() if each.requires_grad}
-    saved = checkpoint.manifest["parameters"]
+    own, saved = _trained(engine), checkpoint.manifest["parameters"]
     differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
     if differing:
         raise UserError(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import compress
@@ -87,10 +87,10 @@ def llama(folder, width):
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def bert(folder):
+def bert(folder, kind=BertForMaskedLM, **more):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    BertForMaskedLM(BertConfig(vocab_size=100, **sizes)).save_pretrained(folder)
+    kind(BertConfig(vocab_size=100, **sizes, **more)).save_pretrained(folder)
 
 
 CASES = {
@@ -123,3 +123,12 @@ def test_shards_are_those_of_the_whole_model(launch, tmp_path, case):
         if told["size"] > 20e6:  # the rest of the process does not matter beside it
             assert told["resident"] <= 0.55
             assert told["peak"] <= 0.6
+
+
+def test_a_classifier_of_another_size_is_refused_as_without_shards(launch, tmp_path):
+    folder, program = tmp_path / "model", tmp_path / "program.py"
+    bert(folder, kind=BertForSequenceClassification, num_labels=2)
+    program.write_text(PROGRAM, encoding="utf-8")
+    done = launch(str(folder), "sequence", "3", ranks=2, program=str(program), code=1)
+    assert "in load_sharded" in done.stderr, "it is refused while it is loaded in shards, not later"
+    assert "cannot be loaded" in done.stderr
