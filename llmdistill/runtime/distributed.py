@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
+from llmdistill.runtime.processes import NodeWatch, RankProcess
 
 Value = TypeVar("Value")
 
@@ -34,6 +35,8 @@ _FILE_PATIENCE = 60.0
 _control: Any = None
 """The control group: objects and barriers. It always uses gloo, because waiting for a long time is normal there, and a
 rank that dies is noticed immediately."""
+
+_watch: NodeWatch | None = None
 
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -121,39 +124,18 @@ def init_distributed(command: str = "") -> World:
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)
 
 
-class _Process(NamedTuple):
-    rank: int
-    host: str
-    pid: int
-
-    def has_ended(self) -> bool:
-        """Whether the process is gone or waits to be reaped; only its own node can tell."""
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return Path("/proc").is_dir()
-        return state in "ZX"
-
-
-_processes: list[_Process] = []
-"""The processes of all ranks, in their order."""
-
-
 def _open_control_group() -> None:
-    global _control
+    global _control, _watch
     if _control is None and dist.get_world_size() > 1:
         _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, _Process(dist.get_rank(), socket.gethostname(), os.getpid()), group=_control)
-        _processes[:] = gathered
+        processes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(processes, RankProcess.own(dist.get_rank()), group=_control)
+        _watch = NodeWatch(processes)
 
 
-def ended_ranks() -> tuple[list[int], bool]:
-    """Return the ranks of this node whose processes have ended, and whether this is the first rank that has not."""
-    here = [each for each in _processes if each.host == socket.gethostname()]
-    ended = [each.rank for each in here if each.has_ended()]
-    alive = [each.pid for each in here if each.rank not in ended]
-    return ended, alive[:1] == [os.getpid()]
+def node_watch() -> NodeWatch | None:
+    """Return the watch over the ranks of this node; None if no process group of several ranks has been joined."""
+    return _watch
 
 
 @contextmanager
@@ -175,6 +157,10 @@ def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
         if world.size == 1:
             shut_down()
         raise
+    if _watch is not None:
+        # Before the barrier: no rank ends until all ranks expect it.
+        _watch.expect_ends()
+        barrier()
     shut_down()
 
 
@@ -380,7 +366,7 @@ def free_memory(world: World) -> None:
 
 def shut_down() -> None:
     """Leave the process group, if there is one."""
-    global _control
-    _control = None
+    global _control, _watch
+    _control = _watch = None
     if dist.is_initialized():
         dist.destroy_process_group()

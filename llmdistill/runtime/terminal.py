@@ -57,6 +57,10 @@ _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Br
 def _ended_rank(error: Exception) -> int:
     """Say which rank failed and why, and return its exit code, or end the process if it has joined a process group."""
     rank = int(os.environ.get("RANK", "0"))
+    module = sys.modules.get("llmdistill.runtime.distributed")
+    watch = None if module is None else module.node_watch()
+    if watch is not None and not _lost_connection(error):
+        watch.expect_ends()
     if isinstance(error, UserError):
         code, said = 2, f"error: {error}" if rank == 0 else f"error: {error} (rank {rank})"
         waits = rank != 0
@@ -65,15 +69,14 @@ def _ended_rank(error: Exception) -> int:
     elif isinstance(error, RankError):
         code, said, waits = 1, f"error: rank {rank} stops: {error}", True
     elif _lost_connection(error):
-        from llmdistill.runtime.distributed import ended_ranks
-
-        ended, is_first = ended_ranks()
-        which = f"rank {', '.join(map(str, ended))} of this node" if ended else "a rank of another node"
-        code, waits = 1, not is_first
+        # A rank of this node that has ended is reported by the watch, in the first rank that is left.
+        code, waits = 1, watch is not None and watch.reports_an_end(_HEARING_SECONDS)
         said = (
-            f"error: the process of {which} has ended, and rank {rank} lost its connection to it "
-            f"({str(error).splitlines()[0]}): if it has not said why, it was killed (out of the machine's memory, for "
-            "instance); the same command goes on from the last checkpoint"
+            ""
+            if waits
+            else f"error: rank {rank} lost its connection to a rank of another node ({str(error).splitlines()[0]}): if "
+            "that one has not said why, it was killed (out of the machine's memory, for instance); the same command "
+            "goes on from the last checkpoint"
         )
     else:
         traceback.print_exc()

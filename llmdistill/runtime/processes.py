@@ -1,0 +1,96 @@
+"""The processes of the ranks of one node, watched so that a killed one is named."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_GRACE_SECONDS = 0.2
+"""How long after the end of another rank this one may still learn that the run is over, before the end is reported."""
+
+
+class RankProcess(NamedTuple):
+    """The process of a rank."""
+
+    rank: int
+    node: str
+    """The host and the namespace of the process number, which containers on one host do not share."""
+    pid: int
+
+    @classmethod
+    def own(cls, rank: int) -> RankProcess:
+        """Return the process that calls."""
+        namespace = ""
+        with suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        return cls(rank, f"{socket.gethostname()} {namespace}", os.getpid())
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone or waits to be reaped; only its own node can tell."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return Path("/proc").is_dir()
+        return state in "ZX"
+
+
+class NodeWatch:
+    """Reports the end of another rank's process on this node, in the first rank there that still runs.
+
+    A rank that waits for a killed one may notice nothing (NCCL waits until its time is over), and the launcher ends it
+    within a second. A thread that sleeps until one of the processes ends reports it at once. Only Linux can watch; on
+    other systems nothing is reported.
+    """
+
+    def __init__(self, processes: Sequence[RankProcess]) -> None:
+        own = next(each for each in processes if each.pid == os.getpid())
+        self._here = [each for each in processes if each.node == own.node]
+        self._over = threading.Event()
+        self._reported = threading.Event()
+        watched = selectors.DefaultSelector()
+        for each in self._here:
+            if each.pid != own.pid and hasattr(os, "pidfd_open"):
+                with suppress(OSError):
+                    watched.register(os.pidfd_open(each.pid), selectors.EVENT_READ, each)
+        if watched.get_map():
+            threading.Thread(target=self._watch, args=(watched,), name="watch of the ranks", daemon=True).start()
+
+    def expect_ends(self) -> None:
+        """Report nothing from now on: the ranks of this run end, or say why they fail."""
+        self._over.set()
+
+    def reports_an_end(self, seconds: float) -> bool:
+        """Whether a rank of this node ends, and this or another rank reports it, within some seconds."""
+        patience = time.monotonic() + seconds
+        while not any(each.has_ended() for each in self._here):
+            if time.monotonic() > patience:
+                return False
+            time.sleep(0.05)
+        return not self._is_first() or self._reported.wait(seconds)
+
+    def _is_first(self) -> bool:
+        return next((each.pid for each in self._here if not each.has_ended()), None) == os.getpid()
+
+    def _watch(self, watched: selectors.BaseSelector) -> None:
+        while watched.get_map():
+            for key, _ in watched.select():
+                watched.unregister(key.fileobj)
+                os.close(key.fd)
+                if not self._over.wait(_GRACE_SECONDS) and self._is_first():
+                    print(f"error: {_end_of(key.data.rank)}", file=sys.stderr, flush=True)
+                    self._reported.set()
+
+
+def _end_of(rank: int) -> str:
+    return (
+        f"the process of rank {rank} of this node has ended: if it has not said why, it was killed (out of the "
+        "machine's memory, for instance); the same command goes on from the last checkpoint"
+    )

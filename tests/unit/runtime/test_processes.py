@@ -1,0 +1,79 @@
+"""The watch over the ranks of one node, with processes that are really killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llmdistill.runtime.processes import NodeWatch, RankProcess
+
+REPORT = "the process of rank {} of this node has ended"
+
+
+@pytest.fixture
+def other():
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def watch_of(other):
+    """Makes watches, which report nothing once the test is over and the other process is ended."""
+    watches = []
+
+    def make(*processes: RankProcess) -> NodeWatch:
+        watches.append(NodeWatch(processes))
+        return watches[-1]
+
+    yield make
+    for watch in watches:
+        watch.expect_ends()
+
+
+def rank_of(process: subprocess.Popen[bytes], rank: int) -> RankProcess:
+    return RankProcess(rank, RankProcess.own(0).node, process.pid)
+
+
+def written(capsys: pytest.CaptureFixture[str], words: str = "", seconds: float = 1.0) -> str:
+    """What is on stderr once these words are there, or after some seconds."""
+    text, patience = "", time.monotonic() + seconds
+    while time.monotonic() < patience and not (words and words in text):
+        time.sleep(0.02)
+        text += capsys.readouterr().err
+    return text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can watch processes that are no children")
+class TestNodeWatch:
+    def test_the_first_rank_that_is_left_reports_a_killed_one(self, other, watch_of, capsys):
+        watch = watch_of(rank_of(other, 0), RankProcess.own(1))
+        assert not watch.reports_an_end(0.1)
+        other.kill()
+        assert REPORT.format(0) in written(capsys, REPORT.format(0), seconds=30)
+        assert watch.reports_an_end(0.1)
+
+    def test_another_rank_leaves_it_to_the_first(self, other, watch_of, capsys):
+        killed = subprocess.Popen(["sleep", "60"])
+        watch = watch_of(rank_of(other, 0), RankProcess.own(1), rank_of(killed, 2))
+        killed.kill()
+        killed.wait()
+        assert written(capsys) == ""
+        assert watch.reports_an_end(0.1)
+
+    def test_an_expected_end_is_not_reported(self, other, watch_of, capsys):
+        watch = watch_of(RankProcess.own(0), rank_of(other, 1))
+        watch.expect_ends()
+        other.kill()
+        assert written(capsys) == ""
+        assert not watch.reports_an_end(0.1)
+
+    def test_ranks_of_other_nodes_are_not_looked_up(self, other, watch_of, capsys):
+        watch = watch_of(RankProcess.own(0), rank_of(other, 1)._replace(node="another host"))
+        other.kill()
+        assert written(capsys) == ""
+        assert not watch.reports_an_end(0.1)
