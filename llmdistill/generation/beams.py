@@ -20,7 +20,7 @@ from transformers import DynamicCache, NoRepeatNGramLogitsProcessor, PreTrainedM
 
 from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.targets import Marks
-from llmdistill.generation.decode import gather_answers, plan_batches
+from llmdistill.generation.decode import gather_answers, plan_batches, shared_jobs
 from llmdistill.models.families import first_position
 from llmdistill.runtime.distributed import World, largest_number
 
@@ -234,11 +234,8 @@ def write_targets(
         return largest_number(int(not done), world) == 0
 
     answers: dict[int, list[int]] = {}
-    # With a sharded model, a rank without a further batch repeats the last one and discards the texts.
-    rounds = -(-len(batches) // world.size) if sharded else len(batches[world.rank :: world.size])
-    for turn in range(rounds):
-        number = turn * world.size + world.rank
-        batch = batches[min(number, len(batches) - 1)]
+    for number, is_extra in shared_jobs(len(batches), world, synced=sharded):
+        batch = batches[number]
         with torch.no_grad():
             step = MaskedSteps(model, [sources[index] for index in batch], marks, settings.beams)
         texts = search(
@@ -249,7 +246,7 @@ def write_targets(
             forbidden=never,
             all_done=everyone if sharded else itself,
         )
-        if number < len(batches):
+        if not is_extra:
             answers.update(zip(batch, texts, strict=True))
-    gathered, _ = gather_answers(answers, 0.0, world.size)
+    gathered, _ = gather_answers(answers, 0.0, world)
     return [gathered[index] for index in range(len(sources))]

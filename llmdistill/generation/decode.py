@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.data.instruct import check_lengths
 from llmdistill.errors import UserError, check_least
+from llmdistill.runtime.distributed import World, gather_objects
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class GenerationResult:
     tokens: int
     """Number of generated tokens on all ranks, with end tokens, without padding."""
     seconds: float
-    """Wall time of the slowest rank."""
+    """Wall time of the slowest rank; passes that are generated together share it equally."""
 
 
 class Engine(Protocol):
@@ -100,18 +103,32 @@ def generate(
     max_prompt_length: int,
     max_length: int,
     seed: int,
-    rank: int = 0,
-    world_size: int = 1,
-    synced: bool = False,
 ) -> GenerationResult:
-    """Generate answers to prompts given as tokens.
+    """Generate one answer to each prompt in this process: one pass of `generate_passes`."""
+    limits = {"max_prompt_length": max_prompt_length, "max_length": max_length}
+    return generate_passes(model, tokenizer, prompt_ids, settings, **limits, seeds=[seed], world=World.alone())[0]
+
+
+def generate_passes(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: list[list[int]],
+    settings: Decoding,
+    *,
+    max_prompt_length: int,
+    max_length: int,
+    seeds: Sequence[int],
+    world: World,
+    synced: bool = False,
+) -> list[GenerationResult]:
+    """Generate answers to prompts given as tokens, once with each seed; every rank must call this function.
 
     Every answer has at most max_length - max_prompt_length tokens, so that the limit depends neither on the batch nor
     on the length of the prompt (MiniLLM pads every prompt to max_prompt_length). The prompts are divided into batches
-    before the batches are distributed over the ranks, and each batch has its own random stream from (seed, batch).
-    Therefore one rank and several ranks generate the same texts. synced: the model is sharded (ZeRO-3), so all ranks
-    run the same number of forward passes. The global random state, the model's mode and its generation settings are
-    restored.
+    before the batches of all passes are distributed over the ranks, and each batch has its own random stream from
+    (seed, batch). Therefore one rank and several ranks generate the same texts, and one pass and several. synced: the
+    model is sharded (ZeRO-3), so all ranks run the same number of forward passes. The global random state, the model's
+    mode and its generation settings are restored.
     """
     check_lengths(max_prompt_length, max_length)
     _check_model(model, tokenizer, max_length)
@@ -120,20 +137,33 @@ def generate(
     max_new_tokens = max_length - max_prompt_length
     engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=max_new_tokens, synced=synced)
     started = time.perf_counter()
-    answers: dict[int, list[int]] = {}
-    # With a sharded model, a rank without a further batch repeats the last batch and discards the answers.
-    rounds = range(-(-len(batches) // world_size)) if synced else range(len(batches[rank::world_size]))
-    for turn in rounds:
-        number = turn * world_size + rank
-        rows = answer_batch(engine, prompt_ids, batches, number, seed)
-        if number < len(batches):
-            answers.update(rows)
+    answers: dict[tuple[int, int], list[int]] = {}
+    for job, is_extra in shared_jobs(len(seeds) * len(batches), world, synced=synced):
+        turn, number = divmod(job, len(batches))
+        rows = answer_batch(engine, prompt_ids, batches, number, seeds[turn])
+        if not is_extra:
+            answers.update({(turn, index): row for index, row in rows.items()})
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    gathered, seconds = gather_answers(answers, time.perf_counter() - started, world_size)
-    rows_in_order = [gathered[index] for index in range(len(prompt_ids))]
-    texts = decode_answers(rows_in_order, tokenizer)
-    return GenerationResult(texts, sum(map(len, rows_in_order)), seconds)
+    gathered, seconds = gather_answers(answers, time.perf_counter() - started, world)
+    results = []
+    for turn in range(len(seeds)):
+        rows_in_order = [gathered[turn, index] for index in range(len(prompt_ids))]
+        texts = decode_answers(rows_in_order, tokenizer)
+        results.append(GenerationResult(texts, sum(map(len, rows_in_order)), seconds / len(seeds)))
+    return results
+
+
+def shared_jobs(count: int, world: World, *, synced: bool) -> Iterator[tuple[int, bool]]:
+    """Yield the numbers of this rank's share of some jobs, and whether a job only fills up the last round.
+
+    synced: the jobs need every rank (ZeRO-3), so all ranks get equally many; a rank without a further job repeats the
+    last one, and its result does not count.
+    """
+    for first in range(0, count, world.size):
+        number = first + world.rank
+        if number < count or synced:
+            yield min(number, count - 1), number >= count
 
 
 def plan_batches(prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
@@ -154,8 +184,8 @@ def batch_seeds(seed: int, batch: int, count: int) -> list[int]:
 def answer_batch(
     engine: Engine, prompt_ids: Sequence[list[int]], batches: list[list[int]], number: int, seed: int
 ) -> dict[int, list[int]]:
-    """Generate one batch as {index of the prompt: token ids}; a number past the end repeats the last batch."""
-    batch = batches[min(number, len(batches) - 1)]
+    """Generate one batch as {index of the prompt: token ids}."""
+    batch = batches[number]
     rows = engine.answer([prompt_ids[index] for index in batch], batch_seeds(seed, number, len(batch)))
     return dict(zip(batch, rows, strict=True))
 
@@ -261,12 +291,7 @@ def _left_pad(prompt_ids: Sequence[list[int]], pad_token_id: int) -> tuple[Tenso
     return input_ids, attention_mask
 
 
-def gather_answers(
-    answers: dict[int, list[int]], seconds: float, world_size: int
-) -> tuple[dict[int, list[int]], float]:
-    """The answers of all ranks by the index of their prompt, and the wall time of the slowest rank."""
-    if world_size == 1:
-        return answers, seconds
-    parts: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(parts, (answers, seconds))
-    return {index: ids for part, _ in parts for index, ids in part.items()}, max(slowest for _, slowest in parts)
+def gather_answers(answers: dict[Key, list[int]], seconds: float, world: World) -> tuple[dict[Key, list[int]], float]:
+    """The answers of all ranks by their key, and the wall time of the slowest rank; every rank must call it."""
+    parts = gather_objects((answers, seconds), world)
+    return {key: ids for part, _ in parts for key, ids in part.items()}, max(slowest for _, slowest in parts)

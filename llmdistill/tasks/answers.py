@@ -19,7 +19,7 @@ from llmdistill.embedded import locate
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.files import write_json, write_text
 from llmdistill.generation.answers_file import prompt_row
-from llmdistill.generation.decode import Decoding, GenerationResult, generate
+from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
@@ -56,7 +56,7 @@ def score_sets(
 ) -> dict[str, dict[str, Any]]:
     """Generate answers to each named set, once per seed (once if greedy), and score them.
 
-    Each rank answers its share of the prompts (world None: there is only one), and rank 0 saves the answers to the set
+    The ranks share the batches of all passes (world None: there is only one), and rank 0 saves the answers to the set
     NAME in predictions_dir/NAME.jsonl. synced: the model's forward pass needs every rank (ZeRO-3). log is called with
     one line per pass.
 
@@ -73,26 +73,31 @@ def score_sets(
     scores = {}
     for name, prompts in encode_sets(sets, tokenizer, settings, limits).items():
         examples = [sets[name][index] for index in prompts.kept]
+        references = [example.outputs for example in examples]
         passes: dict[str, GenerationResult] = {}
         rouges = []
-        for label, seed in _passes(settings).items():
-            result = generate(
+        # Several ranks share all passes, so that few batches keep many ranks busy; one rank can report each in turn.
+        labels = list(_passes(settings))
+        for together in [labels] if world.size > 1 else [[label] for label in labels]:
+            results = generate_passes(
                 model,
                 tokenizer,
                 prompts.ids,
                 _decoding(settings),
                 max_prompt_length=limits.max_prompt_length,
                 max_length=limits.max_length,
-                seed=seed,
-                rank=world.rank,
-                world_size=world.size,
+                seeds=[_passes(settings)[label] for label in together],
+                world=world,
                 synced=synced,
             )
-            passes[label] = result
-            rouges.append(rouge_l(result.texts, [example.outputs for example in examples]))
-            if log is not None:
-                speed = result.tokens / result.seconds
-                log(f"{name}, {label}: ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples, {speed:.0f} tokens/s")
+            for label, result in zip(together, results, strict=True):
+                passes[label] = result
+                rouges.append(rouge_l(result.texts, references))
+                if log is not None:
+                    speed = result.tokens / result.seconds
+                    log(
+                        f"{name}, {label}: ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples, {speed:.0f} tokens/s"
+                    )
         if predictions_dir is not None and world.is_main:
             _write_predictions(predictions_dir / f"{name}.jsonl", examples, passes)
         scores[name] = _score(list(passes.values()), rouges, prompts)

@@ -29,8 +29,11 @@ from llmdistill.generation.decode import (
     answer_batch,
     decode_answers,
     generate,
+    generate_passes,
     plan_batches,
+    shared_jobs,
 )
+from llmdistill.runtime.distributed import World
 
 from support import RankServer
 
@@ -39,6 +42,7 @@ END = 0
 PROMPTS = ["a", "Name three colours.", "bb bb", "What is it?", "x" * 30]
 GREEDY = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
 LIMITS = {"max_prompt_length": 30, "max_length": 60, "seed": 0}
+SEEDS = [0, 7, 9]
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -310,26 +314,31 @@ def test_long_prompts_and_misfits_are_refused() -> None:
         answers_to(encoder, tokenizer, PROMPTS, GREEDY, **LIMITS)
 
 
+def several_passes(
+    model: PreTrainedModel, settings: Decoding, world: World, *, synced: bool = False
+) -> list[GenerationResult]:
+    tokenizer = character_tokenizer()
+    ids, limits = tokenizer(PROMPTS)["input_ids"], {key: value for key, value in LIMITS.items() if key != "seed"}
+    return generate_passes(model, tokenizer, ids, settings, **limits, seeds=SEEDS, world=world, synced=synced)
+
+
 def run_rank(folder: str) -> None:
     torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    model, tokenizer = tiny_model("llama"), character_tokenizer()
+    world = World(rank=torch.distributed.get_rank(), size=2, device=torch.device("cpu"))
+    model = tiny_model("llama")
     results = {
-        (decoding, synced, size): answers_to(
+        (decoding, synced, size): several_passes(
             model,
-            tokenizer,
-            PROMPTS,
             Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=size),
-            rank=rank,
-            world_size=2,
+            world,
             synced=synced,
-            **LIMITS,
         )
         for decoding in ("greedy", "sample")
         for synced in (False, True)
         for size in (2, 8)
     }
-    torch.save({key: (result.texts, result.tokens) for key, result in results.items()}, Path(folder) / f"{rank}.pt")
+    texts = {key: [(each.texts, each.tokens) for each in passes] for key, passes in results.items()}
+    torch.save(texts, Path(folder) / f"{world.rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -340,11 +349,23 @@ def test_two_ranks_give_the_texts_of_one(rank_server: RankServer, tmp_path: Path
     model, tokenizer = tiny_model("llama"), character_tokenizer()
     by_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert by_rank[0] == by_rank[1]
-    for (decoding, _, size), (texts, tokens) in by_rank[0].items():
+    for (decoding, _, size), passes in by_rank[0].items():
         settings = Decoding(sample=decoding == "sample", no_repeat_ngram_size=6, batch_size=size)
-        alone: GenerationResult = answers_to(model, tokenizer, PROMPTS, settings, **LIMITS)
-        assert texts == alone.texts
-        assert tokens == alone.tokens
+        for seed, (texts, tokens) in zip(SEEDS, passes, strict=True):
+            alone: GenerationResult = answers_to(model, tokenizer, PROMPTS, settings, **{**LIMITS, "seed": seed})
+            assert texts == alone.texts
+            assert tokens == alone.tokens
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(1, 1), (5, 2), (6, 3), (2, 4)])
+def test_every_job_is_one_rank_s_and_shares_differ_by_one(count: int, ranks: int) -> None:
+    worlds = [World(rank=rank, size=ranks, device=torch.device("cpu")) for rank in range(ranks)]
+    shares = [list(shared_jobs(count, world, synced=False)) for world in worlds]
+    assert sorted(number for share in shares for number, _ in share) == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    filled = [list(shared_jobs(count, world, synced=True)) for world in worlds]
+    assert {len(share) for share in filled} == {-(-count // ranks)}
+    assert [[job for job in share if not job[1]] for share in filled] == shares
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode_prompts
 from llmdistill.errors import UserError
+from llmdistill.generation import decode
 from llmdistill.generation.decode import Decoding, generate
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.answers import evaluate_model, score_sets
@@ -135,10 +136,10 @@ def test_limit_and_several_sets(model: LlamaForCausalLM, tokenizer: PreTrainedTo
 def test_only_rank_0_writes(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def from_other_rank(parts: list[object], mine: tuple[dict[int, list[int]], float]) -> None:
-        parts[0], parts[1] = ({0: [3], 1: [4]}, 1.0), mine
+    def from_both_ranks(mine: object, world: World) -> list[object]:
+        return [({(0, 0): [3], (0, 1): [4]}, 1.0), mine]
 
-    monkeypatch.setattr(torch.distributed, "all_gather_object", from_other_rank)
+    monkeypatch.setattr(decode, "gather_objects", from_both_ranks)
     settings = GenerationConfig(decoding="greedy")
     world = World(rank=1, size=2, device=torch.device("cpu"))
     score_sets(model, tokenizer, {"a": SHORT}, settings, Limits(**LIMITS), predictions_dir=tmp_path, world=world)
