@@ -58,7 +58,7 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
     quiet_transformers()
     plan = make_plans(config)[0]
     data = plan.task.read(plan.models)
-    with process_group(needed=config.teacher.sharding == "zero3") as world:
+    with process_group(needed=config.teacher.is_sharded) as world:
         record = make_cache(plan, data.prepared(world), settings, parsed.output, world)
     if world.is_main:
         summary = summarise(record, parsed.output, time.perf_counter() - began)

@@ -148,11 +148,27 @@ class TeacherConfig:
     a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
-    sharding: Literal["replicated", "zero3"] = "replicated"
-    """replicated: every rank holds the whole teacher; zero3: each holds its share, whatever the student's stage is."""
+    sharding: Literal["replicated", "node", "zero3"] = "replicated"
+    """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the student's stage
+    is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes."""
+    zero: dict[str, Any] = field(default_factory=dict)
+    """Settings of zero_optimization for a sharded teacher, as DeepSpeed names them, such as
+    {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""
     cache: str | None = None
     """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
     there, and the teacher is neither loaded nor scored. Default: the teacher runs in every step."""
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if the settings of a sharded teacher are given for one that is not sharded."""
+        if self.zero and not self.is_sharded:
+            raise ValueError("teacher.zero shapes a sharded teacher: set teacher.sharding to node or zero3 as well")
+        if "stage" in self.zero:
+            raise ValueError("teacher.zero sets the stage, which is 3 for a sharded teacher: remove it")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank holds the whole teacher, so that its forward pass needs every rank."""
+        return self.sharding != "replicated"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,8 +105,17 @@ def generate(
     seed: int,
 ) -> GenerationResult:
     """Generate one answer to each prompt in this process: one pass of `generate_passes`."""
-    limits = {"max_prompt_length": max_prompt_length, "max_length": max_length}
-    return generate_passes(model, tokenizer, prompt_ids, settings, **limits, seeds=[seed], world=World.alone())[0]
+    (result,) = generate_passes(
+        model,
+        tokenizer,
+        prompt_ids,
+        settings,
+        max_prompt_length=max_prompt_length,
+        max_length=max_length,
+        seeds=[seed],
+        world=World.alone(),
+    )
+    return result
 
 
 def generate_passes(

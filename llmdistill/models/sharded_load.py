@@ -31,8 +31,9 @@ def load_sharded(
     head: Head = "lm_head",
     new_head: bool = False,
     num_classes: int | None = None,
+    group: Any = None,
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode, sharded over all ranks; every rank must call this function.
+    """Load a model in evaluation mode, sharded over the ranks of a group; every rank must call this function.
 
     Args:
         path: a folder or a name on the hub, not an adapter.
@@ -41,9 +42,10 @@ def load_sharded(
         head: the head of the model.
         new_head: whether a head that the weights lack is initialised at random (from torch's generator).
         num_classes: outputs of a new classifier; None takes the config's.
+        group: the process group, of several ranks; None: all ranks.
 
     A checkpoint whose names or shapes differ from those of the model, as in old ones, is left to transformers, which
-    converts it or says what does not fit.
+    converts it or says what does not fit, and shards it over all ranks.
 
     Raises:
         UserError: as in `load_model`.
@@ -72,10 +74,10 @@ def load_sharded(
         if read is None:
             new.append(parameter)
         else:
-            _shard(parameter, ds_config)
+            _shard(parameter, ds_config, group)
     _initialize(model, saved)
     for parameter in new:
-        _shard(parameter, ds_config)
+        _shard(parameter, ds_config, group)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(path)
@@ -138,13 +140,13 @@ def _find(model: PreTrainedModel, names: Sequence[str], saved: Mapping[str, _Sav
     return next((saved[key] for key in keys if key in saved), None)
 
 
-def _shard(parameter: nn.Parameter, ds_config: dict[str, Any]) -> None:
+def _shard(parameter: nn.Parameter, ds_config: dict[str, Any], group: Any) -> None:
     """Keep this rank's share of a parameter alone."""
     import deepspeed
 
     holder = nn.Module()
     holder.parameter = parameter
-    deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config)
+    deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config, data_parallel_group=group)
 
 
 def _initialize(model: PreTrainedModel, saved: Mapping[str, _Saved]) -> None:

@@ -84,15 +84,15 @@ def _whole_teacher(plan: Plan, world: World, teacher: Callable[[], LiveTeacher])
 def make_teacher(plan: Plan, world: World, *, head: Head | None = None) -> LiveTeacher:
     """Load the teacher in evaluation mode, by default with the head that the run needs."""
     dtype, head = plan.teacher_dtype, plan.teacher_head if head is None else head
-    path, sharding = plan.teacher_path, plan.config.teacher.sharding
-    if sharding == "zero3" and is_adapter(path):
-        # Under ZeRO-3 a rank has only a shard of the base model, so rank 0 merges an adapter first.
+    path, settings = plan.teacher_path, plan.config.teacher
+    if settings.is_sharded and is_adapter(path):
+        # A rank has only a shard of the base model, so rank 0 merges an adapter first.
         merged = plan.folder / "teacher"
         if not is_there(merged / "config.json", world):
             on_main(lambda: merge_adapter(path, merged), world)
             is_there(merged / "config.json", world)
         path = merged
-    return load_teacher(str(path), dtype=dtype, sharding=sharding, world=world, head=head)
+    return load_teacher(str(path), dtype=dtype, sharding=settings.sharding, zero=settings.zero, world=world, head=head)
 
 
 def load_scored(folder: Path, plan: Plan, world: World) -> PreTrainedModel:

@@ -70,7 +70,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
             lambda: teacher().model,
             data.teacher_tokenizer(),
             params=plan.sizes["teacher_params"],
-            sharded=plan.config.teacher.sharding == "zero3",
+            sharded=plan.config.teacher.is_sharded,
         )
     warnings = data.warnings(summaries.get("teacher"))
     for warning in warnings:

@@ -138,6 +138,21 @@ def node_watch() -> NodeWatch | None:
     return _watch
 
 
+def node_ranks(world: World) -> list[int]:
+    """Return the ranks of this node."""
+    return next(ranks for ranks in _nodes(world) if world.rank in ranks)
+
+
+def node_group(world: World) -> Any:
+    """Return a process group of the ranks of this node; every rank must call this function."""
+    groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for ranks in _nodes(world)]
+    return groups[_nodes(world).index(node_ranks(world))]
+
+
+def _nodes(world: World) -> list[list[int]]:
+    return [list(range(world.size))] if _watch is None else _watch.nodes
+
+
 @contextmanager
 def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
     """Join the process group as `init_distributed` does, and leave it after the block.

@@ -42,6 +42,14 @@ class RankProcess(NamedTuple):
         return state in "ZX"
 
 
+def _nodes(processes: Sequence[RankProcess]) -> list[list[int]]:
+    """The ranks of each node."""
+    nodes: dict[str, list[int]] = {}
+    for each in processes:
+        nodes.setdefault(each.node, []).append(each.rank)
+    return list(nodes.values())
+
+
 class NodeWatch:
     """Reports the end of another rank's process on this node, in the first rank there that still runs.
 
@@ -53,6 +61,7 @@ class NodeWatch:
     def __init__(self, processes: Sequence[RankProcess]) -> None:
         own = next(each for each in processes if each.pid == os.getpid())
         self._here = [each for each in processes if each.node == own.node]
+        self.nodes = _nodes(processes)
         self._over = threading.Event()
         self._reported = threading.Event()
         watched = selectors.DefaultSelector()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
+from llmdistill.errors import UserError
 from llmdistill.models.load import Head, load_model
 from llmdistill.models.sharded_load import load_sharded
-from llmdistill.runtime.distributed import World
+from llmdistill.runtime.distributed import World, node_group, node_ranks
 from llmdistill.runtime.ds_config import NO_TIMERS
 
 
@@ -33,15 +34,22 @@ def load_teacher(
     path: str,
     *,
     dtype: torch.dtype,
-    sharding: Literal["replicated", "zero3"],
+    sharding: Literal["replicated", "node", "zero3"],
     world: World,
+    zero: Mapping[str, Any] | None = None,
     head: Head = "lm_head",
 ) -> LiveTeacher:
     """Load a teacher with a head; every rank must call this function.
 
-    With sharding zero3 no rank ever holds the whole teacher, independent of the student's ZeRO stage.
+    With sharding zero3 no rank ever holds the whole teacher, independent of the student's ZeRO stage. With node this is
+    so if a node has several ranks, and each node has a whole one in shards. `zero` has more settings of DeepSpeed's
+    zero_optimization.
+
+    Raises:
+        UserError: DeepSpeed does not know a setting of `zero`.
     """
-    if sharding == "replicated":
+    ranks = node_ranks(world) if sharding == "node" else range(world.size)
+    if sharding == "replicated" or (sharding == "node" and len(ranks) == 1):
         model = load_model(path, dtype=dtype, device=world.device, head=head)
         model.eval().requires_grad_(False)
         return LiveTeacher(model, model)
@@ -51,11 +59,26 @@ def load_teacher(
         "train_batch_size": world.size,
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {**(zero or {}), "stage": 3},
         **NO_TIMERS,
     }
-    model = load_sharded(path, ds_config=ds_config, dtype=dtype, head=head)
+    _check_zero(ds_config["zero_optimization"])
+    group = node_group(world) if len(ranks) < world.size else None
+    model = load_sharded(path, ds_config=ds_config, dtype=dtype, head=head, group=group)
     model.eval().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.eval()
     return LiveTeacher(engine.module, engine)
+
+
+def _check_zero(settings: dict[str, Any]) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**settings)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"]))
+        said = wrong["msg"][:1].lower() + wrong["msg"][1:]
+        raise UserError(f"teacher.zero: DeepSpeed refuses {key} ({said}); correct or remove it") from error

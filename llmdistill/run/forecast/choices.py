@@ -104,7 +104,7 @@ def make_choices(plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_C
     sizes = Sizes.of(models.student, models.teacher)
     ends = [full_batch(plan, size) for size in (1, share)]
     traces = {on: [trace_step(models, batch, checkpointing=on) for batch in ends] for on in (False, True)}
-    teachers = (None,) if models.teacher is None else tuple(TEACHERS)
+    teachers = (None,) if models.teacher is None else TEACHERS
     choices = []
     for name in names:
         ds_config = read_ds_config(name)
@@ -116,9 +116,14 @@ def make_choices(plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_C
                 choices += [
                     _choice(name, zero, sizes, teacher, trace, machine, checkpointing, steps)
                     for teacher in teachers
-                    if teacher != "zero3" or ranks > 1
+                    if _is_a_choice(teacher, machine)
                 ]
     return choices
+
+
+def _is_a_choice(teacher: str | None, machine: MachineConfig) -> bool:
+    """Whether this teacher.sharding differs from the simpler ones on a machine."""
+    return {"node": machine.nodes > 1 and machine.gpus > 1, "zero3": machine.ranks > 1}.get(teacher or "", True)
 
 
 def _choice(
@@ -131,7 +136,15 @@ def _choice(
     checkpointing: bool,
     accumulation_steps: int,
 ) -> Choice:
-    parts = peak_memory(zero, sizes, teacher, trace.moments, ranks=machine.ranks, accumulation_steps=accumulation_steps)
+    parts = peak_memory(
+        zero,
+        sizes,
+        teacher,
+        trace.moments,
+        ranks=machine.ranks,
+        accumulation_steps=accumulation_steps,
+        ranks_of_node=machine.gpus,
+    )
     work = trace.student + trace.teacher
     return Choice(
         ds_config=name,

@@ -71,20 +71,27 @@ def step_duration(
     return Duration(
         compute=accumulation_steps * products,
         memory=(accumulation_steps * work.other_bytes + on_gpu) / bandwidth,
-        wire=wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
-        / _reached(machine, wire_bandwidth(machine)),
+        wire=_wire_seconds(zero, sizes, teacher, machine, accumulation_steps=accumulation_steps),
         launch=1e-6 * machine.launch * accumulation_steps * work.operations,
         host=_host_seconds(zero, sizes, machine, accumulation_steps=accumulation_steps),
     )
 
 
+def _wire_seconds(
+    zero: Zero, sizes: Sizes, teacher: str | None, machine: MachineConfig, *, accumulation_steps: int
+) -> float:
+    # A teacher that each node shares uses the links within the node alone.
+    of_node = _teacher_bytes(sizes, machine.gpus, accumulation_steps) if teacher == "node" else 0
+    between = wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
+    return between / _reached(machine, wire_bandwidth(machine)) + of_node / _reached(machine, machine.nvlink)
+
+
 def wire_bytes(zero: Zero, sizes: Sizes, teacher: str | None, ranks: int, *, accumulation_steps: int) -> float:
-    """Return the bytes that a rank sends in an optimizer step, for collectives that run in rings.
+    """Return the bytes that a rank sends in an optimizer step, for collectives that run in rings over all ranks.
 
     A ring sends (n - 1) / n of the data to reduce or gather it; an all-reduce does both. ZeRO-3 gathers the weights for
     the forward and for the backward pass of each micro batch, and a sharded teacher its own once.
     """
-    once = (ranks - 1) / ranks
     gradients, weights = sizes.trained * sizes.element_bytes, sizes.student_bytes
     if zero.stage == 3:
         sent = accumulation_steps * (2 * weights + gradients)
@@ -92,9 +99,13 @@ def wire_bytes(zero: Zero, sizes: Sizes, teacher: str | None, ranks: int, *, acc
         sent = accumulation_steps * gradients + gradients
     else:
         sent = 2 * gradients
-    if teacher == "zero3":
-        sent += accumulation_steps * sizes.teacher_bytes
-    return once * sent
+    gathered = _teacher_bytes(sizes, ranks, accumulation_steps) if teacher == "zero3" else 0
+    return (ranks - 1) / ranks * sent + gathered
+
+
+def _teacher_bytes(sizes: Sizes, sharers: int, accumulation_steps: int) -> float:
+    """The bytes that a rank sends so that each of the ranks that share a teacher has gathered it."""
+    return (sharers - 1) / sharers * accumulation_steps * sizes.teacher_bytes
 
 
 def wire_bandwidth(machine: MachineConfig) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,21 +115,21 @@ TEACHER_ZERO = Zero.of({"zero_optimization": {"stage": 3}}, accumulation_steps=1
 """The configuration of a sharded teacher, which has DeepSpeed's defaults."""
 
 
-def _whole_teacher(sizes: Sizes, _ranks: int) -> dict[str, float]:
-    return {"teacher": sizes.teacher_bytes}
+TEACHERS = ("replicated", "node", "zero3")
+"""Values of teacher.sharding, the simplest first."""
 
 
-def _sharded_teacher(sizes: Sizes, ranks: int) -> dict[str, float]:
+def teacher_sharers(teacher: str | None, *, ranks: int, ranks_of_node: int) -> int:
+    """Return how many ranks share a whole teacher; 1 without a teacher."""
+    return {"node": ranks_of_node, "zero3": ranks}.get(teacher or "", 1)
+
+
+def resident_teacher(sizes: Sizes, sharers: int) -> dict[str, float]:
+    """Return the bytes of the teacher's weights on a rank: its own, and those that it has gathered."""
+    if sharers == 1:
+        return {"teacher": sizes.teacher_bytes}
     gathered = TEACHER_ZERO.gathered_bytes(sizes.teacher_bytes, sizes.teacher_element_bytes)
-    return {"teacher": sizes.teacher_bytes / ranks, "gathered": gathered}
-
-
-TEACHERS: Mapping[str, Callable[[Sizes, int], dict[str, float]]] = {
-    "replicated": _whole_teacher,
-    "zero3": _sharded_teacher,
-}
-"""Value of teacher.sharding, the simplest first -> a function of sizes and ranks: the bytes of the weights on a rank,
-its own and those that it has gathered."""
+    return {"teacher": sizes.teacher_bytes / sharers, "gathered": gathered}
 
 
 def resident_student(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:
@@ -169,7 +169,14 @@ def step_memory(zero: Zero, sizes: Sizes, ranks: int) -> dict[str, float]:
 
 
 def peak_memory(
-    zero: Zero, sizes: Sizes, teacher: str | None, moments: Sequence[Moment], *, ranks: int, accumulation_steps: int
+    zero: Zero,
+    sizes: Sizes,
+    teacher: str | None,
+    moments: Sequence[Moment],
+    *,
+    ranks: int,
+    accumulation_steps: int,
+    ranks_of_node: int | None = None,
 ) -> dict[str, float]:
     """Return the bytes of a rank by part, at the moment of a step when most are in use; the allocator is left out.
 
@@ -180,10 +187,13 @@ def peak_memory(
         moments: the memory of the forward and backward pass.
         ranks: the number of ranks.
         accumulation_steps: the number of micro batches of a step on each rank.
+        ranks_of_node: the number of ranks on each node; None: there is one node.
     """
     always = resident_student(zero, sizes, ranks)
-    for name, size in (TEACHERS[teacher](sizes, ranks) if teacher is not None else {}).items():
-        always[name] = always.get(name, 0) + size
+    if teacher is not None:
+        sharers = teacher_sharers(teacher, ranks=ranks, ranks_of_node=ranks_of_node or ranks)
+        for name, size in resident_teacher(sizes, sharers).items():
+            always[name] = always.get(name, 0) + size
     phases: list[dict[str, float]] = [
         {
             **moment.live,

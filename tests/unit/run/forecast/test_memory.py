@@ -61,6 +61,32 @@ def test_sharded_teacher_keeps_its_share_and_what_it_gathers():
     assert "teacher" not in parts("zero2", teacher=None)
 
 
+def test_teacher_of_a_node_is_shared_by_its_ranks_and_sends_within_it():
+    def found(teacher: str, ranks_of_node: int) -> dict[str, float]:
+        return peak_memory(
+            zero_of("zero1"),
+            SIZES,
+            teacher,
+            MOMENTS,
+            ranks=RANKS,
+            accumulation_steps=1,
+            ranks_of_node=ranks_of_node,
+        )
+
+    assert found("node", 2)["teacher"] == 8e9
+    assert found("node", RANKS) == found("zero3", RANKS)
+    assert found("node", 1) == found("replicated", 1)
+
+    def wire(teacher: str | None) -> float:
+        machine = MachineConfig(gpus=2, nodes=2, nvlink=300, infiniband=25, bandwidth_share=1)
+        return step_duration(zero_of("zero1"), SIZES, teacher, Work(), machine, accumulation_steps=1).wire
+
+    # A rank sends 1/2 of 16 GB at 300 GB/s within its node, or 3/4 of them at the 2 x 25 GB/s between the nodes.
+    assert wire("node") - wire(None) == pytest.approx(8 / 300)
+    assert wire("zero3") - wire(None) == pytest.approx(12 / 50)
+    assert wire("replicated") == wire(None)
+
+
 def test_peak_is_in_the_optimizers_step_where_activations_are_small():
     little = [Moment(0, {"activations": 1e9}), Moment(10**9, {"activations": 0.0})]
     assert parts("zero2", moments=little) == {
