@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from llmdistill.run.checks import check_can_cache, check_keep_best, check_teache
 from llmdistill.runtime.distributed import TORCH_DTYPES
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
+from llmdistill.runtime.launch import launched_ranks
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, Task
 
@@ -162,7 +162,7 @@ def make_plan(
     Raises UserError if the settings are invalid or contradict each other.
     """
     pending = pending or {}
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_ranks()
     ds_config = read_ds_config(config.ds_config)
     split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
     resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))

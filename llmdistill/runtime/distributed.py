@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
+from llmdistill.runtime.launch import joining, launched_ranks, prepare_joining, ranks_of_node
 from llmdistill.runtime.processes import NodeWatch, RankProcess
 
 Value = TypeVar("Value")
@@ -82,17 +83,13 @@ def has_compiler(*more: str) -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", *more))
 
 
-def launched_ranks() -> int:
-    """Return the number of ranks that the launcher of this process has started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def init_distributed(command: str = "") -> World:
     """Join the process group that the launcher describes in the environment; without a launcher, be rank 0 of 1.
 
     `command` is the command or Python call that started the run, for the reports.
 
-    Raises UserError if DeepSpeed must compile its extension, and there is no C++ compiler.
+    Raises UserError if DeepSpeed must compile its extension, and there is no C++ compiler, or if the ranks do not find
+    each other.
     """
     on_cpu = not torch.cuda.is_available()
     if on_cpu and not has_compiler():
@@ -103,8 +100,7 @@ def init_distributed(command: str = "") -> World:
     # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if "WORLD_SIZE" not in os.environ:
+    if launched_ranks() == 1 and "WORLD_SIZE" not in os.environ:
         # A single process can use any free port, so that several runs can share a machine.
         os.environ["MASTER_PORT"] = str(free_port())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
@@ -112,13 +108,14 @@ def init_distributed(command: str = "") -> World:
     os.environ.setdefault("MASTER_PORT", "29500")
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         # The ranks of a node share its cores, but torch would use all cores in each rank.
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_node()))
+    prepare_joining(None if on_cpu else torch.cuda.device_count())
+    with joining(COLLECTIVE_TIMEOUT):
+        deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)
     _open_control_group()
     barrier()
     _forget_shared_memory()
-    device = torch.device("cpu" if on_cpu else f"cuda:{local_rank}")
+    device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not on_cpu:
         torch.cuda.set_device(device)
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, command=command)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from llmdistill.errors import RankError, UserError
+from llmdistill.runtime.launch import launched_ranks
 
 if TYPE_CHECKING:
     from llmdistill.runtime.distributed import World
@@ -29,7 +30,7 @@ def exit_code(job: Callable[[], None]) -> int:
     # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
     # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = launched_ranks() > 1
     try:
         job()
     except UserError as error:

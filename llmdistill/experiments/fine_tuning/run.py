@@ -26,8 +26,9 @@ from llmdistill.models.families import family_of, shape_of
 from llmdistill.models.load import Head, load_model
 from llmdistill.report.record import describe_hardware, make_record
 from llmdistill.run.job import run_config
-from llmdistill.runtime.distributed import World, launched_ranks, on_main, process_group
+from llmdistill.runtime.distributed import World, on_main, process_group
 from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.launch import launched_ranks
 from llmdistill.runtime.speed import measure_speed, parameter_split
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark

@@ -1,0 +1,165 @@
+"""What a launcher says to the processes that it starts: DeepSpeed's launcher, torchrun, or srun of Slurm."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+from llmdistill.errors import UserError
+
+_NOTICE_SECONDS = 30.0
+"""How long ranks wait for the others before they say so."""
+_ELSEWHERE = "203.0.113.1"
+"""An address of no network of ours (RFC 5737): its route is the default one. Nothing is sent to it."""
+
+
+def launched_ranks() -> int:
+    """Return the number of ranks that the launcher of this process has started; 1 without a launcher.
+
+    In a task of srun this sets the variables of a rank first, which all other launchers set themselves.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(rank_of_task(os.environ))
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_of_node() -> int:
+    """Return how many of the ranks run on this node; launchers that do not say it use one node."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # of torchrun, of DeepSpeed, of both
+    return next((int(os.environ[name]) for name in names if os.environ.get(name)), 1)
+
+
+def rank_of_task(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank for one of several tasks of srun, and nothing for any other process.
+
+    Only the variables of a step count. Those of the job (SLURM_NTASKS) exist in a batch script too, which is no task.
+    Rank 0 runs on the first node of the step. MASTER_ADDR and MASTER_PORT are kept if the user has set them.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks == 1 or "SLURM_PROCID" not in environment:
+        return {}
+    here = str(_tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])])
+    # Steps that run at the same time, of one job or of several jobs that share a node, need ports of their own.
+    number = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": here,
+        "LOCAL_SIZE": here,
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_node(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(15_000 + number % 10_000),
+    }
+
+
+def _tasks_of_nodes(text: str) -> list[int]:
+    """Read Slurm's `2(x3),1`: two tasks on each of three nodes, and one on the fourth."""
+    counts = (re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(","))
+    return [int(each[1]) for each in counts if each is not None for _ in range(int(each[2] or 1))]
+
+
+def _first_node(nodes: str) -> str:
+    """Read the first name of a list such as `gpu[01-04,07],login1`."""
+    first = re.match(r"(?:\[[^]]*\]|[^,[])+", nodes)
+    assert first is not None, f"{nodes!r} is no list of nodes"
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
+
+
+def prepare_joining(gpus: int | None) -> None:
+    """Check what the launcher has said, and choose the network interface on which ranks of several nodes talk.
+
+    Args:
+        gpus: the number of GPUs that this process sees; None if the run uses the CPU.
+
+    Raises:
+        UserError: the address of rank 0 has no meaning on this node, or this rank has no GPU.
+    """
+    rank, local_rank, master = (os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR"))
+    if gpus is not None and int(local_rank) >= gpus:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but rank {rank} on {socket.gethostname()} sees {gpus} GPU(s): start as many "
+            "ranks on each node as it has GPUs, and show all of them to each (Slurm: --gpus-per-node, not "
+            "--gpus-per-task)"
+        )
+    try:
+        socket.getaddrinfo(master, None)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR is {master!r}, which rank {rank} on {socket.gethostname()} does not know as a node: give an "
+            "address of rank 0's node that all nodes know (deepspeed and torchrun: --master_addr; Slurm: export "
+            "MASTER_ADDR)"
+        ) from error
+    if launched_ranks() > ranks_of_node():
+        # gloo would take the interface of the node's own name, which is the loopback on many systems (127.0.1.1).
+        interface = _interface_towards(master)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _interface_towards(master: str) -> str | None:
+    """The network interface through which this node reaches rank 0; on rank 0's node that of the address itself."""
+    import psutil
+
+    addresses = [own for each in (master, _ELSEWHERE) if (own := _own_address(each)) is not None]
+    outside = next((each for each in addresses if not ipaddress.ip_address(each.split("%")[0]).is_loopback), None)
+    for name, held in psutil.net_if_addrs().items():
+        if any(each.address.split("%")[0] == outside for each in held):
+            return name
+    return None
+
+
+def _own_address(other: str) -> str | None:
+    """The address from which this node would send to another one."""
+    family, kind, protocol, _, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(address)
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def joining(timeout: timedelta) -> Iterator[None]:
+    """Join the process group in this block: the first rank of a node says after half a minute that others are missing.
+
+    Raises:
+        UserError: ranks are still missing after the timeout, or the ranks cannot connect to each other.
+    """
+    ranks = launched_ranks()
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    here = f"rank {os.environ['RANK']} on {socket.gethostname()}"
+    remedy = (
+        f"start the same command on every node, with {ranks} ranks in all, and open the ports between the nodes "
+        "(GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network to use)"
+    )
+    notice = threading.Timer(
+        _NOTICE_SECONDS,
+        lambda: print(
+            f"waiting: {here} has not found all {ranks} ranks at {where} yet: {remedy}", file=sys.stderr, flush=True
+        ),
+    )
+    notice.daemon = True
+    if ranks > 1 and os.environ["LOCAL_RANK"] == "0":
+        notice.start()
+    try:
+        yield
+    except RuntimeError as error:
+        from torch.distributed import DistError
+
+        if not isinstance(error, DistError) and "connectFullMesh" not in str(error):
+            raise
+        minutes = timeout.total_seconds() / 60
+        raise UserError(
+            f"{here} could not join {ranks} ranks at {where} within {minutes:.0f} minutes "
+            f"({str(error).splitlines()[0]}): {remedy}"
+        ) from error
+    finally:
+        notice.cancel()

@@ -1,0 +1,151 @@
+"""What launchers say: the variables of Slurm are those that a step of two nodes of Slurm 22.05 had."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from torch.distributed import DistNetworkError
+
+from llmdistill.errors import UserError
+from llmdistill.runtime import launch
+from llmdistill.runtime.launch import joining, launched_ranks, prepare_joining, rank_of_task, ranks_of_node
+
+TASK = {
+    "SLURM_JOB_ID": "31",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "node[0-1]",
+}
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "31",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "node[0-1]",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*names, *TASK, "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that what the code sets is taken back
+        monkeypatch.delenv(name)
+
+
+def given(monkeypatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_task_of_srun_is_a_rank(monkeypatch):
+    given(monkeypatch, **TASK)
+    assert launched_ranks() == 3
+    assert ranks_of_node() == 1
+    assert rank_of_task(TASK) == {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "15033",
+    }
+
+
+def test_the_users_address_of_rank_0_is_kept():
+    assert rank_of_task({**TASK, "MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+
+
+@pytest.mark.parametrize("environment", [BATCH_SCRIPT, {**TASK, "SLURM_STEP_NUM_TASKS": "1"}, {}])
+def test_what_is_not_one_of_several_tasks_is_no_rank(environment):
+    assert rank_of_task(environment) == {}
+
+
+def test_another_launcher_within_a_task_wins(monkeypatch):
+    given(monkeypatch, **TASK, WORLD_SIZE="8", RANK="5", LOCAL_SIZE="4")
+    assert launched_ranks() == 8
+    assert ranks_of_node() == 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu7", "gpu7"), ("a1,b[2-3]", "a1"), ("gpu[01-04,07],login1", "gpu01"), ("rack[2,5]n[10-12]-ib", "rack2n10-ib")],
+)
+def test_first_node_of_a_list(nodes, first):
+    assert rank_of_task({**TASK, "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
+
+
+@pytest.mark.parametrize(("counts", "here"), [("4(x2)", "4"), ("8,3(x2),1", "3"), ("2,1(x9)", "1")])
+def test_tasks_of_this_node(counts, here):
+    assert rank_of_task({**TASK, "SLURM_STEP_TASKS_PER_NODE": counts})["LOCAL_WORLD_SIZE"] == here
+
+
+def test_rank_without_a_gpu_is_refused(monkeypatch):
+    given(monkeypatch, RANK="9", LOCAL_RANK="1", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", MASTER_ADDR="127.0.0.1")
+    with pytest.raises(UserError, match=r"LOCAL_RANK is 1, but rank 9 on \S+ sees 1 GPU\(s\)"):
+        prepare_joining(1)
+    prepare_joining(2)
+
+
+def test_unknown_address_of_rank_0_is_refused_at_once(monkeypatch):
+    given(monkeypatch, RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_SIZE="1", MASTER_ADDR="no-such-node.invalid")
+    with pytest.raises(UserError, match=r"MASTER_ADDR is 'no-such-node.invalid', which rank 1 on \S+ does not know"):
+        prepare_joining(None)
+
+
+def test_nodes_talk_on_the_interface_towards_rank_0(monkeypatch):
+    def connected(address: str) -> dict[str, str]:
+        return {"wan": "198.51.100.7", "ib": "10.0.0.3", launch._ELSEWHERE: "198.51.100.7"}.get(address, address)
+
+    monkeypatch.setattr(launch, "_own_address", connected)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    links = {"lo": "127.0.0.1", "eth0": "198.51.100.7", "ib0": "10.0.0.3"}
+    held = {name: [SimpleNamespace(address=address)] for name, address in links.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: held)
+    given(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_SIZE="1")
+    # On many systems a node's own name is the loopback on that node: then the default route decides.
+    for master, interface in (("ib", "ib0"), ("wan", "eth0"), ("127.0.1.1", "eth0")):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        given(monkeypatch, MASTER_ADDR=master)
+        prepare_joining(None)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == interface
+    given(monkeypatch, GLOO_SOCKET_IFNAME="mine")
+    prepare_joining(None)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_one_node_needs_no_interface(monkeypatch):
+    given(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1")
+    prepare_joining(None)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def fail_to_join(error: Exception) -> None:
+    with joining(timedelta(minutes=15)):
+        time.sleep(0.3)
+        raise error
+
+
+def test_missing_ranks_are_said_while_and_after_waiting(monkeypatch, capsys):
+    given(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="node0", MASTER_PORT="29500")
+    monkeypatch.setattr(launch, "_NOTICE_SECONDS", 0.01)
+    with pytest.raises(
+        UserError, match=r"could not join 2 ranks at node0:29500 within 15 minutes \(timed out\): start"
+    ):
+        fail_to_join(DistNetworkError("timed out"))
+    assert "has not found all 2 ranks at node0:29500 yet" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="no compiler"):
+        fail_to_join(RuntimeError("no compiler"))
