@@ -18,10 +18,16 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
+from llmdistill.runtime.hosts import check_hosts
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 
-LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "include", "exclude", "master_addr", "master_port")
+LAUNCHER_FLAGS = (
+    *("num_gpus", "num_nodes", "hostfile", "include", "exclude"),
+    *("master_addr", "master_port", "node_rank"),
+)
 """Flags that are passed on to the deepspeed launcher; each flag takes a value."""
+LAUNCHER_SWITCHES = ("no_ssh",)
+"""Flags that are passed on to the deepspeed launcher and take no value."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,10 +56,11 @@ def train(arguments: Sequence[str]) -> None:
 def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
     """Replace this process by the deepspeed launcher, which runs a module of the package.
 
-    Raises UserError if the deepspeed launcher is not installed.
+    Raises UserError if the deepspeed launcher is not installed, or its hosts do not answer.
     """
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
+    check_hosts(flags)
     # Without --no_local_rank the launcher would insert --local_rank before the name of the command.
     os.execvp("deepspeed", ["deepspeed", *flags, "--no_local_rank", "--module", module, *arguments])
 
@@ -67,6 +74,8 @@ def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]
         name, equals, _ = word.removeprefix("--").partition("=")
         if word.startswith("--") and name in LAUNCHER_FLAGS:
             launcher += [word] if equals else [word, next(words, "")]
+        elif word.startswith("--") and name in LAUNCHER_SWITCHES:
+            launcher.append(word)
         else:
             rest.append(word)
     return launcher, rest

@@ -61,9 +61,9 @@ def test_help_lists_every_command(capsys):
 
 
 def test_launcher_flags_go_to_the_launcher():
-    words = ["--ds_config", "z.json", "--num_gpus", "2", "--train.steps=3", "--master_port=29501"]
+    words = ["--ds_config", "z.json", "--num_gpus", "2", "--no_ssh", "--train.steps=3", "--master_port=29501"]
     launcher, rest = split_launcher_flags(words)
-    assert launcher == ["--num_gpus", "2", "--master_port=29501"]
+    assert launcher == ["--num_gpus", "2", "--no_ssh", "--master_port=29501"]
     assert rest == ["--ds_config", "z.json", "--train.steps=3"]
 
 
