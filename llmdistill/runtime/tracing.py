@@ -44,6 +44,14 @@ class Work:
         )
 
 
+_PRODUCTS = {
+    **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
+}
+"""Matrix product -> a function that counts its FLOP; torch leaves out those that add to a matrix in place."""
+
+
 class Tracer(TorchDispatchMode):
     """Within its context, adds up the bytes of live tensors by part, and the work of all operations.
 
@@ -120,7 +128,7 @@ class Tracer(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         moved = sum(_bytes_of(each) for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _PRODUCTS.get(func._overloadpacket)
         if formula is None:
             self.work += Work(other_bytes=moved, operations=1)
         else:

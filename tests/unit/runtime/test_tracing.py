@@ -92,6 +92,15 @@ def test_work_of_a_product_and_of_a_sum():
     assert tracer.work.operations == 2
 
 
+def test_products_that_add_in_place_are_work_too():
+    sums, left, right = torch.empty(8, 2), torch.empty(8, 4), torch.empty(4, 2)
+    tracer = Tracer()
+    with tracer:
+        sums.addmm_(left, right)
+        sums.expand(3, 8, 2).clone().baddbmm_(left.expand(3, 8, 4), right.expand(3, 4, 2))
+    assert tracer.work.flops == 4 * 2 * 8 * 4 * 2
+
+
 def test_peak_by_part_starts_again_when_it_is_taken():
     tracer = Tracer()
     with tracer:
