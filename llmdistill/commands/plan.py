@@ -142,6 +142,9 @@ def _as_json(choice: Choice) -> dict[str, Any]:
         "total_bytes": round(choice.total),
         "fits": choice.fits,
         "tight": choice.tight,
+        "flops": choice.flops,
+        "wire_bytes": round(choice.wire_bytes),
+        "node_bytes": round(choice.node_bytes),
         "step_seconds": choice.duration.seconds,
         "bound": choice.duration.bound,
         "seconds": asdict(choice.duration),
@@ -149,9 +152,10 @@ def _as_json(choice: Choice) -> dict[str, Any]:
 
 
 def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice], *, every: bool) -> None:
-    """Print the run, the choices, and the memory by part of the best choice of each ds_config."""
+    """Print the run, the choices, and of the best choice of each ds_config the memory by part and the step."""
     from llmdistill.report.tables import print_table
     from llmdistill.run.forecast.choices import best_of_each, gigabytes
+    from llmdistill.run.forecast.duration import Duration
 
     train, sizes = plan.config.train, plan.sizes
     print(
@@ -186,6 +190,14 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
     print()
     names = [choice.ds_config for choice in best]
     print_table("GB of the best of each ds_config, by part", ["part", *names], of_parts)
+    of_step = [["TFLOP", *(f"{choice.flops / 1e12:.3g}" for choice in best)]]
+    of_step.append(["GB sent", *(gigabytes(choice.wire_bytes) for choice in best)])
+    if any(choice.node_bytes > 0 for choice in best):
+        of_step.append(["GB sent in a node", *(gigabytes(choice.node_bytes) for choice in best)])
+    for each in fields(Duration):
+        of_step.append([f"{each.name} s", *(f"{getattr(choice.duration, each.name):.2g}" for choice in best)])
+    print()
+    print_table("A step of the best of each ds_config on one GPU", ["what", *names], of_step)
 
 
 def print_proposal(choice: Choice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:

@@ -55,6 +55,9 @@ def test_every_setting_has_its_memory_and_time(capsys, run):
         assert choice["total_bytes"] == pytest.approx(sum(choice["memory_bytes"].values()), abs=20)
         assert choice["fits"]
         assert choice["step_seconds"] > 0
+        # Three quarters of NVLink's 300 GB/s, and 0.6 of 312 TFLOP/s.
+        assert choice["seconds"]["wire"] == pytest.approx(choice["wire_bytes"] / 225e9, rel=1e-6)
+        assert choice["seconds"]["compute"] >= 0.999 * choice["flops"] / 187.2e12
     assert found["proposal"] in found["choices"]
     by_batch = {
         choice["overrides"]["train.micro_batch_size"]: choice["memory_bytes"]["activations"]

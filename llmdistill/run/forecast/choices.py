@@ -9,7 +9,7 @@ from typing import Any
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
-from llmdistill.run.forecast.duration import Duration, step_duration
+from llmdistill.run.forecast.duration import Duration, node_bytes, step_duration, wire_bytes
 from llmdistill.run.forecast.memory import PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
 from llmdistill.run.forecast.step import StepTrace, between, build_models, full_batch, trace_step
 from llmdistill.run.plan import Plan
@@ -48,6 +48,12 @@ class Choice:
     """The value of teacher.sharding; None if the run has no teacher."""
     memory: Mapping[str, float]
     """Bytes of each rank, by part."""
+    flops: float
+    """FLOP of the matrix products of a step on each rank."""
+    wire_bytes: float
+    """Bytes that each rank sends in a step, in collectives over all ranks."""
+    node_bytes: float
+    """Bytes that each rank sends in a step within its node alone."""
     duration: Duration
     available: int
     """Bytes of a GPU."""
@@ -153,6 +159,9 @@ def _choice(
         checkpointing=checkpointing,
         teacher=teacher,
         memory=with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation),
+        flops=accumulation_steps * work.flops,
+        wire_bytes=wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps),
+        node_bytes=node_bytes(sizes, teacher, machine.gpus, accumulation_steps=accumulation_steps),
         duration=step_duration(zero, sizes, teacher, work, machine, accumulation_steps=accumulation_steps),
         available=machine.memory_bytes,
         margin=machine.margin,

@@ -80,10 +80,9 @@ def step_duration(
 def _wire_seconds(
     zero: Zero, sizes: Sizes, teacher: str | None, machine: MachineConfig, *, accumulation_steps: int
 ) -> float:
-    # A teacher that each node shares uses the links within the node alone.
-    of_node = _teacher_bytes(sizes, machine.gpus, accumulation_steps) if teacher == "node" else 0
     between = wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
-    return between / _reached(machine, wire_bandwidth(machine)) + of_node / _reached(machine, machine.nvlink)
+    within = node_bytes(sizes, teacher, machine.gpus, accumulation_steps=accumulation_steps)
+    return between / _reached(machine, wire_bandwidth(machine)) + within / _reached(machine, machine.nvlink)
 
 
 def wire_bytes(zero: Zero, sizes: Sizes, teacher: str | None, ranks: int, *, accumulation_steps: int) -> float:
@@ -101,6 +100,11 @@ def wire_bytes(zero: Zero, sizes: Sizes, teacher: str | None, ranks: int, *, acc
         sent = 2 * gradients
     gathered = _teacher_bytes(sizes, ranks, accumulation_steps) if teacher == "zero3" else 0
     return (ranks - 1) / ranks * sent + gathered
+
+
+def node_bytes(sizes: Sizes, teacher: str | None, gpus: int, *, accumulation_steps: int) -> float:
+    """Return the bytes that a rank sends in a step to the ranks of its node alone: those of a teacher of the node."""
+    return _teacher_bytes(sizes, gpus, accumulation_steps) if teacher == "node" else 0
 
 
 def _teacher_bytes(sizes: Sizes, sharers: int, accumulation_steps: int) -> float:
