@@ -77,8 +77,10 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
-    """The package's own step: its method, taps and trainer, as `assemble` puts them together."""
+def ours(
+    setting: Setting, row: dict[str, Any], make_engine: Callable[[nn.Module], Any] = Engine, world: Any = None
+) -> Callable[[], float]:
+    """The package's own step: its method, taps and trainer, as `assemble` puts them together; alone without a world."""
     from pathlib import Path
 
     from llmdistill.batch import Batch
@@ -94,7 +96,7 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
     objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
-    engine = Engine(setting.student)
+    engine = make_engine(setting.student)
     trainer = Trainer(
         engine=engine,
         student=TappedModel(engine, Recorder(engine.module, method.student_taps)),
@@ -104,7 +106,7 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
         settings=TrainConfig(steps=1),
         seed=0,
         folder=Path(),
-        world=World(rank=0, size=1, device=device),
+        world=World(rank=0, size=1, device=device) if world is None else world,
     )
     clock = Stopwatch(device)
 

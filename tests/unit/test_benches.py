@@ -11,7 +11,10 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHES = ("bench_step", "bench_losses", "bench_factorize", "bench_students", "bench_calibration", "bench_cache")
+BENCHES = (
+    *("bench_step", "bench_losses", "bench_factorize", "bench_students"),
+    *("bench_calibration", "bench_cache", "bench_scale"),
+)
 
 TINY = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 4, "student_layers": 4, "batch": 2, "tokens": 12}
 
@@ -238,3 +241,20 @@ def test_calibration_counts_what_a_pass_measures():
         assert work.call is not None
         work.call()
     assert build({"work": "decompose", "m": 70, "n": 80}, torch.device("cpu")).facts["seconds"] > 0
+
+
+def test_growth_counts_the_multiply_adds_of_a_step():
+    from bench_scale import build
+
+    row = {"task": "kd", "way": "ours", **TINY, "student_layers": 2}
+    found = [build({**row, "vocabulary": words}, torch.device("cpu")).facts["multiply_adds"] for words in (40, 100)]
+    # The head's products: both models' logits, and the gradients of the student's inputs and of its matrix.
+    assert found[1] - found[0] == 4 * 60 * TINY["width"] * TINY["batch"] * (TINY["tokens"] - 1)
+
+
+def test_growth_is_the_ratio_of_the_rounds_over_that_of_the_products(benching):
+    from bench_scale import grew
+
+    start = benching.Measured(seconds=[1.0, 2.0, 4.0], facts={"multiply_adds": 10})
+    larger = benching.Measured(seconds=[3.0, 5.0, 12.0], facts={"multiply_adds": 20})
+    assert grew(start, larger) == {"time": 3.0, "multiply_adds": 2.0, "time_over_multiply_adds": 1.5}

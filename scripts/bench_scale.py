@@ -1,0 +1,220 @@
+"""How a training step grows: from one rank to two, and with length, vocabulary and layers.
+
+    python scripts/bench_scale.py           # minutes
+    python scripts/bench_scale.py --quick   # small models, under a minute
+
+Ranks: the same micro batch on each of one or two ranks (weak scaling), by DeepSpeed's engine, with one thread a rank,
+or one GPU. The efficiency is the time of a step on one rank over that on two, which take turns. A third row has two
+ranks that do not talk to each other: what it loses is the machine's, whose cores share its memory and may have other
+work, and the rest is the communication's.
+
+Growth: one thread or all (--threads), MaKD without DeepSpeed. The time of a step is set against that of the step it
+grew from, and this ratio against that of the multiply-adds, counted, not derived: above 1 something grows faster than
+the products.
+
+The last line is JSON: {"ranks": {"zero2": {"efficiency": ..., "apart": ..., "over_apart": ...}, ...},
+"growth": {"length 512": {"time": ..., "multiply_adds": ..., "time_over_multiply_adds": ...}, ...}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import step_rows
+import torch
+from benching import Measured, Settings, Work, measure, median_ratio, parse, time_ratio
+from benching_table import Line, Table, in_seconds
+from step_setting import make_setting
+from torch import nn
+
+EFFICIENCY = 0.85
+STAGES = ("zero2", "zero1", "zero3")
+RANKED = {"task": "kd", "way": "ours", "width": 384, "heads": 6, "vocabulary": 8192, "layers": 6, "student_layers": 3}
+RANKED_SIZE = {"batch": 4, "tokens": 256}
+SMALL_RANKED = {**RANKED, "width": 128, "heads": 2, "batch": 4, "tokens": 64}
+
+GROWN = {"task": "makd", "way": "ours", "width": 256, "heads": 4, "vocabulary": 8192, "layers": 4, "student_layers": 4}
+GROWN_SIZE = {"rank": 64, "batch": 2, "tokens": 256}
+SMALL_GROWN = {**GROWN, **GROWN_SIZE, "width": 128, "vocabulary": 2048, "rank": 32, "tokens": 64}
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: a step of bench_step, or with {"ranks": ..., "ds_config": ..., "apart": ...} one of several ranks."""
+    return ranked(row, device) if "ranks" in row else grown(row, device)
+
+
+def grown(row: dict[str, Any], device: torch.device) -> Work:
+    """A step without DeepSpeed, and its multiply-adds."""
+    from llmdistill.runtime.tracing import Tracer
+
+    work = step_rows.build(row, device)
+    assert work.call is not None
+    tracer = Tracer()
+    with tracer:
+        work.call()
+    return Work(work.call, {"multiply_adds": tracer.work.flops / 2})
+
+
+def ranked(row: dict[str, Any], device: torch.device) -> Work:
+    """A step on all ranks; this process is rank 0, and starts the others, which step when it says so."""
+    others = []
+    if "RANK" not in os.environ:
+        from llmdistill.runtime.distributed import free_port
+
+        joined = 1 if row["apart"] else row["ranks"]
+        size = {"WORLD_SIZE": str(joined), "LOCAL_SIZE": str(joined), "LOCAL_WORLD_SIZE": str(joined)}
+        for rank in range(row["ranks"]):
+            port = str(free_port()) if rank == 0 or row["apart"] else os.environ["MASTER_PORT"]
+            place = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {**size, **place, "RANK": "0" if row["apart"] else str(rank)}
+            if rank == 0:
+                os.environ.update(variables)
+            else:
+                others.append(start_rank(row, device, variables))
+    step = engine_step(row, device)
+
+    def on_all_ranks() -> float:
+        for other in others:
+            tell(other)
+        loss = step()
+        for other in others:
+            hear(other)
+        return loss
+
+    if os.environ["LOCAL_RANK"] == "0":
+        return Work(on_all_ranks)
+    for _ in sys.stdin:
+        step()
+        print("done", flush=True)
+    sys.exit(0)
+
+
+def start_rank(row: dict[str, Any], device: torch.device, variables: dict[str, str]) -> subprocess.Popen[str]:
+    """Another rank, which ends when this process does, as its standard input then ends."""
+    threads = ["--threads", str(torch.get_num_threads())]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--row",
+        json.dumps(row),
+        "--device",
+        device.type,
+        *threads,
+    ]
+    environment = {**os.environ, **variables}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def tell(rank: subprocess.Popen[str]) -> None:
+    """Have another rank take a step."""
+    assert rank.stdin is not None
+    rank.stdin.write("step\n")
+    rank.stdin.flush()
+
+
+def hear(rank: subprocess.Popen[str]) -> None:
+    """Wait until another rank has taken its step."""
+    assert rank.stdout is not None
+    for line in rank.stdout:
+        if line == "done\n":
+            return
+    raise RuntimeError(f"another rank ended with {rank.wait()}")
+
+
+def engine_step(row: dict[str, Any], device: torch.device) -> Callable[[], float]:
+    """A step by the package's trainer and DeepSpeed's engine, with the shipped ds_config."""
+    from llmdistill.config import TrainConfig
+    from llmdistill.runtime.distributed import init_distributed
+    from llmdistill.runtime.ds_config import read_ds_config
+    from llmdistill.runtime.engine import build_engine, split_batch, student_ds_config
+    from llmdistill.runtime.terminal import quiet_libraries
+
+    world = init_distributed()
+    quiet_libraries()
+    batch = row["batch"]
+    train = TrainConfig(global_batch_size=batch * world.size, micro_batch_size=batch, learning_rate=1e-8, dtype="fp32")
+    shipped = read_ds_config(row["ds_config"])
+    del shipped["tensorboard"]
+    split = split_batch(train.global_batch_size, batch, world.size)
+    ds_config = student_ds_config(shipped, row["ds_config"], train, split, output_dir="none")
+
+    def make_engine(student: nn.Module) -> Any:
+        return build_engine(student, ds_config, train)  # type: ignore[arg-type]
+
+    return step_rows.ours(make_setting(row, world.device), row, make_engine, world)
+
+
+def ranks(settings: Settings, table: Table) -> dict[str, Any]:
+    """One rank beside two, for each stage of ZeRO."""
+    row = SMALL_RANKED if settings.quick else {**RANKED, **RANKED_SIZE}
+    settings = replace(settings, threads=1)
+    figures: dict[str, Any] = {}
+    for ds_config in STAGES[:1] if settings.quick else STAGES:
+        row = {**row, "ds_config": ds_config, "apart": False}
+        rows = {"one": {**row, "ranks": 1}, "two": {**row, "ranks": 2}, "apart": {**row, "ranks": 2, "apart": True}}
+        found = measure(__file__, rows, settings, weighed=())
+        one, two, apart = (found[name] for name in ("one", "two", "apart"))
+        efficiency, alone, talk = time_ratio(one, two), time_ratio(one, apart), time_ratio(apart, two)
+        figures[ds_config] = {"efficiency": efficiency, "apart": alone, "over_apart": talk}
+        size = f"{row['batch']}×{row['tokens']} a rank"
+        table.add(
+            Line(f"{ds_config}, {size}: 1 → 2 ranks", efficiency, EFFICIENCY, in_seconds(one, two), at_least=True),
+            Line(f"{ds_config}, {size}: two that do not talk", alone, None, in_seconds(one, apart)),
+            Line(f"{ds_config}, {size}: two over two that do not talk", talk, None, in_seconds(apart, two)),
+        )
+    return figures
+
+
+def growth(settings: Settings, table: Table) -> dict[str, Any]:
+    """Steps that have more of one thing, beside the one that they grew from."""
+    base: dict[str, Any] = SMALL_GROWN if settings.quick else {**GROWN, **GROWN_SIZE}
+    rows = {"base": base}
+    rows |= {f"length {base['tokens'] * times}": {**base, "tokens": base["tokens"] * times} for times in (2, 4)}
+    rows |= {f"vocabulary {base['vocabulary'] * 4}": {**base, "vocabulary": base["vocabulary"] * 4}}
+    rows |= {
+        f"layers {base['layers'] * 2}": {**base, **dict.fromkeys(("layers", "student_layers"), base["layers"] * 2)}
+    }
+    found = measure(__file__, rows, settings, weighed=())
+    start = found.pop("base")
+    figures = {name: grew(start, each) for name, each in found.items()}
+    for name, figure in figures.items():
+        share, products = figure["time_over_multiply_adds"], figure["multiply_adds"]
+        detail = (
+            f"{figure['time']:.3g} × the time; {products:.3g} × the multiply-adds; {in_seconds(found[name], start)}"
+        )
+        table.add(Line(f"MaKD step, {name}: time / multiply-adds", share, None, detail))
+    return figures
+
+
+def grew(start: Measured, larger: Measured) -> dict[str, float]:
+    """How much more time and multiply-adds a larger step takes."""
+    time = median_ratio(larger.seconds, start.seconds)
+    products = larger.facts["multiply_adds"] / start.facts["multiply_adds"]
+    return {"time": time, "multiply_adds": products, "time_over_multiply_adds": time / products}
+
+
+def add_arguments(parser: Any) -> None:
+    """What this bench has beside the others."""
+    parser.add_argument("--only", choices=("ranks", "growth"), help="one of the two parts alone")
+
+
+def main() -> None:
+    settings, arguments = parse(__doc__, build, add=add_arguments)
+    table = Table(settings, silent=arguments.json)
+    parts = {"ranks": partial(ranks, settings, table), "growth": partial(growth, settings, table)}
+    if settings.device == "cuda" and torch.cuda.device_count() < 2:
+        table.say("two ranks need two GPUs, so that the part `ranks` is left out")
+        del parts["ranks"]
+    table.finish({name: part() for name, part in parts.items() if arguments.only in (None, name)})
+
+
+if __name__ == "__main__":
+    main()
