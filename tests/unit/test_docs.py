@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
-PROGRAMS = ("deepspeed", "python", "llmdistill", "pip", "git")
+PROGRAMS = ("deepspeed", "torchrun", "srun", "python", "llmdistill", "pip", "git")
 STUB = '#!/bin/bash\nprintf "%s\\0" "{name}" "$@" >>"$CALLS"\nprintf "\\036" >>"$CALLS"\necho {name}-output\n'
 
 
@@ -166,6 +166,9 @@ def check(*command: str) -> None:
         assert not flags or program == "deepspeed"
         if rest[at + 1 :] != ["--help"]:
             check_script(rest[at], rest[at + 1 :])
+    elif program in ("torchrun", "srun"):
+        at = next(index for index, word in enumerate(rest) if word.endswith(".py"))
+        check_script(rest[at], rest[at + 1 :])
     elif program == "llmdistill":
         check_llmdistill(rest[0], rest[1:])
 
