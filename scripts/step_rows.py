@@ -63,8 +63,11 @@ def floor(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
 class Engine:
     """DeepSpeed's engine as far as the trainer knows it, without DeepSpeed: the floor has none either."""
 
-    def __init__(self, student: nn.Module) -> None:
-        self.module, self.optimizer = student, adamw(student)
+    def __init__(
+        self, student: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None = None
+    ) -> None:
+        """`max_grad_norm` clips the gradients; None leaves them as they are."""
+        self.module, self.optimizer, self._max_grad_norm = student, optimizer, max_grad_norm
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self.module(*arguments, **named)
@@ -73,6 +76,8 @@ class Engine:
         loss.backward()
 
     def step(self) -> None:
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -94,7 +99,7 @@ def ours(setting: Setting, row: dict[str, Any]) -> Callable[[], float]:
     objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
-    engine = Engine(setting.student)
+    engine = Engine(setting.student, adamw(setting.student))
     trainer = Trainer(
         engine=engine,
         student=TappedModel(engine, Recorder(engine.module, method.student_taps)),
