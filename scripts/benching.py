@@ -7,10 +7,10 @@ of them alike. A ratio of times is the median of the ratios of the rounds.
 
 Memory above the models is the peak during one more call, less what the process holds right before it: weights,
 optimizer state and inputs, gradients set to None, whatever is free handed back to the system. Gradients are so part of
-it, in all rows alike. On CUDA it is what torch's allocator has given out. On a CPU it is resident memory as Linux
-counts it, in a process of its own where malloc maps every large block by itself, so that the peak is that of the
-tensors alive; this costs time, so that no clock runs there. With --quick one such process does both, which saves half
-of the starts and makes whatever allocates much look slower than it is.
+it, in all rows alike. On CUDA it is what torch's allocator has given out, in the process whose time was taken before.
+On a CPU it is resident memory as Linux counts it, in a process of its own where malloc maps every large block by
+itself, so that the peak is that of the tensors alive; this costs time, so that no clock runs there. With --quick one
+such process does both, which saves half of the starts and makes whatever allocates much look slower than it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import IO, Any
 import torch
 
 _MARK = "@row "
-"""Begins a line that a row says to the bench; whatever else comes is some library's."""
+"""Stands before what a process says to the one that started it; whatever else comes is some library's."""
 
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 """glibc's settings where memory is measured. From the start: large blocks that were free in the heap before would go on
@@ -131,8 +131,8 @@ class _Row:
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(_MARK):
-                answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            answer = heard(line)
+            if answer is not None:
                 return answer
         self._process.wait()
         self._errors.seek(0)
@@ -171,7 +171,7 @@ def measure(
     turn = [name for name in rows if timed is None or name in timed]
     heavy = [name for name in rows if weighed is None or name in weighed]
     start = partial(_started, script, rows, settings, {} if pythons is None else pythons)
-    apart = bool(turn) and bool(heavy) and not settings.quick
+    apart = bool(turn) and bool(heavy) and not settings.quick and settings.device == "cpu"
     with start([name for name in rows if not apart or name in turn], mapped=not apart and bool(heavy)) as running:
         for name, row in running.items():
             found[name].facts = row.answer()
@@ -222,14 +222,30 @@ def serve(build: Build, row: dict[str, Any], device: str, threads: int) -> None:
         first = work.call()
         if isinstance(first, float):
             facts["first"] = first
-    _say(facts)
+    say(facts)
     for order in sys.stdin:
         assert work.call is not None, "a row of facts alone has nothing to measure"
-        _say({"seconds": _seconds(work.call, on)} if order.strip() == "time" else {"bytes": _peak(work.call, on)})
+        say({"seconds": _seconds(work.call, on)} if order.strip() == "time" else {"bytes": _peak(work.call, on)})
 
 
-def _say(answer: Mapping[str, Any]) -> None:
-    print(_MARK + json.dumps(answer), flush=True)
+def say(answer: Mapping[str, Any]) -> None:
+    """Tell the process that started this one."""
+    print(said(answer), flush=True)
+
+
+def said(answer: Mapping[str, Any]) -> str:
+    """The line that tells an answer."""
+    return _MARK + json.dumps(answer)
+
+
+def heard(line: str) -> dict[str, Any] | None:
+    """What a line of a started process tells; None if some library wrote it, or the process was ended in it."""
+    _, _, told = line.partition(_MARK)  # behind a progress bar, for instance
+    try:
+        answer: dict[str, Any] = json.loads(told)
+    except json.JSONDecodeError:
+        return None
+    return answer
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -281,8 +297,8 @@ def parse(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=_positive, default=os.cpu_count(), help="of each row; all by default")
-    parser.add_argument("--repeats", type=_positive, help="timed rounds: 7, or 3 with --quick")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of each row; all by default")
+    parser.add_argument("--repeats", type=positive, help="timed rounds: 7, or 3 with --quick")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     if add is not None:
@@ -297,7 +313,8 @@ def parse(
     return Settings(arguments.quick, arguments.device, arguments.threads, repeats), arguments
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number from 1, for a command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}: give 1 or more")

@@ -59,13 +59,15 @@ class Table:
 
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Print the JSON line, the last."""
-        print(json.dumps(_finite(figures)), flush=True)
+        print(json.dumps(finite(figures)), flush=True)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Four digits; null stands for a figure that was not taken, as NaN is no JSON."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else None
     return value

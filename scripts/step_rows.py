@@ -63,8 +63,11 @@ def floor(setting: Setting, _row: dict[str, Any]) -> Callable[[], float]:
 class Engine:
     """DeepSpeed's engine as far as the trainer knows it, without DeepSpeed: the floor has none either."""
 
-    def __init__(self, student: nn.Module) -> None:
-        self.module, self.optimizer = student, adamw(student)
+    def __init__(
+        self, student: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None = None
+    ) -> None:
+        """`max_grad_norm` clips the gradients; None leaves them as they are."""
+        self.module, self.optimizer, self._max_grad_norm = student, optimizer, max_grad_norm
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self.module(*arguments, **named)
@@ -73,12 +76,19 @@ class Engine:
         loss.backward()
 
     def step(self) -> None:
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
+def plain_engine(student: nn.Module) -> Engine:
+    """The engine with the optimizer of the benches."""
+    return Engine(student, adamw(student))
+
+
 def ours(
-    setting: Setting, row: dict[str, Any], make_engine: Callable[[nn.Module], Any] = Engine, world: Any = None
+    setting: Setting, row: dict[str, Any], make_engine: Callable[[nn.Module], Any] = plain_engine, world: Any = None
 ) -> Callable[[], float]:
     """The package's own step: its method, taps and trainer, as `assemble` puts them together; alone without a world."""
     from pathlib import Path

@@ -6,11 +6,14 @@ Dropout is off everywhere (as TRL's trainers have it), and weights are fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+if TYPE_CHECKING:  # TRL's row runs in an environment without the package
+    from llmdistill.config import FactorizeConfig
 
 IGNORE = -100
 
@@ -38,7 +41,9 @@ def make_setting(row: dict[str, Any], device: torch.device) -> Setting:
     else:
         teacher, student = (gpt2(row, layers) for layers in (row["layers"], row["student_layers"]))
     if "rank" in row:
-        low_rank(student, row["rank"])
+        from llmdistill.config import FactorizeConfig
+
+        low_rank(student, FactorizeConfig(rank=row["rank"]))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(teacher.config.vocab_size, (row["batch"], tokens), generator=generator)
     targets = torch.randint(2, (row["batch"],), generator=generator) if row["task"] == "encoder" else None
@@ -65,15 +70,16 @@ def bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
     return BertForSequenceClassification._from_config(config, attn_implementation="sdpa")
 
 
-def low_rank(model: PreTrainedModel, rank: int) -> None:
+def low_rank(model: PreTrainedModel, factorize: FactorizeConfig) -> None:
     """Factorized modules of random weights: a step costs the same whatever they hold."""
-    from llmdistill.config import FactorizeConfig
     from llmdistill.factorize.install import install
     from llmdistill.factorize.modules import LowRankLinear
     from llmdistill.factorize.plan import plan
 
-    install(model, plan(model, FactorizeConfig(rank=rank)))
+    install(model, plan(model, factorize))
     for module in model.modules():
         if isinstance(module, LowRankLinear):
             nn.init.normal_(module.A.weight, std=0.02)
-            nn.init.normal_(module.B.weight, std=rank**-0.5)  # so that the product is as large as a dense weight
+            nn.init.normal_(
+                module.B.weight, std=module.A.in_features**-0.5
+            )  # the product is as large as a dense weight

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from gpu_check_waits import AskedValues
 
 from llmdistill import train
 from llmdistill.run.trainer import Trainer
 
-ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-
-
-class Waits(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: set[tuple[str, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in ASKS:
-            self.places.add(tuple(f"{frame.filename}:{frame.name}" for frame in traceback.extract_stack()))
-        return func(*args, **(kwargs or {}))
-
 
 def main() -> int:
-    waits, step, engines = Waits(), Trainer.train_step, []
+    waits, step, engines = AskedValues(), Trainer.train_step, []
 
     def watched(self: Trainer, *given: Any) -> Any:
         engines.append(self.engine)

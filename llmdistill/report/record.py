@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,38 @@ import torch
 
 import llmdistill
 
+LIBRARIES = ("torch", "deepspeed", "transformers")
+"""The libraries whose versions a record names."""
 
-def make_record(command: str, world_size: int) -> dict[str, Any]:
-    """Return the record of a run or study that ends now, as plain JSON values; `command` is what the user typed."""
+
+def make_record(command: str, world_size: int, libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
+    """Return the record of a run or study that ends now, as plain JSON values.
+
+    Args:
+        command: what the user typed.
+        world_size: the number of ranks.
+        libraries: the libraries whose versions are named, where they are installed.
+    """
     return {
         "command": command,
         "hardware": describe_hardware(world_size),
         "versions": {
             "llmdistill": llmdistill.__version__,
-            **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+            **installed_versions(libraries),
         },
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def installed_versions(libraries: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those libraries that are installed."""
+    found = {}
+    for name in libraries:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def describe_versions(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Checks and measures the package on this machine's GPUs, in under 9 minutes: see scripts/gpu_check.py --help, which takes all
+# further arguments. Installs nothing but, where WHEELS names a folder of wheels, those, without any network.
+# Environment: PYTHON chooses the interpreter, which has PyTorch; by default that of .venv, or else python3.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PYTHON="${PYTHON:-$([ -x "$ROOT/.venv/bin/python" ] && echo "$ROOT/.venv/bin/python" || echo python3)}"
+if [ -n "${WHEELS:-}" ]; then
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$WHEELS" "$WHEELS"/*.whl
+fi
+if ! said="$(cd "$ROOT" && "$PYTHON" -c 'import torch, llmdistill.report.pages' 2>&1)"; then
+    echo "error: $PYTHON: ${said##*$'\n'}: name an interpreter that has it with PYTHON, or a folder of wheels with WHEELS." >&2
+    exit 2
+fi
+exec "$PYTHON" "$ROOT/scripts/gpu_check.py" "$@"

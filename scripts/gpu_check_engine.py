@@ -1,0 +1,259 @@
+"""Small models with random weights under a real DeepSpeed engine, or without one, and what a step of them needs.
+
+gpu_check trains them for a few steps; the test of the forecast measures them on gloo ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_rows import Engine
+from step_setting import low_rank
+from torch.profiler import ProfilerActivity, profile
+from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.config import FactorizeConfig, TrainConfig
+from llmdistill.methods import METHODS, Method, build_method
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.load import build_meta, build_random
+from llmdistill.models.taps import Recorder
+from llmdistill.run.forecast.memory import Sizes, Zero, peak_memory
+from llmdistill.run.forecast.step import Models, trace_step
+from llmdistill.run.log import Stopwatch
+from llmdistill.run.trainer import Trainer
+from llmdistill.runtime.distributed import TORCH_DTYPES, World
+from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.engine import add_projectors, build_engine, set_training, split_batch, student_ds_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A teacher, a student of the same shape, and how the student is trained."""
+
+    family: str = "llama"
+    method: str = "makd"
+    factorized: bool = True
+    stage: int | None = 2
+    """The ZeRO stage; None trains without DeepSpeed, by torch's AdamW."""
+    micro_batch_size: int = 4
+    length: int = 128
+    checkpointing: bool = False
+    dtype: str = "fp32"
+    accumulation_steps: int = 1
+    vocabulary: int = 512
+    """Few words: the LM head takes more rows at once on a GPU than on a CPU."""
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    """Query heads; a Llama has half as many key heads."""
+    weight_std: float = 0.02
+    """Standard deviation of a Llama's random weights."""
+    bucket: int = 100_000
+    """Elements of a bucket of the communication; few, so that the buckets are not all of the memory."""
+
+
+def config_of(setting: Setting) -> PreTrainedConfig:
+    """The configuration of both models."""
+    # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
+    if setting.family == "llama":
+        return LlamaConfig(
+            vocab_size=setting.vocabulary,
+            hidden_size=setting.width,
+            intermediate_size=3 * setting.width,
+            num_hidden_layers=setting.depth,
+            num_attention_heads=setting.heads,
+            num_key_value_heads=setting.heads // 2,
+            initializer_range=setting.weight_std,
+        )
+    if setting.family == "gpt2":
+        return GPT2Config(
+            vocab_size=setting.vocabulary,
+            n_embd=setting.width,
+            n_layer=setting.depth,
+            n_head=setting.heads,
+            attn_pdrop=0.0,
+        )
+    return BertConfig(
+        vocab_size=setting.vocabulary,
+        hidden_size=setting.width,
+        intermediate_size=4 * setting.width,
+        num_hidden_layers=setting.depth,
+        num_attention_heads=setting.heads,
+        attention_probs_dropout_prob=0.0,
+    )
+
+
+def models_of(
+    setting: Setting, config: PreTrainedConfig, *, device: torch.device | str
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The teacher and the student of a setting, with different weights; without any on the meta device."""
+    on_meta = torch.device(device).type == "meta"
+    made = [build_meta(config, "lm_head") if on_meta else build_random(config, "lm_head", seed=seed) for seed in (0, 1)]
+    if setting.factorized:
+        low_rank(made[1], FactorizeConfig(target_params="70%"))
+    teacher, student = (each.to(device, TORCH_DTYPES[setting.dtype]) for each in made)  # type: ignore[arg-type]
+    return teacher.eval().requires_grad_(False), student
+
+
+def batch_of(setting: Setting) -> Batch:
+    """A batch without padding, the same on every rank."""
+    shape = (setting.micro_batch_size, setting.length)
+    ids = torch.randint(5, setting.vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    if setting.family == "bert":
+        labels[:, setting.length // 4 :] = -100
+    return Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels)
+
+
+def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], TrainConfig]:
+    """The DeepSpeed configuration of a setting, made from the shipped one, and the settings of its training."""
+    size = setting.micro_batch_size * world_size * setting.accumulation_steps
+    train = TrainConfig(
+        global_batch_size=size,
+        micro_batch_size=setting.micro_batch_size,
+        activation_checkpointing=setting.checkpointing,
+        dtype=setting.dtype,  # type: ignore[arg-type]
+    )
+    name = f"zero{setting.stage}"
+    shipped = read_ds_config(name)
+    del shipped["tensorboard"]
+    shipped["zero_optimization"] |= {
+        "reduce_bucket_size": setting.bucket,
+        "allgather_bucket_size": setting.bucket,
+    }
+    if setting.stage == 3:  # otherwise every matrix of these models would be small enough to stay whole
+        shipped["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    split = split_batch(size, setting.micro_batch_size, world_size)
+    return student_ds_config(shipped, name, train, split, output_dir="none"), train
+
+
+def method_of(setting: Setting, config: PreTrainedConfig) -> Method:
+    """The method of a setting with its defaults."""
+    kind = METHODS[setting.method].settings
+    own = {} if kind is None else {setting.method: kind()}
+    return build_method([setting.method], own, config, config)
+
+
+def make_trainer(setting: Setting, world: World) -> Trainer:
+    """The trainer of a setting, as a run has it; its steps are given their batches."""
+    config = config_of(setting)
+    teacher, student = models_of(setting, config, device=world.device)
+    method = method_of(setting, config)
+    projectors = add_projectors(student, method.projections, seed=0)
+    engine: Any
+    if setting.stage is None:
+        train = TrainConfig()
+        set_training(student, checkpointing=setting.checkpointing)
+        optimizer = torch.optim.AdamW(
+            student.parameters(), lr=train.learning_rate, betas=train.betas, eps=train.eps, weight_decay=0.0
+        )
+        engine = Engine(student, optimizer, max_grad_norm=train.max_grad_norm)
+    else:
+        ds_config, train = ds_config_of(setting, world.size)
+        engine = build_engine(student, ds_config, train)
+    return Trainer(
+        engine=engine,
+        student=TappedModel(engine, Recorder(engine.module, method.student_taps, projectors)),
+        teacher=TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None,
+        method=method,
+        loader=None,  # type: ignore[arg-type]
+        settings=train,
+        seed=0,
+        folder=Path(),
+        world=world,
+    )
+
+
+def measure(setting: Setting, world: World) -> dict[str, int]:
+    """The bytes of all tensors between two steps, and the most that the allocator gave out in a step above them."""
+    memory = CudaMemory(world.device) if world.device.type == "cuda" else CpuMemory()
+    trainer, clock = make_trainer(setting, world), Stopwatch(world.device)
+    batches = [batch_of(setting)] * setting.accumulation_steps
+    trainer.train_step(batches, clock)  # the first step makes the optimizer's state
+    resident = memory.resident()
+    return {"resident": resident, "peak": memory.peak(lambda: trainer.train_step(batches, clock))}
+
+
+class CudaMemory:
+    """What torch's allocator on a GPU has given out since now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._allocated()
+
+    def _allocated(self) -> int:
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def resident(self) -> int:
+        """Bytes."""
+        return self._allocated() - self._before
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most bytes during the work, above those before it."""
+        resident = self._allocated()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - resident
+
+
+class CpuMemory:
+    """The storages of tensors on the CPU that are new since now."""
+
+    def __init__(self) -> None:
+        self._before = self._storages()
+
+    @staticmethod
+    def _storages() -> dict[int, int]:
+        """Address -> bytes."""
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        found = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+        return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
+
+    def resident(self) -> int:
+        """Bytes."""
+        return sum(size for key, size in self._storages().items() if key not in self._before)
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most bytes that were allocated at the same time during the work, above those before it."""
+        with profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profiler:
+            work()
+        events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+        live = peak = 0
+        for event in sorted(events, key=lambda each: each.start_ns()):
+            live += event.nbytes()
+            peak = max(peak, live)
+        return peak
+
+
+def forecast(setting: Setting, ranks: int) -> dict[str, float]:
+    """The same memory by part, from shapes alone, as `llmdistill plan` forecasts it."""
+    config = config_of(setting)
+    teacher, student = models_of(setting, config, device="meta")
+    method = method_of(setting, config)
+    ds_config, _ = ds_config_of(setting, ranks)
+    with torch.device("meta"):
+        projectors = add_projectors(student, method.projections, seed=0)
+    models = Models(
+        student=student, projectors=projectors, teacher=teacher if method.needs_teacher else None, method=method
+    )
+    batch = batch_of(setting).with_label_rows(shift=method.shift).to("meta")
+    trace = trace_step(models, batch, checkpointing=setting.checkpointing)
+    zero = Zero.of(ds_config, accumulation_steps=setting.accumulation_steps)
+    return peak_memory(
+        zero,
+        Sizes.of(student, teacher),
+        "replicated",
+        trace.moments,
+        ranks=ranks,
+        accumulation_steps=setting.accumulation_steps,
+    )

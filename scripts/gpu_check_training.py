@@ -1,0 +1,114 @@
+"""What gpu_check asks of training under DeepSpeed: ZeRO against plain fp32, waits of the host, memory.
+
+All ranks do the same, on the same batch, so that the losses do not depend on their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from benching_table import Line
+from gpu_check_engine import Setting, batch_of, forecast, make_trainer, measure
+from gpu_check_waits import is_norm, origin, shown, watch
+from torch import Tensor
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.run.log import Stopwatch
+from llmdistill.runtime.distributed import World, free_memory
+
+STAGES = (1, 2, 3)
+STEPS = {"small": 4, "full": 12}
+AGREES = {"fp32": 1e-4, "bf16": 3e-2}
+"""How far the losses of ZeRO may be from those of fp32 without DeepSpeed, as a share of these."""
+FORECAST = 0.15
+"""How far the forecast of the peak may be from what is measured."""
+
+FULL = Setting(
+    vocabulary=8192, width=512, heads=8, micro_batch_size=4, length=256, weight_std=0.06, bucket=5_000_000
+)  # heads of 64
+SMALL = Setting(depth=2, micro_batch_size=2, length=32, weight_std=0.1)
+LARGE = replace(FULL, vocabulary=32_000, width=1024, heads=16, depth=8, micro_batch_size=8, length=512, dtype="bf16")
+
+
+def zero(small: bool, world: World) -> Iterator[Line]:
+    """The losses of ZeRO 1 to 3, in fp32 and in bf16, beside those of torch's AdamW in fp32 without DeepSpeed."""
+    setting = replace(SMALL if small else FULL, factorized=False)
+    steps = STEPS["small" if small else "full"]
+    exact = losses_of(replace(setting, stage=None), world, steps)
+    fall = float(exact[-1] / exact[0])
+    yield Line("loss without DeepSpeed, last step / first", fall, 0.95, f"{exact[0]:.4f} → {exact[-1]:.4f}")
+    for dtype, limit in AGREES.items():
+        for stage in STAGES:
+            losses = losses_of(replace(setting, stage=stage, dtype=dtype), world, steps)
+            worst = float(((losses - exact) / exact).abs().max())
+            detail = f"{losses[0]:.4f} → {losses[-1]:.4f}; ranks: {world.size}"
+            yield Line(f"ZeRO {stage} in {dtype}: loss of {steps} steps against fp32", worst, limit, detail)
+
+
+def losses_of(setting: Setting, world: World, steps: int) -> Tensor:
+    """The weighted loss of each step, (steps,), on the CPU."""
+    trainer, clock, batch = make_trainer(setting, world), Stopwatch(world.device), batch_of(setting)
+    weights = torch.tensor(list(trainer.method.weights.values()))
+    rows = [trainer.train_step([batch], clock)[0].sum(0) for _ in range(steps)]
+    # A step gives this rank's share; all shares are alike.
+    found: Tensor = torch.stack(rows).float().cpu() @ weights * world.size
+    del trainer
+    free_memory(world)
+    return found
+
+
+def waits(small: bool, world: World) -> Iterator[Line]:
+    """Places in a step at which the host waits for the device."""
+    with watch(world.device) as watched:
+        torch.ones(1, device=world.device).item()
+    assert watched.places, "the watch sees no wait at all"
+    for stage in STAGES:
+        setting = replace(SMALL if small else FULL, stage=stage, dtype="bf16")
+        trainer, clock = make_trainer(setting, world), Stopwatch(world.device)
+        # As the thread prepares them that reads ahead; batches are on the CPU until the step moves them.
+        batch, shorter = (
+            each.with_label_rows(shift=trainer.method.shift) for each in (batch_of(setting), padded(batch_of(setting)))
+        )
+        for _ in range(2):  # ZeRO-3 compares the ranks' order of layers in the first steps
+            trainer.train_step([batch], clock)
+        with watch(world.device) as watched:
+            for each in (batch, shorter):
+                trainer.train_step([each], clock)
+        del trainer
+        free_memory(world)
+        theirs = {place for place in watched.places if origin(place) == "deepspeed"}
+        norm = {place for place in theirs if is_norm(place)}
+        # On a CPU a loss scales matrices by numbers, where a GPU has kernels that read them there.
+        harmless = "llmdistill/losses" if world.device.type == "cpu" else None
+        ours = {place for place in watched.places - theirs if origin(place) != harmless}
+        detail = f"DeepSpeed's look at the norm {len(norm)}, elsewhere in DeepSpeed {len(theirs - norm)}"
+        for place in sorted({shown(each) for each in ours | theirs - norm}):
+            detail += f", {place}"
+        yield Line(f"ZeRO {stage}: waits begun outside DeepSpeed", len(ours), 0, detail)
+
+
+def padded(batch: Batch) -> Batch:
+    """The same batch, with padding at the end of its first row."""
+    mask, labels = batch.attention_mask.clone(), batch.labels.clone()
+    first = 3 * mask.shape[1] // 4
+    mask[0, first:] = 0
+    labels[0, first:] = IGNORE_INDEX
+    return replace(batch, attention_mask=mask, labels=labels)
+
+
+def memory(small: bool, world: World) -> Iterator[Line]:
+    """The peak of a step beside what `llmdistill plan` forecasts."""
+    base = Setting() if small else LARGE
+    settings = [replace(base, checkpointing=True), *(replace(base, stage=stage) for stage in STAGES)]
+    if small:
+        settings = settings[:2]
+    for setting in settings:
+        measured = measure(setting, world)
+        free_memory(world)
+        peak, expected = sum(measured.values()), sum(forecast(setting, world.size).values())
+        name = f"ZeRO {setting.stage}, MaKD {setting.micro_batch_size}×{setting.length}"
+        name += ", activation checkpointing" if setting.checkpointing else ""
+        detail = f"forecast {expected / 1e6:,.0f} MB, measured {peak / 1e6:,.0f} MB; ranks: {world.size}"
+        yield Line(f"{name}: error of the forecast of the peak", abs(expected / peak - 1), FORECAST, detail)

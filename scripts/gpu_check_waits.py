@@ -1,0 +1,109 @@
+"""Where the host waits for the device: on CUDA torch says so, on a CPU it is where a tensor's value is asked for."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Stack = tuple[str, ...]
+"""file:function of each frame, the innermost last."""
+
+ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+ORIGINS = ("llmdistill/losses", "llmdistill", "transformers", "deepspeed")
+"""The folders of code whose waits are told apart, inner folders first."""
+
+
+class Waits(Protocol):
+    """Collects the places at which the host waits."""
+
+    places: set[Stack]
+
+
+def watch(device: torch.device) -> AbstractContextManager[Waits]:
+    """Collects, within its block, where the host waits for a device."""
+    return _watch_cuda() if device.type == "cuda" else AskedValues()
+
+
+def _stack() -> Stack:
+    return tuple(f"{frame.filename}:{frame.name}" for frame in traceback.extract_stack())
+
+
+class AskedValues(TorchDispatchMode):
+    """Collects where the value of a tensor is asked for, on any device: a GPU would be waited for there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[Stack] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASKS:
+            self.places.add(_stack())
+        return func(*args, **(kwargs or {}))
+
+
+class _Reported:
+    def __init__(self) -> None:
+        self.places: set[Stack] = set()
+
+    def show(self, message: Warning | str, *_: object, **__: object) -> None:
+        """Stands for `warnings.showwarning`, which is called where the warning arises."""
+        if "called a synchronizing" in str(message):
+            self.places.add(_stack())
+
+
+@contextmanager
+def _watch_cuda() -> Iterator[Waits]:
+    """By torch's own warnings; what NCCL and events wait for is not among them."""
+    found, before = _Reported(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = found.show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+@cache
+def _folders() -> dict[str, str]:
+    """Each of ORIGINS that is installed, and where its files are."""
+    found = {}
+    for name in ORIGINS:
+        library, *inner = name.split("/")
+        spec = find_spec(library)
+        if spec is not None and spec.origin is not None:
+            found[name] = f"{Path(spec.origin).parent.joinpath(*inner)}/"
+    return found
+
+
+def origin(place: Stack) -> str | None:
+    """Which of ORIGINS the wait began in, by its innermost frame there; None for none of them."""
+    for frame in reversed(place):
+        for name, folder in _folders().items():
+            if frame.startswith(folder):
+                return name
+    return None
+
+
+def is_norm(place: Stack) -> bool:
+    """Whether DeepSpeed's engine looks at the norm of the gradients there, before it updates the weights."""
+    return origin(place) == "deepspeed" and any(frame.endswith(":_take_model_step") for frame in place)
+
+
+def shown(place: Stack) -> str:
+    """The innermost frame of a place that is not torch's: its file, from the library on, and its function."""
+    name = origin(place)
+    if name is None:
+        return Path(place[0]).name
+    folder = _folders()[name]
+    return f"{name}/{next(frame for frame in reversed(place) if frame.startswith(folder)).removeprefix(folder)}"

@@ -1,0 +1,45 @@
+"""The parts of gpu_check that train, in their small form on gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+from benching import heard
+from benching_table import Line
+from gpu_check_report import holds
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def look(rank_server):
+    """The lines of a part, by the names of their measures."""
+
+    def run(part: str, *, ranks: int = 1) -> dict[str, Line]:
+        done = rank_server.run(["--part", part, "--device", "cpu"], ranks=ranks, program="scripts/gpu_check.py")
+        assert done.returncode == 0, done.stderr
+        lines = [Line(**told) for told in map(heard, done.stdout.splitlines()) if told is not None]
+        assert len(lines) == len({line.measure for line in lines}), "only one rank tells"
+        assert not [line for line in lines if not holds(line)]
+        return {line.measure: line for line in lines}
+
+    return run
+
+
+def test_zero_has_the_losses_of_plain_fp32_on_two_ranks(look):
+    lines = look("zero", ranks=2)
+    assert all(line.value < 1e-6 for name, line in lines.items() if "in fp32" in name)
+    # bf16 is rounded, so that a difference of nothing would be that of two runs in fp32.
+    assert all(1e-4 < line.value for name, line in lines.items() if "in bf16" in name)
+    assert len(lines) == 7
+
+
+def test_only_deepspeed_waits(look):
+    lines = look("waits")
+    assert len(lines) == 3
+    for line in lines.values():
+        assert "look at the norm 0" not in line.detail
+        assert "elsewhere in DeepSpeed 0" in line.detail
+
+
+def test_memory_is_as_forecast(look):
+    assert len(look("memory")) == 2
