@@ -63,7 +63,7 @@ def make_row(row: dict[str, Any], device: torch.device) -> Work:
 
 def train_row(row: dict[str, Any], device: torch.device) -> Work:
     """Steps of the training, with the live teacher or from a cache."""
-    from step_rows import Engine
+    from step_rows import plain_engine
 
     from llmdistill.config import TrainConfig
     from llmdistill.data.sampler import Share
@@ -86,7 +86,7 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
     else:
         folder = CacheFolder(Path(row["cache"]))
         teacher = CachedTeacher(folder, request_of(method), shift=method.shift, device=device)
-    engine = Engine(load_model(row["student"], dtype=plan.dtype, device=device).train())
+    engine = plain_engine(load_model(row["student"], dtype=plan.dtype, device=device).train())
     size = plan.config.train.global_batch_size
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
     trainer = Trainer(
