@@ -7,8 +7,8 @@ of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,11 +29,11 @@ from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import check_calibration_data
 from llmdistill.files import new_folder
-from llmdistill.models.load import Head, load_model
+from llmdistill.models.load import load_model
 from llmdistill.run.calibration import measure_weights_on, split_calibration
-from llmdistill.run.inputs import Given, Model, check_models, device_for, save_with_tokenizer, tokenizer_of
+from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, save_with_tokenizer, tokenizer_of
 from llmdistill.run.plan import make_plans
-from llmdistill.runtime.distributed import TORCH_DTYPES, best_dtype, default_device, init_distributed, on_main
+from llmdistill.runtime.distributed import init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
 from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
@@ -305,7 +305,7 @@ def evaluate(
         limited = changed(usual, limits, key="")
         of_tasks: dict[str, Any] = {"max_length": limited.max_length, "batch_size": generation.batch_size}
         of_tasks["data_dir"] = None if data_dir is None else str(data_dir)
-        with _evaluating(model, head=scored.head) as loaded:
+        with evaluating(model, head=scored.head) as loaded:
             scores: dict[str, Any] = {
                 name: score_task(
                     loaded, own, str(task), predictions=None if folder is None else folder / name, **of_tasks
@@ -319,7 +319,7 @@ def evaluate(
     if examples:
         answering = Limits.of(limited)
         encode_sets(examples, own, generation, answering)
-    with _evaluating(model, head="lm_head") as loaded:
+    with evaluating(model, head="lm_head") as loaded:
         scores = {
             name: score_texts(loaded, own, text, max_length=limited.max_length, batch_size=generation.batch_size)
             for name, text in texts.items()
@@ -332,19 +332,3 @@ def evaluate(
 def _kind_of(data: Data) -> str:
     named = isinstance(data, str) and is_task(data) and not Path(data).exists()
     return "task" if named else kind_of(data)
-
-
-@contextmanager
-def _evaluating(model: Model, *, head: Head) -> Iterator[PreTrainedModel]:
-    """Yield the model in evaluation mode; a named model is loaded in the best dtype, on the GPU if there is one."""
-    if isinstance(model, PreTrainedModel):
-        loaded = model
-    else:
-        device = default_device()
-        loaded = load_model(locate(str(model)), dtype=TORCH_DTYPES[best_dtype(device)], device=device, head=head)
-    was_training = loaded.training
-    loaded.eval()
-    try:
-        yield loaded
-    finally:
-        loaded.train(was_training)

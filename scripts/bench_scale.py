@@ -67,7 +67,7 @@ def ranked(row: dict[str, Any], device: torch.device) -> Work:
     """A step on all ranks; this process is rank 0, and starts the others, which step when it says so."""
     others = []
     if "RANK" not in os.environ:
-        from llmdistill.runtime.distributed import free_port
+        from llmdistill.runtime.launch import free_port
 
         joined = 1 if row["apart"] else row["ranks"]
         size = {"WORLD_SIZE": str(joined), "LOCAL_SIZE": str(joined), "LOCAL_WORLD_SIZE": str(joined)}

@@ -27,7 +27,8 @@ from llmdistill.run.forecast.memory import Sizes, Zero, peak_memory
 from llmdistill.run.forecast.step import Models, trace_step
 from llmdistill.run.log import Stopwatch
 from llmdistill.run.trainer import Trainer
-from llmdistill.runtime.distributed import TORCH_DTYPES, World
+from llmdistill.runtime.devices import TORCH_DTYPES
+from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, set_training, split_batch, student_ds_config
 

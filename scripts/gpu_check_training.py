@@ -16,7 +16,8 @@ from torch import Tensor
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.run.log import Stopwatch
-from llmdistill.runtime.distributed import World, free_memory
+from llmdistill.runtime.devices import free_memory
+from llmdistill.runtime.distributed import World
 
 STAGES = (1, 2, 3)
 STEPS = {"small": 4, "full": 12}
@@ -55,7 +56,7 @@ def losses_of(setting: Setting, world: World, steps: int) -> Tensor:
     # A step gives this rank's share; all shares are alike.
     found: Tensor = torch.stack(rows).float().cpu() @ weights * world.size
     del trainer
-    free_memory(world)
+    free_memory(world.device)
     return found
 
 
@@ -77,7 +78,7 @@ def waits(small: bool, world: World) -> Iterator[Line]:
             for each in (batch, shorter):
                 trainer.train_step([each], clock)
         del trainer
-        free_memory(world)
+        free_memory(world.device)
         theirs = {place for place in watched.places if origin(place) == "deepspeed"}
         norm = {place for place in theirs if is_norm(place)}
         # On a CPU a loss scales matrices by numbers, where a GPU has kernels that read them there.
@@ -106,7 +107,7 @@ def memory(small: bool, world: World) -> Iterator[Line]:
         settings = settings[:2]
     for setting in settings:
         measured = measure(setting, world)
-        free_memory(world)
+        free_memory(world.device)
         peak, expected = sum(measured.values()), sum(forecast(setting, world.size).values())
         name = f"ZeRO {setting.stage}, MaKD {setting.micro_batch_size}×{setting.length}"
         name += ", activation checkpointing" if setting.checkpointing else ""

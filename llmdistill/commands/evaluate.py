@@ -87,7 +87,8 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.data.instruct import Limits
-    from llmdistill.runtime.distributed import TORCH_DTYPES, chosen_dtype, process_group
+    from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+    from llmdistill.runtime.distributed import process_group
     from llmdistill.tasks.answers import evaluate_model
 
     settings = build(parsed, GenerationConfig, prefix="--")

@@ -26,7 +26,8 @@ from llmdistill.report.attention import Panel, plot_attention
 from llmdistill.report.plots import Drawing
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.attention_maps import attention_maps, map_divergence, mean_map
 
 MEAN = "mean"

@@ -33,7 +33,8 @@ from llmdistill.report.plots import Curve, Drawing, method_styles
 from llmdistill.report.record import make_record
 from llmdistill.report.spread import count_seeds, over_seeds, show_seeds
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.chunk_files import Located, Sentence, draw_spans, located, read_sentences
 from llmdistill.tasks.chunks import cluster_score, encode_sentences, end_vectors, is_read, represent
 

@@ -25,7 +25,8 @@ from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result
 from llmdistill.files import write_text
-from llmdistill.runtime.distributed import World, free_port, on_main
+from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.launch import free_port
 
 _POLL_SECONDS = 0.05
 _PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port")

@@ -22,7 +22,8 @@ from llmdistill.models.shapes import parse_shape, shaped_config
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+from llmdistill.runtime.distributed import World
 from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches
 from llmdistill.tasks.glue_files import TASKS, read_split
 

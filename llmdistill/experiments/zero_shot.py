@@ -26,7 +26,8 @@ from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.record import make_record
 from llmdistill.report.tables import Texts, print_table
-from llmdistill.runtime.distributed import TORCH_DTYPES, World, chosen_dtype
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+from llmdistill.runtime.distributed import World
 from llmdistill.tasks.zero_shot import ZeroShotTasks, find_zero_shot, is_share, main_metric, score_zero_shot
 
 ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")

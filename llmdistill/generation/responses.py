@@ -34,15 +34,8 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
 from llmdistill.models.load import downloaded, load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.distributed import (
-    TORCH_DTYPES,
-    World,
-    barrier,
-    broadcast_object,
-    chosen_dtype,
-    default_device,
-    on_main,
-)
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device
+from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main
 
 Log = Callable[[str], None]
 

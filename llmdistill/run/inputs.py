@@ -1,10 +1,11 @@
-"""Models and data in memory, saved as the folders and files that a run reads."""
+"""Models and data in memory or by name, saved as the folders and files that a run reads."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
-from llmdistill.models.load import copy_companions
+from llmdistill.models.load import Head, copy_companions, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
-from llmdistill.runtime.distributed import default_device
+from llmdistill.runtime.devices import TORCH_DTYPES, best_dtype, default_device
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 Model = PreTrainedModel | str | Path
@@ -160,6 +161,22 @@ def device_for(model: Model, device: torch.device | str | None) -> torch.device 
     if device is not None:
         return torch.device(device)
     return None if isinstance(model, PreTrainedModel) else default_device()
+
+
+@contextmanager
+def evaluating(model: Model, *, head: Head) -> Iterator[PreTrainedModel]:
+    """Yield the model in evaluation mode; a named model is loaded in the best dtype, on the GPU if there is one."""
+    if isinstance(model, PreTrainedModel):
+        loaded = model
+    else:
+        device = default_device()
+        loaded = load_model(locate(str(model)), dtype=TORCH_DTYPES[best_dtype(device)], device=device, head=head)
+    was_training = loaded.training
+    loaded.eval()
+    try:
+        yield loaded
+    finally:
+        loaded.train(was_training)
 
 
 def check_models(**models: object) -> None:

@@ -24,7 +24,8 @@ from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.describe import headline
 from llmdistill.run.log import RunLog
 from llmdistill.run.plan import Plan, make_plan
-from llmdistill.runtime.distributed import World, free_memory, is_there, on_main
+from llmdistill.runtime.devices import free_memory
+from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -88,7 +89,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
         if not is_there(trained / "config.json", world):
             _train(plan, untrained, trained, teacher, data, world)
             teacher.cache_clear()
-            free_memory(world)  # scoring has the room of the engine and the teacher
+            free_memory(world.device)  # scoring has the room of the engine and the teacher
         if "student" in scored:
             load = partial(assemble.load_scored, trained, plan, world)
             summaries["student"] = book.score("student", load, data.tokenizer, params=params)

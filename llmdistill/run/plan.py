@@ -26,7 +26,7 @@ from llmdistill.models.shapes import check_sizes, parse_shape, shaped_config, te
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies
 from llmdistill.objective import Objective
 from llmdistill.run.checks import check_can_cache, check_keep_best, check_teacher_head, check_weighting
-from llmdistill.runtime.distributed import TORCH_DTYPES
+from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 from llmdistill.runtime.launch import launched_ranks

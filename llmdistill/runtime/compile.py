@@ -21,7 +21,7 @@ from torch.utils._triton import has_triton
 from llmdistill.errors import UserError
 from llmdistill.models.families import layers_of
 from llmdistill.models.taps import Recorder
-from llmdistill.runtime.distributed import has_compiler
+from llmdistill.runtime.devices import has_compiler
 
 
 def check_compile(device: torch.device, *, student_stage: int, teacher_sharding: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
-from llmdistill.runtime.launch import joining, launched_ranks, prepare_joining, ranks_of_node
+from llmdistill.runtime.devices import default_device, has_compiler
+from llmdistill.runtime.launch import free_port, joining, launched_ranks, prepare_joining, ranks_of_node
 from llmdistill.runtime.processes import NodeWatch, RankProcess
 
 Value = TypeVar("Value")
@@ -39,23 +38,6 @@ rank that dies is noticed immediately."""
 
 _watch: NodeWatch | None = None
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def default_device() -> torch.device:
-    """Return the GPU if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def best_dtype(device: torch.device) -> Literal["fp32", "bf16"]:
-    """Return the dtype in which a model runs best: bf16 on a GPU that supports it, else fp32."""
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-
-
-def chosen_dtype(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """Return the dtype that a setting names; auto is the best one."""
-    return best_dtype(device) if wanted == "auto" else wanted
-
 
 @dataclass(frozen=True)
 class World:
@@ -70,17 +52,12 @@ class World:
     @classmethod
     def alone(cls) -> World:
         """Return the world of a single process, on the first GPU if there is one."""
-        return cls(rank=0, size=1, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return cls(rank=0, size=1, device=default_device())
 
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, which prints and writes."""
         return self.rank == 0
-
-
-def has_compiler(*more: str) -> bool:
-    """Return whether there is a C++ compiler: $CXX, c++, g++ or another one that the caller accepts."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", *more))
 
 
 def init_distributed(command: str = "") -> World:
@@ -185,13 +162,6 @@ def _forget_shared_memory() -> None:
     owner, where = os.getuid(), f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     name = f"deepspeed_allreduce_buffer_{owner}_{where}_{dist.get_rank()}"
     Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-def free_port() -> int:
-    """Return a port of this machine that no process uses."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
@@ -367,13 +337,6 @@ def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier(group=_control)
-
-
-def free_memory(world: World) -> None:
-    """Free objects that refer to each other, as engines do, and return the memory of the GPU that nothing uses."""
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def shut_down() -> None:

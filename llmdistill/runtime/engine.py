@@ -18,7 +18,8 @@ from llmdistill.errors import UserError
 from llmdistill.files import new_folder
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.load import copy_companions
-from llmdistill.runtime.distributed import World, best_dtype, default_device, is_there
+from llmdistill.runtime.devices import best_dtype, default_device
+from llmdistill.runtime.distributed import World, is_there
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
 
 

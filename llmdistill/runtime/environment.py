@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from llmdistill.losses.fused.triton import available
-from llmdistill.runtime.distributed import has_compiler
+from llmdistill.runtime.devices import has_compiler
 
 _LIBRARIES = ("torch", "transformers", "deepspeed", "safetensors")
 

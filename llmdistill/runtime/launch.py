@@ -72,6 +72,13 @@ def _first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
 
 
+def free_port() -> int:
+    """Return a port of this machine that no process uses."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def prepare_joining(gpus: int | None) -> None:
     """Check what the launcher has said, and choose the network interface on which ranks of several nodes talk.
 

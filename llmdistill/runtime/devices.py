@@ -1,0 +1,39 @@
+"""What a machine has: its device, the number formats that suit it, and a compiler."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from typing import Literal
+
+import torch
+
+TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def default_device() -> torch.device:
+    """Return the GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def best_dtype(device: torch.device) -> Literal["fp32", "bf16"]:
+    """Return the dtype in which a model runs best: bf16 on a GPU that supports it, else fp32."""
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def chosen_dtype(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
+    """Return the dtype that a setting names; auto is the best one."""
+    return best_dtype(device) if wanted == "auto" else wanted
+
+
+def has_compiler(*more: str) -> bool:
+    """Return whether there is a C++ compiler: $CXX, c++, g++ or another one that the caller accepts."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "c++", "g++", *more))
+
+
+def free_memory(device: torch.device) -> None:
+    """Free objects that refer to each other, as engines do, and return the memory of the GPU that nothing uses."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
