@@ -240,7 +240,7 @@ def distill(
         config = on_main(lambda: given.saved(config), world)
         quiet_libraries()
         plans = make_plans(config)
-        distil_plans(plans, plans[0].task.read(plans[0].models), world)
+        distil_plans(plans, plans[0].task.read_on_all(plans[0].models, world), world)
         folder = Path(str(config.output_dir))
         trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
     log = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

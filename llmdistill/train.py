@@ -86,11 +86,11 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
     from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.terminal import quiet_libraries
 
-    data = plans[0].task.read(plans[0].models)
-    if tasks is not None:
-        tasks.check_data()
     with process_group(command) as world:
         quiet_libraries()
+        data = plans[0].task.read_on_all(plans[0].models, world)
+        if tasks is not None:
+            tasks.check_data(world)
         distil(plans, data, world, then=None if tasks is None else tasks.run)
 
 

@@ -38,12 +38,13 @@ def planned(row: dict[str, Any]) -> tuple[Any, Any]:
     from llmdistill.config.command_line import parse_run
     from llmdistill.methods import METHODS
     from llmdistill.run.plan import make_plan
+    from llmdistill.runtime.distributed import World
 
     words = ["--ds_config", "zero2", "--method", row["method"], "--student.model", row["student"]]
     words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
     words += ["--data.train", row["data"], "--data.valid", "null", "--data.tests", "{}"]
     plan = make_plan(parse_run(words, METHODS)[0])
-    return plan, plan.task.read(plan.models)
+    return plan, plan.task.read(plan.models).prepared(World.alone())
 
 
 def make_row(row: dict[str, Any], device: torch.device) -> Work:

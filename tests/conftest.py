@@ -25,6 +25,14 @@ def one_process_group():
         end()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens that a test makes stay out of the user's cache; what the tests start inherits the variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMDISTILL_CACHE", str(tmp_path_factory.mktemp("tokens")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
     """Runs the main job and other scripts on one or more ranks without the seconds that a fresh process imports."""

@@ -57,9 +57,9 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
 
     quiet_transformers()
     plan = make_plans(config)[0]
-    data = plan.task.read(plan.models)
     with process_group(needed=config.teacher.is_sharded) as world:
-        record = make_cache(plan, data.prepared(world), settings, parsed.output, world)
+        data = plan.task.read_on_all(plan.models, world).prepared(world)
+        record = make_cache(plan, data, settings, parsed.output, world)
     if world.is_main:
         summary = summarise(record, parsed.output, time.perf_counter() - began)
         print(json.dumps(summary) if parsed.json else sentence(summary), flush=True)

@@ -39,9 +39,6 @@ class TextConfig:
     text."""
     valid_sequences: int = 512
     """Number of sequences of data.valid that are used, from its beginning."""
-    cache_dir: str | None = None
-    """Folder of the tokenised corpora, which other runs with the same text and tokenizer use again; default:
-    $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a share is out of its range."""
@@ -188,6 +185,9 @@ class DataConfig:
     long_prompts: Literal["error", "drop", "truncate"] = "error"
     """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
     their end. The log always reports it."""
+    cache_dir: str | None = None
+    """Folder of the tokenised texts and instruction sets, which other runs with the same data and tokenizer use again;
+    all ranks map its files into memory. Default: $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
     text: TextConfig = field(default_factory=TextConfig)
     """Settings if kind is text."""
     task: TaskConfig = field(default_factory=TaskConfig)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,9 +16,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.sources import READERS, stream_rows, unreadable
+from llmdistill.data.store import ArrayWriter, mapped, store, store_folder, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder, write_json
-from llmdistill.fingerprints import digest, file_sha256
+from llmdistill.fingerprints import file_sha256
 
 _FORMAT = 1
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
@@ -60,7 +58,21 @@ def tokenise(
     fraction: float = 1.0,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenise a text, without special tokens; reuse the stored result for the same text, tokenizer and field.
+    """Tokenise a text and open it; see `store_corpus`, of which these are the arguments and errors."""
+    settings: dict[str, Any] = {"field": field, "cache_dir": cache_dir, "fraction": fraction, "seed": seed}
+    return open_corpus(store_corpus(reference, tokenizer, **settings))
+
+
+def store_corpus(
+    reference: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    field: str = "text",
+    cache_dir: str | Path | None = None,
+    fraction: float = 1.0,
+    seed: int = 0,
+) -> Path:
+    """Tokenise a text, without special tokens, into a folder; reuse that of the same text, tokenizer and field.
 
     In a plain text file a line is a segment, and an empty line ends a document. In rows each row is a document, and its
     lines are the segments. A tokenizer with a mask token belongs to an encoder, and gets each line without the blanks
@@ -72,10 +84,13 @@ def tokenise(
             files are read in the order of their names, except hidden files; or a name on the hub as in `stream_rows`.
         tokenizer: the tokenizer of the model that is trained on the text.
         field: the key of the text in rows.
-        cache_dir: the tokens are stored in its folder ``corpora``; default: $LLMDISTILL_CACHE, or else
-            ~/.cache/llmdistill. A local text is identified by its content, a text on the hub by its name.
+        cache_dir: the tokens are stored in its folder ``corpora``; see `store_folder`. A local text is identified by
+            its content, a text on the hub by its name.
         fraction: the share of the documents that is used, drawn by the seed; see `draw_documents`.
         seed: see fraction.
+
+    Returns:
+        The folder, for `open_corpus`.
 
     Raises:
         UserError: the text does not exist, the text or its share is empty, a row has no text, a file is not UTF-8, or
@@ -86,19 +101,31 @@ def tokenise(
     request = {
         "format": _FORMAT,
         "text": str(reference) if files is None else [[_kind(file), _content(file)] for file in files],
-        "tokenizer": _fingerprint(tokenizer),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
         "line_ends": keep_ends,
         "field": field,
         # A whole text has no fraction in its key, so that caches made before this setting existed stay valid.
         **({"fraction": fraction, "seed": seed} if fraction < 1 else {}),
     }
-    folder = _cache(cache_dir) / "corpora" / digest(request)[:16]
-    if not _is_there(folder):
+    meta = {"reference": str(reference), **request}
+
+    def write(folder: Path) -> dict[str, Any]:
         segments = _read_segments(reference, files, field, keep_ends)
         if fraction < 1:
             segments = draw_documents(segments, fraction, seed)
-        _make(folder, segments, tokenizer, {"reference": str(reference), **request})
-    return _open(folder)
+        bar = tqdm(segments, desc="tokenising", unit="segment", disable=None, leave=False)
+        counts = _write(folder, iter(bar), tokenizer)
+        if counts["tokens"] == 0:
+            raise _no_text(meta)
+        return counts
+
+    return store(store_folder(cache_dir, "corpora", request), meta, write)
+
+
+def open_corpus(folder: Path) -> Corpus:
+    """Map a tokenised text into memory. Raises UserError if it is damaged."""
+    _, arrays = mapped(folder)
+    return Corpus(**arrays)
 
 
 def _content(file: Path) -> str:
@@ -106,49 +133,6 @@ def _content(file: Path) -> str:
         return file_sha256(file)
     except OSError as error:
         raise unreadable(file, "UTF-8 text", error) from error
-
-
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The properties that decide how a tokenizer splits text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decides: Any
-    if backend is None:
-        decides = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.special_tokens_map]
-    else:
-        decides = json.loads(backend.to_str())
-        # Each call of the tokenizer sets these two, so they differ before and after the first call.
-        for passing in ("truncation", "padding"):
-            decides.pop(passing, None)
-    return digest(json.loads(json.dumps(decides, default=str)))
-
-
-def _cache(cache_dir: str | Path | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("LLMDISTILL_CACHE") or "~/.cache/llmdistill").expanduser()
-
-
-def _is_there(folder: Path) -> bool:
-    return (folder / "meta.json").is_file()
-
-
-def _make(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase, meta: dict[str, Any]) -> None:
-    """Write a corpus. If another process has written the same corpus in the meantime, that one is kept."""
-    try:
-        with new_folder(folder) as part:
-            bar = tqdm(segments, desc="tokenising", unit="segment", disable=None, leave=False)
-            counts = _write(part, iter(bar), tokenizer)
-            if counts["tokens"] == 0:
-                raise _no_text(meta)
-            write_json(part / "meta.json", {**meta, **counts})
-    except (OSError, UserError) as error:
-        if _is_there(folder):
-            return
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{folder}: the text's tokens cannot be written there ({error}); name another folder as data.text.cache_dir"
-        ) from error
 
 
 def _no_text(meta: dict[str, Any]) -> UserError:
@@ -162,27 +146,24 @@ def _no_text(meta: dict[str, Any]) -> UserError:
 
 def _write(folder: Path, segments: Segments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Write tokens and offsets piece by piece, so that a text may be larger than memory."""
-    dtype = np.dtype(np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32)
     num_tokens = num_segments = num_documents = 0
     current: tuple[int, int] | None = None
-    with (
-        (folder / "tokens.bin").open("wb") as tokens,
-        (folder / "segments.bin").open("wb") as segment_offsets,
-        (folder / "documents.bin").open("wb") as document_offsets,
-    ):
+    dtypes = {"tokens": token_dtype(tokenizer), "segments": np.dtype(np.int64), "documents": np.dtype(np.int64)}
+    with ArrayWriter(folder, dtypes) as writer:
         while batch := list(islice(segments, _AT_ONCE)):
             for (document, _), ids in zip(batch, _encode([text for _, text in batch], tokenizer), strict=True):
                 if not ids:  # the tokenizer drops all characters of the line
                     continue
                 if document != current:
-                    document_offsets.write(np.int64(num_segments).tobytes())
+                    writer.add("documents", num_segments)
                     num_documents, current = num_documents + 1, document
-                segment_offsets.write(np.int64(num_tokens).tobytes())
-                tokens.write(np.asarray(ids, dtype).tobytes())
+                writer.add("segments", num_tokens)
+                writer.add("tokens", ids)
                 num_tokens, num_segments = num_tokens + len(ids), num_segments + 1
-        segment_offsets.write(np.int64(num_tokens).tobytes())
-        document_offsets.write(np.int64(num_segments).tobytes())
-    return {"tokens": num_tokens, "segments": num_segments, "documents": num_documents, "dtype": dtype.name}
+        writer.add("segments", num_tokens)
+        writer.add("documents", num_segments)
+    counts = {"tokens": num_tokens, "segments": num_segments, "documents": num_documents}
+    return {**counts, "arrays": writer.record()}
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -191,22 +172,6 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[i
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
     return list(encoded["input_ids"])
-
-
-def _open(folder: Path) -> Corpus:
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-
-        def mapped(name: str, dtype: str, size: int) -> np.ndarray:
-            return np.memmap(folder / f"{name}.bin", dtype, "r", shape=(size,))
-
-        return Corpus(
-            mapped("tokens", meta["dtype"], meta["tokens"]),
-            mapped("segments", "int64", meta["segments"] + 1),
-            mapped("documents", "int64", meta["documents"] + 1),
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: a damaged corpus in the cache ({error}); remove the folder") from error
 
 
 def text_files(reference: str | Path) -> list[Path] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -66,23 +66,46 @@ class EncodedPrompts:
     truncated: int
 
 
+class Counts(NamedTuple):
+    """How many examples there are, and how many were dropped or cut; see InstructData."""
+
+    examples: int = 0
+    dropped: int = 0
+    truncated_prompts: int = 0
+    truncated_responses: int = 0
+
+    def plus(self, other: Counts) -> Counts:
+        """Return the counts of two parts together."""
+        return Counts(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    def report(self) -> str:
+        """Report all counts in one sentence."""
+        return (
+            f"{self.examples} examples: {self.dropped} dropped for a long prompt, "
+            f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated."
+        )
+
+
 @dataclass(frozen=True)
 class InstructData:
     """A training set as tokens, and the counts of what was dropped or cut."""
 
     items: list[Encoded]
+    kept: list[int]
+    """For each item, the index of its example among the given ones."""
     dropped: int
     """Number of examples dropped because their prompt is too long."""
     truncated_prompts: int
     truncated_responses: int
     """Number of responses cut at the maximum length; these have no end token."""
 
+    def counts(self) -> Counts:
+        """Return all counts."""
+        return Counts(len(self.items), self.dropped, self.truncated_prompts, self.truncated_responses)
+
     def report(self) -> str:
         """Report all counts in one sentence."""
-        return (
-            f"{len(self.items)} examples: {self.dropped} dropped for a long prompt, "
-            f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated."
-        )
+        return self.counts().report()
 
 
 def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
@@ -210,4 +233,4 @@ def encode(
         room = limits.max_length - len(prompt_ids)
         truncated_responses += len(response_ids) > room
         items.append(Encoded(prompt_ids, response_ids[:room]))
-    return InstructData(items, prompts.dropped, prompts.truncated, truncated_responses)
+    return InstructData(items, prompts.kept, prompts.dropped, prompts.truncated, truncated_responses)

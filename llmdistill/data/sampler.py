@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 Item = TypeVar("Item", bound=Sized)
 """An example; its length is its number of tokens."""
 Element = TypeVar("Element")
+Other = TypeVar("Other")
 
 _WINDOW_ORDER = 3  # separates these random numbers from those of epochs, sequences and answers
 
@@ -39,21 +40,27 @@ def global_batch_indices(*, seed: int, step: int, dataset_size: int, global_batc
 
 @lru_cache(maxsize=4)  # a batch needs one or two epochs; a new permutation costs O(data set)
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(size)
+    order = np.random.default_rng((seed, epoch)).permutation(size)
+    return order.astype(np.int32) if size < 2**31 else order  # every rank holds it
 
 
-def bucket(window: Sequence[Item], *, seed: int, step: int, bucket_steps: int) -> list[Item]:
+def bucket(
+    window: Sequence[Element], *, seed: int, step: int, bucket_steps: int, length: Callable[[Any], int] = len
+) -> list[Element]:
     """The global batch of a step, taken from its window, the longest example first.
 
     The window holds the examples of `bucket_steps` successive steps; the number of the first step is a multiple of
     `bucket_steps`. The examples are sorted by length and cut into `bucket_steps` global batches, whose random order
-    depends on seed and step. If bucket_steps is 1, the step keeps its examples and only sorts them.
+    depends on seed and step. If bucket_steps is 1, the step keeps its examples and only sorts them. `length` returns
+    the number of tokens of an example.
     """
     size, rest = divmod(len(window), bucket_steps)
     assert rest == 0, "the window does not divide into global batches"
     number, offset = divmod(step, bucket_steps)
     taken = np.random.default_rng((seed, number, _WINDOW_ORDER)).permutation(bucket_steps)[offset]
-    ordered = sorted(window, key=len, reverse=True)  # stable: examples of equal length stay in the order of the epoch
+    ordered = sorted(
+        window, key=length, reverse=True
+    )  # stable: examples of equal length stay in the order of the epoch
     return ordered[taken * size : (taken + 1) * size]
 
 
@@ -107,9 +114,12 @@ class StepLoader(ABC, Generic[Element]):
 
     def micro_batch_items(self, step: int) -> list[list[Element]]:
         """The examples of each of this rank's micro batches of a step, in order."""
+        return self._own(self.global_batch(step))
+
+    def _own(self, batch: Sequence[Other]) -> list[list[Other]]:
         share = self.share
         return rank_micro_batches(
-            self.global_batch(step),
+            batch,
             rank=share.rank,
             world_size=share.world_size,
             micro_batch_size=share.micro_batch_size,
@@ -122,7 +132,7 @@ class StepLoader(ABC, Generic[Element]):
 
 
 class TrainLoader(StepLoader[Item]):
-    """The batches of examples in memory. The loader has no state."""
+    """The batches of the examples of a sequence, which may be mapped into memory. The loader has no state."""
 
     def __init__(
         self,
@@ -132,26 +142,35 @@ class TrainLoader(StepLoader[Item]):
         *,
         bucket_steps: int = 1,
         spread: bool = False,
+        length: Callable[[int], int] | None = None,
     ) -> None:
-        """Store the examples; batches are made only when they are requested.
+        """Store the examples; batches are made only when they are requested, and only this rank's examples are read.
 
         The examples of `bucket_steps` successive steps are sorted by length together, see `bucket`; it is reduced for a
-        small data set.
+        small data set. `length` returns the number of tokens of the example at an index; by default it is measured.
         """
         super().__init__(share, collate, spread=spread)
         self.items = items
         self.bucket_steps = max(1, min(bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
+        self._length = length or (lambda index: len(items[index]))
 
     def global_batch(self, step: int) -> list[Item]:
         """See StepLoader; the longest example comes first."""
-        indices = global_batch_indices(
+        return [self.items[index] for index in self._indices(step)]
+
+    def micro_batch_items(self, step: int) -> list[list[Item]]:
+        """See StepLoader."""
+        return [[self.items[index] for index in part] for part in self._own(self._indices(step))]
+
+    def _indices(self, step: int) -> list[int]:
+        """The indices of the examples of a step, over all ranks, in order."""
+        window = global_batch_indices(
             seed=self.share.seed,
             step=step // self.bucket_steps,
             dataset_size=len(self.items),
             global_batch_size=self.bucket_steps * self.share.global_batch_size,
         )
-        window = [self.items[index] for index in indices]
-        return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps)
+        return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps, length=self._length)
 
 
 class Sequences(Protocol):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import count, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded
-from llmdistill.data.examples import parse_row
-from llmdistill.data.instruct import Limits, encode, none_left
+from llmdistill.data.example_store import MappedExamples, to_arrays
+from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.instruct import Counts, Limits, encode, none_left
 from llmdistill.data.sampler import Share, StepLoader, bucket
 from llmdistill.data.sources import no_example, stream_rows
+from llmdistill.errors import UserError
 
 Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
@@ -50,14 +53,76 @@ def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limi
     encode([parse_row(*first)], tokenizer, limits, may_be_empty=True)
 
 
+class Exchange(Protocol):
+    """The ranks that share a stream; every rank must call the methods, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def deal(self, parts: list[Value] | None) -> Value:
+        """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
+        ...
+
+    def collect(self, value: Value) -> list[Value]:
+        """Return the values of all ranks, in order, on every rank."""
+        ...
+
+
+class Alone:
+    """The exchange of a rank that reads and tokenises the whole stream by itself."""
+
+    rank = 0
+    size = 1
+
+    def deal(self, parts: list[Value] | None) -> Value:
+        """See Exchange."""
+        assert parts is not None
+        return parts[0]
+
+    def collect(self, value: Value) -> list[Value]:
+        """See Exchange."""
+        return [value]
+
+
+class _Failed(NamedTuple):
+    """A UserError as the other ranks are told it, with the place of its example in the block."""
+
+    place: int
+    message: str
+
+
+class _Part(NamedTuple):
+    """What a rank is told of a block of the stream."""
+
+    epochs: list[int]
+    """Of all examples of the block."""
+    examples: list[Example]
+    """The examples that this rank tokenises."""
+    failed: _Failed | None = None
+
+
+class _Tokens(NamedTuple):
+    """What a rank has made of its examples of a block."""
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    """See MappedExamples."""
+    kept: list[int]
+    """The places in the block of the examples that are not dropped."""
+    counts: Counts
+
+
 class StreamLoader(StepLoader[Encoded]):
     """The batches of one rank, by step, from a set that is read as a stream and never held in memory.
 
-    Like TrainLoader it gives the same batches for the same seed and step, whatever was requested before. Every rank
-    reads and tokenises the whole stream and takes its share. To reach a later step the loader skips the steps before
-    it; to reach an earlier step it starts again from the beginning. Each epoch has its own order, drawn from seed and
-    epoch; a batch may contain examples of two epochs. The loader holds the shuffle buffer and the examples that are
-    sorted by length together.
+    Like TrainLoader it gives the same batches for the same seed and step, whatever was requested before, on any number
+    of ranks. Rank 0 of the exchange alone reads the set and holds the shuffle buffer. It deals the examples out, each
+    rank tokenises its share, and the ranks exchange the tokens, because the length of every example decides which rank
+    gets it. To reach a later step the loader skips the steps before it; to reach an earlier step it starts again from
+    the beginning. Each epoch has its own order, drawn from seed and epoch; a batch may contain examples of two epochs.
+    The loader holds the examples that are sorted by length together.
     """
 
     def __init__(
@@ -71,14 +136,19 @@ class StreamLoader(StepLoader[Encoded]):
         shuffle_buffer: int,
         bucket_steps: int = 1,
         spread: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
-        """Store the settings; bucket_steps and spread are those of TrainLoader."""
+        """Store the settings; bucket_steps and spread are those of TrainLoader.
+
+        With an exchange, all its ranks must ask for the same steps in the same order.
+        """
         super().__init__(share, collate, spread=spread)
         self.reference = reference
         self.tokenizer = tokenizer
         self.limits = limits
         self.shuffle_buffer = shuffle_buffer
         self.bucket_steps = bucket_steps
+        self.exchange: Exchange = Alone() if exchange is None else exchange
         self._restart()
 
     def global_batch(self, step: int) -> list[Encoded]:
@@ -93,25 +163,32 @@ class StreamLoader(StepLoader[Encoded]):
 
     def report(self) -> str:
         """Report the source of the examples, and how many were dropped or cut up to the last requested step."""
+        counts = self.counts
         return (
-            f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {self.dropped} "
-            f"dropped for a long prompt, {self.truncated_prompts} prompts and {self.truncated_responses} responses "
+            f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {counts.dropped} "
+            f"dropped for a long prompt, {counts.truncated_prompts} prompts and {counts.truncated_responses} responses "
             "truncated."
         )
 
     def _restart(self) -> None:
-        self._walk = self._encoded()
+        self._walk = self._examples()
         self._number, self._window = -1, list[Encoded]()
-        self.dropped = self.truncated_prompts = self.truncated_responses = 0
+        self._epoch = _Epoch(0, 0, 0)
+        self.counts = Counts()
 
     def _read_window(self, number: int) -> list[Encoded]:
         """The examples of the steps that are sorted together, over all ranks; kept until other steps are requested."""
         assert number >= 0
         if number < self._number:
             self._restart()
+        size = self.bucket_steps * self.share.global_batch_size
         try:
             while self._number < number:
-                self._window = list(islice(self._walk, self.bucket_steps * self.share.global_batch_size))
+                window = list[Encoded]()
+                while len(window) < size:
+                    # Some may be dropped, and exactly those that are needed are read.
+                    window += self._block(size - len(window))
+                self._window = window
                 self._number += 1
         except BaseException:
             # A generator that has failed ends silently when it is used again.
@@ -119,22 +196,85 @@ class StreamLoader(StepLoader[Encoded]):
             raise
         return self._window
 
-    def _encoded(self) -> Iterator[Encoded]:
-        """Yield every example within the limits, epoch after epoch, without end."""
+    def _examples(self) -> Iterator[tuple[int, Example]]:
+        """Yield every example with its epoch, epoch after epoch, without end."""
         for epoch in count():
-            read, kept = 0, 0
+            found = False
             rng = np.random.default_rng((self.share.seed, epoch))
             examples = (parse_row(row, source) for row, source in stream_rows(self.reference))
             # Texts are shuffled, not tokens, because texts are smaller; each text is tokenised when its turn comes.
             for example in shuffled(examples, self.shuffle_buffer, rng):
-                read += 1
-                data = encode([example], self.tokenizer, self.limits, may_be_empty=True)
-                self.dropped += data.dropped
-                self.truncated_prompts += data.truncated_prompts
-                self.truncated_responses += data.truncated_responses
-                kept += len(data.items)
-                yield from data.items
-            if read == 0:
+                found = True
+                yield epoch, example
+            if not found:
                 raise no_example(self.reference)
-            if kept == 0:
-                raise none_left(read, self.limits)
+
+    def _block(self, size: int) -> list[Encoded]:
+        """Return the next examples of the stream, as many as are left of this number."""
+        parts: list[_Part] | None = self._parts(size) if self.exchange.rank == 0 else None
+        part = self.exchange.deal(parts)
+        if part.failed is not None:
+            raise self._error(part.failed)
+        made = self.exchange.collect(self._tokenised(part.examples))
+        failures = [each for each in made if isinstance(each, _Failed)]
+        if failures:
+            raise self._error(min(failures))
+        items: dict[int, Encoded] = {}
+        for each in made:
+            assert isinstance(each, _Tokens)
+            items.update(zip(each.kept, MappedExamples(each.tokens, each.bounds), strict=True))
+            self.counts = self.counts.plus(each.counts)
+        self._check_epochs(part.epochs, items)
+        return [items[place] for place in sorted(items)]
+
+    def _parts(self, size: int) -> list[_Part]:
+        """Read a block, and split it into the parts of the ranks."""
+        ranks = self.exchange.size
+        try:
+            block = list(islice(self._walk, size))
+        except UserError as error:
+            return [_Part([], [], _Failed(0, str(error)))] * ranks
+        epochs = [epoch for epoch, _ in block]
+        return [_Part(epochs, [example for _, example in block[rank::ranks]]) for rank in range(ranks)]
+
+    def _tokenised(self, examples: list[Example]) -> _Tokens | _Failed:
+        """Tokenise this rank's share of a block."""
+        first, ranks = self.exchange.rank, self.exchange.size
+        try:
+            data = encode(examples, self.tokenizer, self.limits, may_be_empty=True)
+        except UserError as error:
+            return self._first_failure(examples) or _Failed(first, str(error))
+        tokens, bounds = to_arrays(data.items, np.dtype(np.uint32))
+        return _Tokens(tokens, bounds, [first + place * ranks for place in data.kept], data.counts())
+
+    def _first_failure(self, examples: list[Example]) -> _Failed | None:
+        """Return the error of the first example that has one, as if it were alone."""
+        for place, example in enumerate(examples):
+            try:
+                encode([example], self.tokenizer, self.limits, may_be_empty=True)
+            except UserError as error:
+                return _Failed(self.exchange.rank + place * self.exchange.size, str(error))
+        return None
+
+    def _error(self, failed: _Failed) -> UserError:
+        error = UserError(failed.message)
+        error.everywhere = self.exchange.size > 1
+        return error
+
+    def _check_epochs(self, epochs: list[int], kept: Container[int]) -> None:
+        """Raise UserError if an epoch has ended without an example within the limits."""
+        for place, number in enumerate(epochs):
+            if number != self._epoch.number:
+                if self._epoch.kept == 0:
+                    raise self._error(_Failed(place, str(none_left(self._epoch.read, self.limits))))
+                self._epoch = _Epoch(number, 0, 0)
+            _, read, found = self._epoch
+            self._epoch = _Epoch(number, read + 1, found + (place in kept))
+
+
+class _Epoch(NamedTuple):
+    """How many examples of an epoch were read and kept so far."""
+
+    number: int
+    read: int
+    kept: int

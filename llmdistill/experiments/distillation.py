@@ -27,7 +27,7 @@ def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callabl
     """
     for plan in plans:
         assemble.check_machine(plan, world)
-        check_calibration(plan)
+        check_calibration(plan, world)
     data = data.prepared(world)
     for plan in plans:
         check_cache(plan, data.of(plan.models), world)

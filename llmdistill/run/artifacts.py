@@ -31,8 +31,7 @@ _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
     *("train.micro_batch_size", "train.activation_checkpointing", "train.compile"),
-    *("teacher.sharding", "teacher.zero"),
-    "data.pad_to_multiple_of",
+    *("teacher.sharding", "teacher.zero", "data.pad_to_multiple_of", "data.cache_dir"),
     *(f"student.factorize.calibration.{key}" for key in ("memory", "micro_batch_size", "folder")),
 )
 """Settings that cannot change the student, or only by rounding. ds_config is a path; its content is compared

@@ -217,10 +217,13 @@ def split_calibration(given: Data | Mapping[str, Any] | None) -> tuple[Data | No
     return given.get("data"), {f"calibration.{key}": value for key, value in others.items()}
 
 
-def check_calibration(plan: Plan) -> None:
-    """Raise a UserError if calibration data of their own cannot be read; the training set is checked by itself."""
+def check_calibration(plan: Plan, world: World) -> None:
+    """Raise a UserError if calibration data of their own cannot be read; the training set is checked by itself.
+
+    Every rank must call this function.
+    """
     if plan.config.student.factorize.calibration.data is not None:
-        _read(plan.config, plan.models)
+        _read(plan.config, plan.models, world)
 
 
 def calibration_batches(
@@ -239,7 +242,7 @@ def calibration_batches(
         )
     size = _batch_size(calibration, world)
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
-    loader = (_read(config, models).prepared(world) if data is None else data).loader(share)
+    loader = (_read(config, models, world) if data is None else data).loader(share)
     count = -(-calibration.examples // size)
     held_out = range(count, count + -(-calibration.held_out // size))
     return _batches(loader, range(world.rank, count, world.size)), _batches(loader, held_out)
@@ -249,11 +252,11 @@ def _batch_size(calibration: CalibrationConfig, world: World) -> int:
     return min(calibration.micro_batch_size, calibration.examples // world.size)
 
 
-def _read(config: RunConfig, models: Models) -> TaskData:
+def _read(config: RunConfig, models: Models, world: World) -> TaskData:
     """Read the calibration data alone, as the training set of a run that trains."""
     own = config.student.factorize.calibration.data
     data = replace(config.data, train=own or config.data.train, valid=None, tests={})
-    return make_task(replace(config, data=data), trains=True).read(models)
+    return make_task(replace(config, data=data), trains=True).read_on_all(models, world).prepared(world)
 
 
 def _batches(loader: Loader, steps: range) -> list[Batch]:

@@ -41,7 +41,7 @@ def run_config(config: RunConfig, world: World, before: Plan | None = None) -> d
     """
     plan = make_plan(config, before)
     assemble.check_machine(plan, world)
-    data = plan.task.read(plan.models).prepared(world)
+    data = plan.task.read_on_all(plan.models, world).prepared(world)
     check_cache(plan, data, world)
     return run_plan(assemble.count_steps(plan, data), data, world)
 

@@ -161,6 +161,12 @@ class Benchmark(Task):
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
         """Return the config that a model will have once it is fine-tuned on a task."""
 
+    @property
+    def reads_hub(self) -> bool:
+        """See Task."""
+        settings = self.config.data.task
+        return settings.dir is None or bool(settings.out_of_domain)
+
     @abstractmethod
     def read_files(self) -> object:
         """Read every file of the task, or its data set on the hub, without a model.

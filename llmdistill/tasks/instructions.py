@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.data.collate import Encoded, collate, collate_packed
+from llmdistill.data.example_store import MappedExamples, StoredExamples, open_examples, store_examples
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.instruct import Limits
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader, check_stream
@@ -26,6 +27,9 @@ from llmdistill.generation.answers_file import check_teacher
 from llmdistill.models.families import family_of
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
+from llmdistill.runtime.distributed import World, on_every, on_main
+from llmdistill.runtime.exchange import open_exchange
+from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.rouge import measure_chance
@@ -69,42 +73,18 @@ class Instructions(Task):
         return TOKENS
 
     def read(self, models: Models) -> InstructionData:
-        """See Task.
-
-        Raises:
-            UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
-        """
-        data, scoring = self.config.data, self.config.scoring
+        """See Task. The examples are only read when they are prepared."""
         teacher_tokenizer = load_tokenizer(models.teacher_path)
         shared = models.tokenizer_path == models.teacher_path
-        tokenizer = teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path)
-        limits = Limits.of(data)
-        valid = [] if data.valid is None else read_examples(locate(data.valid))
-        valid_items = encode(valid, tokenizer, limits).items if valid else []
-        tests = {name: read_examples(locate(path)) for name, path in data.tests.items()}
-        scored = {**({VALID: valid} if valid else {}), **tests}
-        for each in [tokenizer] if shared else [tokenizer, teacher_tokenizer]:
-            encode_sets(scored, each, scoring, limits)
-        train, report = None, "not read, as nothing is trained"
-        if data.streaming:
-            check_stream(locate(data.train), tokenizer, limits)
-            report = "streamed while training"
-        elif self.trains:
-            train = encode(read_examples(locate(data.train)), tokenizer, limits)
-            report = train.report()
-        warning = check_teacher(locate(data.train), models.teacher_path) if self.teacher_writes else None
         return InstructionData(
-            settings=data,
-            limits=limits,
-            scoring=scoring,
-            tokenizer=tokenizer,
+            settings=self.config.data,
+            limits=Limits.of(self.config.data),
+            scoring=self.config.scoring,
+            trains=self.trains,
+            tokenizer=teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path),
             teachers_tokenizer=teacher_tokenizer,
-            train=None if train is None else train.items,
-            valid=valid,
-            valid_items=valid_items,
-            tests=tests,
-            report=report,
-            data_warnings=[] if warning is None else [warning],
+            written_by=models.teacher_path if self.teacher_writes else None,
+            report="",
         )
 
 
@@ -115,17 +95,66 @@ class InstructionData(TaskData):
     settings: DataConfig
     limits: Limits
     scoring: GenerationConfig
+    trains: bool
     tokenizer: PreTrainedTokenizerBase
     teachers_tokenizer: PreTrainedTokenizerBase
-    train: Sequence[Encoded] | None
-    """The training set; None if it is streamed or the run does not train."""
-    valid: Sequence[Example]
+    written_by: Path | None
+    """The teacher, if it must have written the training set."""
+    train: MappedExamples | None = None
+    """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
+    valid: Sequence[Example] = ()
     """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
-    valid_items: Sequence[Encoded]
+    valid_items: Sequence[Encoded] = ()
     """The validation set, encoded by the student's tokenizer."""
-    tests: Mapping[str, Sequence[Example]]
+    tests: Mapping[str, Sequence[Example]] = field(default_factory=dict)
     report: str
-    data_warnings: Sequence[str]
+    data_warnings: Sequence[str] = ()
+
+    def prepared(self, world: World) -> InstructionData:
+        """See TaskData. Rank 0 reads and checks every file; all ranks map the tokens of the training set.
+
+        Raises:
+            UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
+        """
+        settings = self.settings
+        valid, tests, warning = on_main(self._read, world)
+        valid_items = self._stored(settings.valid, world).items if settings.valid is not None else ()
+        train, report = None, "not read, as nothing is trained"
+        if settings.streaming:
+            report = "streamed while training"
+        elif self.trains:
+            stored = self._stored(settings.train, world)
+            train, report = stored.items, stored.counts.report()
+        return replace(
+            self,
+            train=train,
+            valid=valid,
+            valid_items=valid_items,
+            tests=tests,
+            report=report,
+            data_warnings=[] if warning is None else [warning],
+        )
+
+    def _read(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
+        """Read and check the sets that are scored, with a warning about the origin of the training set."""
+        data = self.settings
+        valid = [] if data.valid is None else read_examples(locate(data.valid))
+        tests = {name: read_examples(locate(path)) for name, path in data.tests.items()}
+        scored = {**({VALID: valid} if valid else {}), **tests}
+        shared = self.tokenizer is self.teachers_tokenizer
+        for each in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
+            encode_sets(scored, each, self.scoring, self.limits)
+        if data.streaming:
+            check_stream(locate(data.train), self.tokenizer, self.limits)
+        warning = None if self.written_by is None else check_teacher(locate(data.train), self.written_by)
+        return valid, tests, warning
+
+    def _stored(self, reference: str, world: World) -> StoredExamples:
+        make = partial(
+            store_examples, locate(reference), self.tokenizer, self.limits, cache_dir=self.settings.cache_dir
+        )
+        folder = made_once(make, world)
+        return on_every(lambda: open_examples(folder), world)
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
@@ -148,10 +177,19 @@ class InstructionData(TaskData):
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
         data = self.settings
         arrange: dict[str, Any] = {"bucket_steps": 1 if data.packing else data.bucket_steps, "spread": data.packing}
-        if self.train is not None:
-            return TrainLoader(self.train, share, self._collate, **arrange)
-        source, buffer = locate(data.train), data.shuffle_buffer
-        return StreamLoader(source, self.tokenizer, self.limits, share, self._collate, shuffle_buffer=buffer, **arrange)
+        if not data.streaming:
+            assert self.train is not None, "the examples are not prepared yet"
+            return TrainLoader(self.train, share, self._collate, length=self.train.length, **arrange)
+        return StreamLoader(
+            locate(data.train),
+            self.tokenizer,
+            self.limits,
+            share,
+            self._collate,
+            shuffle_buffer=data.shuffle_buffer,
+            exchange=open_exchange() if share.world_size > 1 else None,
+            **arrange,
+        )
 
     def _collate(self, items: Sequence[Encoded]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id

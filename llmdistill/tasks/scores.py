@@ -41,7 +41,7 @@ class ScoreBook:
         file = self.folder / "scores" / f"{name}.json"
         kept = on_main(lambda: _read(file), self.world)
         model = cache(load)
-        sets = self.data.sets
+        sets = on_main(lambda: dict(self.data.sets), self.world)  # rank 0 alone reads the files for their fingerprints
         for set_name, asked in sets.items():
             if set_name in kept and not differences(kept[set_name]["asked"], asked):
                 continue

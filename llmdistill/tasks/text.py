@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig
-from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, tokenise
 from llmdistill.data.mixture import MixedSequences
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, write_rows
@@ -27,7 +27,8 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_segments
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoreTable, Task, TaskData
 
 
@@ -106,7 +107,7 @@ class TextData(TaskData):
         return replace(self, causal=models.causal, pairs=pairs, next_sentence=next_sentence)
 
     def prepared(self, world: World) -> TextData:
-        """See TaskData. One rank tokenises the text if it is not in the cache, then all ranks read it.
+        """See TaskData. Rank 0 hashes the text, and tokenises it if it is not in the cache; all ranks map the tokens.
 
         Raises:
             UserError: the text cannot be read or is too short.
@@ -115,16 +116,16 @@ class TextData(TaskData):
 
         def tokenised(reference: str, fraction: float) -> Corpus:
             make = partial(
-                tokenise,
+                store_corpus,
                 locate(reference),
                 self.tokenizer,
                 field=settings.text.field,
-                cache_dir=settings.text.cache_dir,
+                cache_dir=settings.cache_dir,
                 fraction=fraction,
                 seed=self.seed,
             )
-            on_main(lambda: make().report(), world)
-            return make()
+            folder = made_once(make, world)
+            return on_every(lambda: open_corpus(folder), world)
 
         fraction = settings.text.fraction
         train = {name: tokenised(part, fraction) for name, part in _parts(settings).items()}

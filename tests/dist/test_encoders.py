@@ -84,7 +84,7 @@ def settings(text, tmp_path_factory):
         recipe.write_text(
             f"teacher: {{model: {teacher}}}\n"
             f"data: {{kind: text, train: {text}, valid: {text}, max_length: 32,"
-            f" text: {{valid_sequences: 24, cache_dir: {tmp_path_factory.getbasetemp() / 'cache'}}}}}\n"
+            f" cache_dir: {tmp_path_factory.getbasetemp() / 'cache'}, text: {{valid_sequences: 24}}}}\n"
             "train: {steps: 4, global_batch_size: 8, learning_rate: 2.0e-3, save_every: 2, log_every: 1}\n",
             encoding="utf-8",
         )

@@ -68,7 +68,7 @@ def settings(teacher, tmp_path_factory) -> list[str]:
         f"teacher: {{model: {teacher}}}\n"
         "student: {factorize: {rank: 6}}\n"
         "method: kroneckerbert\n"
-        f"data: {{kind: text, train: {folder / 'text.txt'}, max_length: 32, text: {{cache_dir: {folder / 'cache'}}}}}\n"
+        f"data: {{kind: text, train: {folder / 'text.txt'}, max_length: 32, cache_dir: {folder / 'cache'}}}\n"
         "train: {steps: 6, global_batch_size: 8, learning_rate: 2.0e-3, dtype: fp32}\n"
         f"tasks: {{names: [sts-b], data_dir: {folder}, rows: [two_stages, no_pretraining, no_kd], protocol: custom,"
         " learning_rates: [3.0e-3], epochs: [6], batch_size: 8, max_length: 16, tsne: true}\n",

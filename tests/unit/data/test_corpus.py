@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmdistill.data import corpus as module
 from llmdistill.data.corpus import Corpus, tokenise
+from llmdistill.data.store import tokenizer_fingerprint
 from llmdistill.errors import UserError
 
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
@@ -250,8 +251,8 @@ class TestCache:
             def __init__(self, **vocabulary: int) -> None:
                 self.get_vocab = lambda: vocabulary
 
-        assert module._fingerprint(Slow(a=0, b=1)) == module._fingerprint(Slow(b=1, a=0))
-        assert module._fingerprint(Slow(a=0, b=1)) != module._fingerprint(Slow(a=1, b=0))
+        assert tokenizer_fingerprint(Slow(a=0, b=1)) == tokenizer_fingerprint(Slow(b=1, a=0))
+        assert tokenizer_fingerprint(Slow(a=0, b=1)) != tokenizer_fingerprint(Slow(a=1, b=0))
 
     def test_its_place(self, make: Callable, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make(TEXT, cache_dir=tmp_path / "own")
@@ -292,17 +293,30 @@ class TestCache:
         assert [len(read(corpus)) for corpus in made] == [3, 3]
         assert len(list((cache / "corpora").iterdir())) == 1
 
-    def test_damage_is_named(self, make: Callable, cache: Path) -> None:
-        make(TEXT)
+    @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "meta.json"])
+    def test_what_is_damaged_is_made_anew(self, make: Callable, cache: Path, name: str) -> None:
+        whole = read(make(TEXT))
         [folder] = (cache / "corpora").iterdir()
-        with (folder / "tokens.bin").open("r+b") as file:
-            file.truncate(10)
-        with pytest.raises(UserError, match=r"damaged corpus in the cache .*; remove the folder$"):
-            make(TEXT)
+        written = (folder / name).read_bytes()
+        for damage in (written[: len(written) // 2], bytes([written[0] ^ 1]) + written[1:], b""):
+            (folder / name).write_bytes(damage)
+            assert read(make(TEXT)) == whole
+            assert (folder / name).read_bytes() == written
+        (folder / name).unlink()
+        assert read(make(TEXT)) == whole
+
+    def test_another_s_folder_is_made_anew(self, make: Callable, cache: Path) -> None:
+        """As an interrupted copy of a cache may leave it, or a version with files of another form."""
+        whole = read(make(TEXT))
+        [folder] = (cache / "corpora").iterdir()
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "meta.json").write_text('{"tokens": 41, "dtype": "uint16"}')
+        assert read(make(TEXT)) == whole
 
     def test_no_room(self, make: Callable, tmp_path: Path) -> None:
         (tmp_path / "taken").write_text("a file", encoding="utf-8")
-        with pytest.raises(UserError, match=r"name another folder as data\.text\.cache_dir$"):
+        with pytest.raises(UserError, match=r"name another folder as data\.cache_dir$"):
             make(TEXT, cache_dir=tmp_path / "taken")
 
 

@@ -229,8 +229,8 @@ class TestLongPrompts:
             assert Counter(walked(loader, steps)) == {"a": steps, "c" * 8: steps}
         assert loader.report().startswith(f"streamed from {path}, shuffled among 4 examples; so far ")
         loader.micro_batches(3)
-        assert 6 <= loader.dropped <= 8
-        assert f"so far {loader.dropped} dropped for a long prompt, 0 prompts and 0 responses" in loader.report()
+        assert 6 <= loader.counts.dropped <= 8
+        assert f"so far {loader.counts.dropped} dropped for a long prompt, 0 prompts and 0 responses" in loader.report()
 
     def test_are_truncated_and_counted(self, make: Callable, path: Path) -> None:
         loader = make(path, long_prompts="truncate")

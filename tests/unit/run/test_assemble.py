@@ -40,7 +40,7 @@ def parse(tmp_path: Path) -> Callable[..., RunConfig]:
     recipe.write_text(
         f"teacher: {{model: {folder}}}\nmethod: sft\nstudent: {{shape: 1x4x1}}\n"
         f"data: {{kind: text, train: {text}, max_length: 12,"
-        f" text: {{pairs: false, cache_dir: {tmp_path / 'cache'}}}}}\n"
+        f" cache_dir: {tmp_path / 'cache'}, text: {{pairs: false}}}}\n"
         "train: {global_batch_size: 8, learning_rate: 0.5, schedule: linear}\n",
         encoding="utf-8",
     )

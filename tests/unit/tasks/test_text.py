@@ -46,7 +46,7 @@ def data_of(tmp_path: Path) -> Callable[..., TextData]:
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(
             f"teacher: {{model: {folder}}}\nstudent: {{shape: 1x8x4}}\nminilmv2: {{relation_heads: 4}}\n"
-            f"data: {{kind: text, train: {text}, max_length: 24, text: {{cache_dir: {tmp_path / 'cache'}}}}}\n",
+            f"data: {{kind: text, train: {text}, max_length: 24, cache_dir: {tmp_path / 'cache'}}}\n",
             encoding="utf-8",
         )
         ds_config = str(ROOT / "ds_configs/zero2.json")

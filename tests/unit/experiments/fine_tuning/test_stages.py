@@ -65,7 +65,7 @@ def read(file: Path) -> Any:
 
 def second_stage(arguments: list[str]) -> None:
     plan = plan_tasks(make_plans(parse_run(arguments, METHODS)[0]))
-    plan.check_data()
+    plan.check_data(WORLD)
     plan.run(WORLD)
 
 

@@ -1,0 +1,57 @@
+"""Work on files that is done once for all ranks, or once for each node whose disk is its own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from llmdistill.errors import UserError
+from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
+from llmdistill.runtime.processes import RankProcess
+
+Value = TypeVar("Value")
+
+
+def in_turns(job: Callable[[], Value], world: World) -> Value:
+    """Run a job on every rank: first on rank 0, then on the first rank of each other node, then on all others.
+
+    So a job that keeps what it finds on the disk, such as a download, does its work once on a disk, and the later ranks
+    find it there. Every rank must call this function, and the job must not wait for other ranks.
+
+    Raises:
+        UserError: on every rank, if one raises it.
+    """
+    nodes = gather_objects(RankProcess.own(world.rank).node, world)
+    is_first = nodes.index(nodes[world.rank]) == world.rank
+    mine = 0 if world.is_main else 1 if is_first else 2
+    found: list[Value] = []
+    for turn in range(3 if world.size > 1 else 1):
+        on_every(lambda: found.append(job()) if turn == mine else None, world)  # noqa: B023  # called at once
+    return found[0]
+
+
+def made_once(make: Callable[[], Path], world: World) -> Path:
+    """Have rank 0 make a folder and return it on every rank; a node that does not see it makes its own.
+
+    `make` returns the folder, which exists only when it is finished and whose name depends on its content, and makes it
+    if it is not there. Every rank must call this function.
+
+    Raises:
+        UserError: on every rank, if `make` raises it on one, or another node would make something else.
+    """
+    folder = on_main(make, world)
+
+    def see() -> None:
+        if folder.exists():
+            return
+        own = make()
+        if own != folder:
+            raise UserError(
+                f"rank {world.rank} on {socket.gethostname()} reads other data than rank 0 ({own.name} and "
+                f"{folder.name} in {folder.parent}): give data and a data.cache_dir that all nodes share"
+            )
+
+    in_turns(see, world)
+    return folder
