@@ -86,6 +86,8 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
     from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.terminal import quiet_libraries
 
+    if tasks is not None:
+        tasks.check_tokens()
     with process_group(command) as world:
         quiet_libraries()
         data = plans[0].task.read_on_all(plans[0].models, world)

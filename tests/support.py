@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pytest
     import torch
     from transformers import PreTrainedModel
 
@@ -192,3 +196,50 @@ def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequen
     return Source(
         config=model.config, teacher=lambda: teacher, batches=lambda: (batches, held_out), world=World.alone()
     )
+
+
+class ThreadRanks:
+    """Ranks that are threads of this process. It is an exchange, and stands for the control group's operations."""
+
+    own = threading.local()
+    """The number of the rank that asks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: list[bytes] = [b""] * size
+        self._meeting = threading.Barrier(size, timeout=20)
+
+    @property
+    def rank(self) -> int:
+        return int(self.own.rank)
+
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all ranks, in order."""
+        self._values[self.rank] = pickle.dumps(value)
+        self._meeting.wait()
+        values = [pickle.loads(each) for each in self._values]
+        self._meeting.wait()
+        return values
+
+    def deal(self, parts: list[Any] | None) -> Any:
+        """This rank's part of what rank 0 gives."""
+        assert (parts is None) == (self.rank > 0)
+        return self.collect(parts)[0][self.rank]
+
+    def replace_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on the helpers of the package exchange objects among these threads."""
+        from llmdistill.runtime import distributed, turns
+
+        monkeypatch.setattr(distributed, "broadcast_object", lambda value: self.collect(value)[0])
+        for module in (distributed, turns):
+            monkeypatch.setattr(module, "gather_objects", lambda value, world: self.collect(value))
+
+    def run(self, job: Callable[[int], Any]) -> list[Any]:
+        """The results of a job on every rank, which gets its number."""
+
+        def one(rank: int) -> Any:
+            self.own.rank = rank
+            return job(rank)
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(one, range(self.size)))

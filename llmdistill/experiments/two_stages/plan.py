@@ -21,7 +21,7 @@ from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.run.plan import Plan
-from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 
@@ -58,27 +58,27 @@ class TasksPlan:
         folder = str(tasks_folder(self.last))
         return {"names": self.tasks, "folder": folder, "copy_classifier": copied, "rows": rows}
 
+    def check_tokens(self) -> None:
+        """Raise UserError if the tokens of a teacher are not those of the student."""
+        student = self.last.tokenizer_path
+        for path in set(self.given.values()):
+            check_tokens(path, student)
+        if TEACHER in self.configs:
+            check_tokens(self.first.teacher_path, student)
+
     def check_data(self, world: World) -> None:
         """Read all data of the second stage, so that a mistake is reported before the hours of the first stage.
 
         Every rank must call this method.
 
         Raises:
-            UserError: a data set is missing or malformed, or examples or tokens do not fit the models.
+            UserError: a data set is missing or malformed, or examples do not fit the models.
         """
         student = self.last.tokenizer_path
-        on_main(self._check_tokens, world)
         for studies in self.studies.values():
             for study in studies.values():
                 plan = study.plan
                 plan.task.read_on_all(replace(plan.models, tokenizer_path=student, teacher_path=student), world)
-
-    def _check_tokens(self) -> None:
-        student = self.last.tokenizer_path
-        for path in set(self.given.values()):
-            check_tokens(path, student)
-        if TEACHER in self.configs:
-            check_tokens(self.first.teacher_path, student)
 
     def run(self, world: World) -> None:
         """Fine-tune every row on every task, and write and print the table; every rank must call this method.

@@ -27,6 +27,8 @@ from llmdistill.data.sources import read_examples
 from llmdistill.data.stream import StreamLoader, check_stream, shuffled
 from llmdistill.errors import UserError
 
+from support import ThreadRanks
+
 SIZE = 10
 Make = Callable[..., PreTrainedTokenizerFast]
 LIMITS: dict[str, Any] = {"max_prompt_length": 8, "max_length": 12}
@@ -214,6 +216,97 @@ def test_the_set_is_never_held(make: Callable, monkeypatch: pytest.MonkeyPatch) 
 
 def _alive() -> int:
     return sum(isinstance(each, (Example, Encoded)) for each in gc.get_objects())
+
+
+class TestSharedAmongRanks:
+    @pytest.fixture
+    def ranks(self, make: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        """Runs a job with the loader of each rank; the numbers of rows read and of texts tokenised by rank."""
+        read, tokenised = Counter[int](), Counter[int]()
+        rows, encode = stream.stream_rows, stream.encode
+
+        def counted_rows(reference: Any) -> Iterator[Any]:
+            for row in rows(reference):
+                read[ThreadRanks.own.rank] += 1
+                yield row
+
+        def counted_encode(examples: Any, *args: Any, **more: Any) -> Any:
+            tokenised[ThreadRanks.own.rank] += len(examples)
+            return encode(examples, *args, **more)
+
+        def run(size: int, reference: Path, job: Callable[[StreamLoader], Any], **settings: Any) -> Any:
+            monkeypatch.setattr(stream, "stream_rows", counted_rows)
+            monkeypatch.setattr(stream, "encode", counted_encode)
+            threads = ThreadRanks(size)
+
+            def one(rank: int) -> Any:
+                return job(make(reference, rank=rank, world_size=size, exchange=threads, **settings))
+
+            found = threads.run(one)
+            monkeypatch.undo()
+            return found, read, tokenised
+
+        return run
+
+    @pytest.mark.parametrize("long_prompts", ["error", "truncate", "drop"])
+    @pytest.mark.parametrize("bucket_steps", [1, 3])
+    def test_the_batches_are_those_of_one_rank(
+        self, make: Callable, ranks: Callable, tmp_path: Path, long_prompts: str, bucket_steps: int
+    ) -> None:
+        most = 8 if long_prompts == "error" else 11
+        path = write(tmp_path / "a.jsonl", [chr(97 + n) * (1 + n % most) for n in range(23)])
+        settings = {"long_prompts": long_prompts, "bucket_steps": bucket_steps, "global_batch_size": 12}
+        steps = (0, 1, 2, 7, 3)  # forwards, over some, and back
+
+        def walk(loader: StreamLoader) -> Any:
+            return [loader.micro_batch_items(step) for step in steps], loader.report()
+
+        alone = make(path, micro_batch_size=12, **settings)
+        expected = [alone.micro_batch_items(step)[0] for step in steps]
+        for size in (2, 3, 12):
+            found, read, tokenised = ranks(size, path, walk, micro_batch_size=12 // size, **settings)
+            assert [list(chain(*(each[0][n][0] for each in found))) for n in range(len(steps))] == expected
+            assert {report for _, report in found} == {alone.report()}
+            assert set(read) == {0}, "rank 0 alone reads the set"
+            read.clear()
+            tokenised.clear()
+
+    def test_each_rank_tokenises_its_share(self, ranks: Callable, numbers: Path) -> None:
+        def walk(loader: StreamLoader) -> None:
+            loader.micro_batches(9)
+
+        _, _, tokenised = ranks(4, numbers, walk, global_batch_size=8, micro_batch_size=2)
+        assert tokenised == {0: 20, 1: 20, 2: 20, 3: 20}
+
+    @pytest.mark.parametrize(
+        ("row", "said"),
+        [
+            ('{"prompt": "a"}', r'a\.jsonl:21: the key "completion" is missing'),
+            ('{"prompt": "aaaaaaaaaa", "completion": "b"}', r"a\.jsonl:21: the prompt has 10 tokens and is longer"),
+        ],
+    )
+    def test_a_mistake_is_the_same_on_every_rank(self, ranks: Callable, tmp_path: Path, row: str, said: str) -> None:
+        path = write(tmp_path / "a.jsonl", ["a"] * 20)
+        with path.open("a") as file:
+            file.write(row + "\n")
+
+        def fail(loader: StreamLoader) -> UserError:
+            with pytest.raises(UserError, match=said) as error:
+                loader.micro_batches(6)
+            return error.value
+
+        errors, _, _ = ranks(3, path, fail, global_batch_size=6, micro_batch_size=2)
+        assert len({str(error) for error in errors}) == 1
+        assert all(error.everywhere for error in errors)
+
+    def test_none_left(self, ranks: Callable, tmp_path: Path) -> None:
+        path = write(tmp_path / "b.jsonl", ["b" * 9, "d" * 20, "e" * 11])
+
+        def fail(loader: StreamLoader) -> None:
+            with pytest.raises(UserError, match=r"all 3 prompts are longer than data\.max_prompt_length=8 tokens"):
+                loader.micro_batches(0)
+
+        ranks(2, path, fail, long_prompts="drop", micro_batch_size=2)
 
 
 class TestLongPrompts:

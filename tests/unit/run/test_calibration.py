@@ -33,10 +33,11 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(
     words += [f"{calibration}micro_batch_size", str(micro), "--ds_config", str(ROOT / "ds_configs/zero2.json")]
     config = parse_run(words, METHODS)[0]
     plan = make_plan(config)
+    data = plan.task.read(plan.models).prepared(World.alone())
     seen: list[int] = []
     for rank in range(ranks):
         world = World(rank=rank, size=ranks, device=torch.device("cpu"))
-        own, held_out = calibration_batches(config, plan.models, world)
+        own, held_out = calibration_batches(config, plan.models, world, data)
         assert own, "a rank without a batch would not join the sums over the ranks"
         ids = [name for batch in own for row in batch.sample_ids for name in row]
         held = {name for batch in held_out for row in batch.sample_ids for name in row}
