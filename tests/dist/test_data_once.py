@@ -1,0 +1,42 @@
+"""Two ranks over gloo: data are read and tokenised once, and a stream is shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+STREAMED = ("--data.streaming", "true", "--data.shuffle_buffer", "100", "--data.bucket_steps", "2")
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_stream_that_two_ranks_share_is_that_of_one(trained) -> None:
+    alone, shared = (losses(trained(*STREAMED, ranks=ranks)) for ranks in (1, 2))
+    assert len(alone) == 5
+    assert shared == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_a_malformed_row_is_said_once(launch, settings, tmp_path, streaming: str) -> None:
+    data = tmp_path / "bad.jsonl"
+    rows = [json.dumps({"instruction": f"Count {n}.", "output": "a b"}) for n in range(30)]
+    data.write_text("\n".join([*rows, '{"instruction": "Count."}']), encoding="utf-8")
+    given = ("--data.train", str(data), "--data.streaming", streaming, "--data.shuffle_buffer", "2")
+    done = launch(*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "run"), *given, ranks=2, code=2)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said == [f'error: {data}:31: the key "output" is missing (there are [\'instruction\']); add it']
+
+
+def test_two_ranks_leave_one_set_of_tokens(launch, settings, tmp_path) -> None:
+    cache = tmp_path / "cache"
+    given = ("--data.cache_dir", str(cache), "--train.steps", "1")
+    launch(*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "run"), *given, ranks=2)
+    [folder] = (cache / "instructions").iterdir()
+    made = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert set(made) == {"meta.json", "tokens.bin", "bounds.bin"}
+    launch(*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "again"), *given, ranks=1)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == made, "another run uses them again"
