@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,8 +45,8 @@ from llmdistill.teacher.rows import rows_of_samples, to_rows
 _DATA_KEYS = ("kind", "train", "max_length", "max_prompt_length", "long_prompts", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
 
-Shard = list[list[Any]]
-"""The examples of the batches of one shard."""
+Shard = list[list[int]]
+"""The batches of one shard: the indices of their examples in the training set."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class _Job:
     folder: Path
     plan: Plan
     settings: CacheConfig
+    items: Sequence[Any]
+    """The training set."""
     collate: Callable[[list[Any]], Batch]
     shards: Sequence[Shard]
     record: Mapping[str, Any]
@@ -90,8 +93,11 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path, 
     """
     check_can_cache(plan)
     loader = _fixed_examples(plan, data)
-    shards = plan_shards(loader.items, settings)
-    job = _Job(folder, plan, settings, loader.collate, shards, _record(plan, data, settings, shards), world)
+    ids, lengths = _measured(loader.items)
+    shards = plan_shards(ids, lengths, settings)
+    kept = [index for shard in shards for batch in shard for index in batch]
+    record = _record(plan, data, settings, ids[kept], lengths[kept])
+    job = _Job(folder, plan, settings, loader.items, loader.collate, shards, record, world)
     missing = on_main(lambda: _claim(job), world)
     if missing:
         _write_shards(job, missing)
@@ -117,10 +123,16 @@ def check_cache(plan: Plan, data: TaskData, world: World) -> None:
     on_main(lambda: _check_examples(plan, data, folder), world)
 
 
-def plan_shards(items: Sequence[Any], settings: CacheConfig) -> list[Shard]:
+def _measured(items: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of examples and their numbers of tokens, without holding the examples."""
+    found = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64)
+    return found[:, 0], found[:, 1]
+
+
+def plan_shards(ids: np.ndarray, lengths: np.ndarray, settings: CacheConfig) -> list[Shard]:
     """Return the shards of a set of examples: equal examples once, neighbours of about the same length."""
-    unique = list({item.sample_id: item for item in items}.values())
-    ordered, size = sorted(unique, key=len), settings.micro_batch_size
+    unique = {sample: index for index, sample in enumerate(ids.tolist())}
+    ordered, size = sorted(unique.values(), key=lambda index: int(lengths[index])), settings.micro_batch_size
     shards: list[Shard] = []
     tokens = settings.shard_tokens
     for batch in (ordered[start : start + size] for start in range(0, len(ordered), size)):
@@ -128,7 +140,7 @@ def plan_shards(items: Sequence[Any], settings: CacheConfig) -> list[Shard]:
             shards.append([])
             tokens = 0
         shards[-1].append(batch)
-        tokens += sum(map(len, batch))
+        tokens += int(lengths[batch].sum())
     return shards
 
 
@@ -159,23 +171,22 @@ def _data_record(plan: Plan) -> dict[str, Any]:
     return settings | {f"content of {key}": each for key, each in contents.items() if key.startswith("data.t")}
 
 
-def _record(plan: Plan, data: TaskData, settings: CacheConfig, shards: Sequence[Shard]) -> dict[str, Any]:
+def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
     top_k = settings.top_k if settings.content == "top_k" else None
     if top_k is not None and top_k >= _vocabulary(plan):
         raise UserError(
             f"--cache.top_k is {top_k}, but teacher and student share {_vocabulary(plan)} tokens: give less, or take "
             "--cache.content hidden_states"
         )
-    items = [item for shard in shards for batch in shard for item in batch]
     return plain(
         {
             **_origin(plan, data),
             "model": plan.config.teacher.model,
             "held": {**request_of(plan.method).record(), "top_k": top_k, "vocabulary": _vocabulary(plan)},
             "data": _data_record(plan),
-            "examples": len(items),
-            "tokens": sum(map(len, items)),
-            "ids": content_fingerprint([item.sample_id for item in items]),
+            "examples": len(ids),
+            "tokens": int(lengths.sum()),
+            "ids": content_fingerprint(ids.tolist()),
             "settings": asdict(settings),
         }
     )
@@ -242,7 +253,8 @@ def _write_shard(job: _Job, teacher: TappedModel, number: int, passes: int) -> N
 def _taught(job: _Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[Batch, Outputs, dict[str, Tensor]]:
     """Run the teacher on a batch of a shard, by turns: the batch, on the CPU, the outputs, and the rows to keep."""
     method = job.plan.method
-    batch = job.collate(shard[min(turn, len(shard) - 1)]).with_label_rows(shift=method.shift)
+    indices = shard[min(turn, len(shard) - 1)]
+    batch = job.collate([job.items[index] for index in indices]).with_label_rows(shift=method.shift)
     moved = batch.to(job.world.device)
     with torch.no_grad():
         outputs = teacher.teach(moved, lm_head=method.taught_positions)
