@@ -20,7 +20,7 @@ from llmdistill.data.store import ArrayWriter, mapped, store, store_folder, toke
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
 
 _AT_ONCE = 512
@@ -43,10 +43,18 @@ class Corpus:
     documents: np.ndarray
     """(documents + 1,) int64: the first segment of each document, and the end. No document is empty."""
 
+    @property
+    def num_documents(self) -> int:
+        """The number of documents."""
+        return len(self.documents) - 1
+
+    def first_token(self, document: int) -> int:
+        """The place of the first token of a document; the number of tokens for the document after the last one."""
+        return int(self.segments[self.documents[document]])
+
     def report(self) -> str:
         """One sentence with every count."""
-        documents, segments = len(self.documents) - 1, len(self.segments) - 1
-        return f"{documents:,} documents, {segments:,} segments, {len(self.tokens):,} tokens"
+        return f"{self.num_documents:,} documents, {len(self.segments) - 1:,} segments, {len(self.tokens):,} tokens"
 
 
 def tokenise(
@@ -125,7 +133,8 @@ def store_corpus(
 def open_corpus(folder: Path) -> Corpus:
     """Map a tokenised text into memory. Raises UserError if it is damaged."""
     _, arrays = mapped(folder)
-    return Corpus(**arrays)
+    # Plain views of the mapped offsets, because one number of a memmap costs ten times as much as one of an array.
+    return Corpus(arrays["tokens"], np.asarray(arrays["segments"]), np.asarray(arrays["documents"]))
 
 
 def _content(file: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,11 +94,7 @@ class Packed:
         self._corpus = corpus
         self._start, self._end, self._between = start, end, between
         self._room = max_length - len(start) - len(end)
-        offsets = _document_offsets(corpus)
-        self._lengths = np.diff(offsets)
-        # The start of each document, separators included.
-        self._begins = offsets[:-1] + np.arange(len(self._lengths)) * len(between)
-        self._total = int(self._begins[-1] + self._lengths[-1])
+        self._total = corpus.first_token(corpus.num_documents) + (corpus.num_documents - 1) * len(between)
         whole, rest = divmod(self._total, self._room)
         self._size = whole + (rest >= _SHORTEST)
         if self._size == 0:
@@ -111,16 +108,22 @@ class Packed:
         stop = min(start + self._room, self._total)
         text = np.empty(stop - start, np.int64)
         text[:] = self._between[0] if self._between else 0
-        document = int(np.searchsorted(self._begins, start, side="right")) - 1
-        while document < len(self._begins) and self._begins[document] < stop:
-            first = max(int(self._begins[document]), start)
-            last = min(int(self._begins[document] + self._lengths[document]), stop)
+        # Searched in the mapped offsets: an array of these numbers would be in the memory of every rank.
+        documents = range(self._corpus.num_documents)
+        document = bisect_right(documents, start, key=self._begin) - 1
+        while document < len(documents) and self._begin(document) < stop:
+            before = document * len(self._between)
+            first = max(self._begin(document), start)
+            last = min(self._corpus.first_token(document + 1) + before, stop)
             if first < last:  # otherwise the piece begins with the separator after the document
-                before = document * len(self._between)
                 text[first - start : last - start] = self._corpus.tokens[first - before : last - before]
             document += 1
         ids = np.concatenate([np.array(self._start, np.int64), text, np.array(self._end, np.int64)])
         return TextSequence(ids, len(ids))
+
+    def _begin(self, document: int) -> int:
+        """The start of a document, the separators before it included."""
+        return self._corpus.first_token(document) + document * len(self._between)
 
 
 class Pairs:
@@ -149,8 +152,7 @@ class Pairs:
         self._start, self._end, self._between = start, end, between
         self._sentence_ends = sentence_ends
         self._room = max_length - len(start) - len(between) - len(end)
-        self._begins = _document_offsets(corpus)
-        lengths = np.diff(self._begins)
+        lengths = np.diff(np.asarray(corpus.segments)[corpus.documents])
         # A single token makes no pair.
         counts = np.where(lengths > 1, -(-lengths // self._room), 0)
         self._spans = np.concatenate([[0], np.cumsum(counts)])
@@ -182,7 +184,7 @@ class Pairs:
         document = int(np.searchsorted(self._spans, index, side="right")) - 1
         count = int(self._spans[document + 1] - self._spans[document])
         place = index - int(self._spans[document])
-        begin, end = int(self._begins[document]), int(self._begins[document + 1])
+        begin, end = self._corpus.first_token(document), self._corpus.first_token(document + 1)
         return document, begin + (end - begin) * place // count, begin + (end - begin) * (place + 1) // count
 
     def _parting(self, start: int, stop: int, rng: np.random.Generator) -> int:
@@ -198,9 +200,4 @@ class Pairs:
         index = int(rng.integers(len(self) - own))
         other, start, stop = self._span(index if index < self._spans[document] else index + own)
         begin = self._parting(start, stop, rng)
-        return self._corpus.tokens[begin : min(begin + length, int(self._begins[other + 1]))]
-
-
-def _document_offsets(corpus: Corpus) -> np.ndarray:
-    """The first token of each document, and the end."""
-    return np.asarray(corpus.segments[corpus.documents])
+        return self._corpus.tokens[begin : min(begin + length, self._corpus.first_token(other + 1))]
