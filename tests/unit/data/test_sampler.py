@@ -10,6 +10,7 @@ import torch
 
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import (
+    Share,
     TrainLoader,
     _permutation,
     bucket,
@@ -191,3 +192,28 @@ def test_spread_micro_batches_are_about_equally_large() -> None:
         ]
         tokens = [sum(map(len, part)) for part in parts]
         assert max(tokens) - min(tokens) <= len(items[0]) - len(items[-1])
+
+
+def test_a_rank_reads_its_own_examples_alone() -> None:
+    """A set that is mapped into memory is not copied by every rank for the sake of the order."""
+    read: list[int] = []
+
+    class Mapped(list[list[int]]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    share = Share(seed=0, global_batch_size=8, micro_batch_size=2, rank=1, world_size=4)
+    items = Mapped([[number] * (1 + number % 5) for number in range(64)])
+    expected = TrainLoader(list(items), share, lambda part: part, bucket_steps=2)
+    loader = TrainLoader(
+        items,
+        share,
+        lambda part: part,
+        bucket_steps=2,
+        length=lambda index: 1 + index % 5,
+    )
+    for step in range(6):
+        read.clear()
+        assert loader.micro_batch_items(step) == expected.micro_batch_items(step)
+        assert len(read) == 2
