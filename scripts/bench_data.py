@@ -1,6 +1,6 @@
 """Loading an instruction set: what each rank keeps in memory, how long a start takes, and who tokenises a stream.
 
-    python scripts/bench_data.py           # 100,000 examples, minutes
+    python scripts/bench_data.py           # 100,000 examples, some minutes
     python scripts/bench_data.py --quick   # 5,000 examples
 
 Each row is measured in a process of its own. Private memory is what no other process shares; the pages of a mapped file
