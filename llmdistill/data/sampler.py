@@ -58,9 +58,8 @@ def bucket(
     assert rest == 0, "the window does not divide into global batches"
     number, offset = divmod(step, bucket_steps)
     taken = np.random.default_rng((seed, number, _WINDOW_ORDER)).permutation(bucket_steps)[offset]
-    ordered = sorted(
-        window, key=length, reverse=True
-    )  # stable: examples of equal length stay in the order of the epoch
+    # sorted is stable: examples of equal length stay in the order of the epoch.
+    ordered = sorted(window, key=length, reverse=True)
     return ordered[taken * size : (taken + 1) * size]
 
 
