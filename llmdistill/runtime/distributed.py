@@ -140,6 +140,8 @@ def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
         yield World.alone()
         return
     world = init_distributed(command)
+    if _watch is not None:
+        _watch.begin()
     try:
         yield world
     except BaseException:

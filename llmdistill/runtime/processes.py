@@ -59,14 +59,17 @@ class NodeWatch:
     """
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
-        own = next(each for each in processes if each.pid == os.getpid())
-        self._here = [each for each in processes if each.node == own.node]
+        node = RankProcess.own(0).node  # processes of other nodes may have the number of this one
+        self._here = [each for each in processes if each.node == node]
         self.nodes = _nodes(processes)
         self._over = threading.Event()
         self._reported = threading.Event()
+
+    def begin(self) -> None:
+        """Report ends from now on, until `expect_ends`."""
         watched = selectors.DefaultSelector()
         for each in self._here:
-            if each.pid != own.pid and hasattr(os, "pidfd_open"):
+            if each.pid != os.getpid() and hasattr(os, "pidfd_open"):
                 with suppress(OSError):
                     watched.register(os.pidfd_open(each.pid), selectors.EVENT_READ, each)
         if watched.get_map():

@@ -28,6 +28,7 @@ def watch_of(other):
 
     def make(*processes: RankProcess) -> NodeWatch:
         watches.append(NodeWatch(processes))
+        watches[-1].begin()
         return watches[-1]
 
     yield make
@@ -73,7 +74,8 @@ class TestNodeWatch:
         assert not watch.reports_an_end(0.1)
 
     def test_ranks_of_other_nodes_are_not_looked_up(self, other, watch_of, capsys):
-        watch = watch_of(RankProcess.own(0), rank_of(other, 1)._replace(node="another host"))
+        elsewhere = RankProcess.own(0)._replace(node="another host")  # numbers are those of a node
+        watch = watch_of(elsewhere, RankProcess.own(1), rank_of(other, 2)._replace(node="another host"))
         other.kill()
         assert written(capsys) == ""
         assert not watch.reports_an_end(0.1)
