@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
 from llmdistill.models.load import downloaded, load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device
+from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device, installed_versions
 from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main
 
 Log = Callable[[str], None]
@@ -226,18 +225,8 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
         "engine": job.settings.engine,
         "generated_tokens": sum(map(len, rows)),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": _versions("llmdistill", "torch", "transformers", "vllm"),
+        "versions": installed_versions(("llmdistill", "torch", "transformers", "vllm")),
         "output_sha256": file_sha256(job.output),
     }
     write_json(side_file(job.output), record)
     shutil.rmtree(parts_folder(job.output), ignore_errors=True)
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import llmdistill
+from llmdistill.runtime.devices import installed_versions
 
 LIBRARIES = ("torch", "deepspeed", "transformers")
 """The libraries whose versions a record names."""
@@ -34,17 +34,6 @@ def make_record(command: str, world_size: int, libraries: Sequence[str] = LIBRAR
         },
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def installed_versions(libraries: Sequence[str]) -> dict[str, str]:
-    """Return the versions of those libraries that are installed."""
-    found = {}
-    for name in libraries:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def describe_versions(record: Mapping[str, Any]) -> str:

@@ -1,10 +1,12 @@
-"""What a machine has: its device, the number formats that suit it, and a compiler."""
+"""What a machine has: its device, the number formats that suit it, a compiler, and libraries."""
 
 from __future__ import annotations
 
 import gc
 import os
 import shutil
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import torch
@@ -37,3 +39,14 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def installed_versions(libraries: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those libraries that are installed."""
+    found = {}
+    for name in libraries:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

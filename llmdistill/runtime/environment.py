@@ -6,14 +6,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from llmdistill.losses.fused.triton import available
-from llmdistill.runtime.devices import has_compiler
+from llmdistill.runtime.devices import has_compiler, installed_versions
 
 _LIBRARIES = ("torch", "transformers", "deepspeed", "safetensors")
 
@@ -48,15 +47,11 @@ def check_machine(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
 
 def libraries() -> Finding:
     """Whether the libraries of a run are installed, and in which versions."""
-    found, missing = [], []
-    for name in _LIBRARIES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            missing.append(name)
+    found = installed_versions(_LIBRARIES)
+    missing = [name for name in _LIBRARIES if name not in found]
     if missing:
         return Finding("failure", "libraries", f"{', '.join(missing)} missing", "install them: pip install llmdistill")
-    return Finding("ok", "libraries", ", ".join(found))
+    return Finding("ok", "libraries", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
 def compiler() -> Finding:

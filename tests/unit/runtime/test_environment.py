@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmdistill.runtime import environment
+from llmdistill.runtime import devices, environment
 
 
 def test_this_machine_has_everything_but_perhaps_a_gpu(tmp_path):
@@ -24,7 +24,7 @@ def test_missing_library(monkeypatch):
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(environment, "version", version)
+    monkeypatch.setattr(devices, "version", version)
     found = environment.libraries()
     assert (found.state, found.said) == ("failure", "deepspeed missing")
 
