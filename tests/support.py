@@ -228,11 +228,10 @@ class ThreadRanks:
 
     def replace_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on the helpers of the package exchange objects among these threads."""
-        from llmdistill.runtime import distributed, turns
+        from llmdistill.runtime import distributed
 
         monkeypatch.setattr(distributed, "broadcast_object", lambda value: self.collect(value)[0])
-        for module in (distributed, turns):
-            monkeypatch.setattr(module, "gather_objects", lambda value, world: self.collect(value))
+        monkeypatch.setattr(distributed, "gather_objects", lambda value, world: self.collect(value))
 
     def run(self, job: Callable[[int], Any]) -> list[Any]:
         """The results of a job on every rank, which gets its number."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
 from llmdistill.runtime.devices import default_device, has_compiler
-from llmdistill.runtime.launch import free_port, joining, launched_ranks, prepare_joining, ranks_of_node
+from llmdistill.runtime.launch import free_port, joining, launched_ranks, launched_ranks_of_node, prepare_joining
 from llmdistill.runtime.processes import NodeWatch, RankProcess
 
 Value = TypeVar("Value")
@@ -85,7 +85,7 @@ def init_distributed(command: str = "") -> World:
     os.environ.setdefault("MASTER_PORT", "29500")
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         # The ranks of a node share its cores, but torch would use all cores in each rank.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_node()))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launched_ranks_of_node()))
     prepare_joining(None if on_cpu else torch.cuda.device_count())
     with joining(COLLECTIVE_TIMEOUT):
         deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)

@@ -30,7 +30,7 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ranks_of_node() -> int:
+def launched_ranks_of_node() -> int:
     """Return how many of the ranks run on this node; launchers that do not say it use one node."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")  # of torchrun, of DeepSpeed, of both
     return next((int(os.environ[name]) for name in names if os.environ.get(name)), 1)
@@ -103,7 +103,7 @@ def prepare_joining(gpus: int | None) -> None:
             "address of rank 0's node that all nodes know (deepspeed and torchrun: --master_addr; Slurm: export "
             "MASTER_ADDR)"
         ) from error
-    if launched_ranks() > ranks_of_node():
+    if launched_ranks() > launched_ranks_of_node():
         # gloo would take the interface of the node's own name, which is the loopback on many systems (127.0.1.1).
         interface = _interface_towards(master)
         if interface is not None:

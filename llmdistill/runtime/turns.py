@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmdistill.errors import UserError
-from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
-from llmdistill.runtime.processes import RankProcess
+from llmdistill.runtime.distributed import World, node_ranks, on_every, on_main
 
 Value = TypeVar("Value")
 
@@ -23,9 +22,7 @@ def in_turns(job: Callable[[], Value], world: World) -> Value:
     Raises:
         UserError: on every rank, if one raises it.
     """
-    nodes = gather_objects(RankProcess.own(world.rank).node, world)
-    is_first = nodes.index(nodes[world.rank]) == world.rank
-    mine = 0 if world.is_main else 1 if is_first else 2
+    mine = 0 if world.is_main else 1 if node_ranks(world)[0] == world.rank else 2
     found: list[Value] = []
     for turn in range(3 if world.size > 1 else 1):
         on_every(lambda: found.append(job()) if turn == mine else None, world)  # noqa: B023  # called at once

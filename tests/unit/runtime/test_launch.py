@@ -14,7 +14,7 @@ from torch.distributed import DistNetworkError
 
 from llmdistill.errors import UserError
 from llmdistill.runtime import launch
-from llmdistill.runtime.launch import joining, launched_ranks, prepare_joining, rank_of_task, ranks_of_node
+from llmdistill.runtime.launch import joining, launched_ranks, launched_ranks_of_node, prepare_joining, rank_of_task
 
 TASK = {
     "SLURM_JOB_ID": "31",
@@ -53,7 +53,7 @@ def given(monkeypatch, **variables: str) -> None:
 def test_a_task_of_srun_is_a_rank(monkeypatch):
     given(monkeypatch, **TASK)
     assert launched_ranks() == 3
-    assert ranks_of_node() == 1
+    assert launched_ranks_of_node() == 1
     assert rank_of_task(TASK) == {
         "RANK": "2",
         "WORLD_SIZE": "3",
@@ -77,7 +77,7 @@ def test_what_is_not_one_of_several_tasks_is_no_rank(environment):
 def test_another_launcher_within_a_task_wins(monkeypatch):
     given(monkeypatch, **TASK, WORLD_SIZE="8", RANK="5", LOCAL_SIZE="4")
     assert launched_ranks() == 8
-    assert ranks_of_node() == 4
+    assert launched_ranks_of_node() == 4
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,9 @@ NODES = ["a", "a", "b", "b", "c"]
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable:
     ranks = ThreadRanks(len(NODES))
     ranks.replace_group(monkeypatch)
-    monkeypatch.setattr(turns, "RankProcess", SimpleNamespace(own=lambda rank: SimpleNamespace(node=NODES[rank])))
+    monkeypatch.setattr(
+        turns, "node_ranks", lambda world: [rank for rank, node in enumerate(NODES) if node == NODES[world.rank]]
+    )
     return lambda job: ranks.run(lambda rank: job(World(rank, len(NODES), torch.device("cpu"))))
 
 
