@@ -78,6 +78,12 @@ def whole(head: HeadInputs) -> AbstractContextManager[Any]:
     return gathered(head.weight, head.bias)
 
 
+def lm_head_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of the matrix that `HeadInputs` carries, the last of the LM head; none if there is no LM head."""
+    last = _last_linear(model)
+    return [] if last is None else list(last.parameters())
+
+
 def _last_linear(model: PreTrainedModel) -> nn.Linear | None:
     """The last linear of the LM head: the head itself, or the second of the two linears of a factorized head."""
     head = model.get_output_embeddings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -14,9 +15,20 @@ def gathered(*parameters: Tensor | None, write: bool = False) -> AbstractContext
     With `write`, what the block writes into them is kept; all ranks must write the same.
     """
     sharded = [each for each in parameters if each is not None and hasattr(each, "ds_id")]
-    if not sharded:
+    if not sharded or (not write and all(_stays_gathered(each) for each in sharded)):
         return nullcontext()
     import deepspeed
 
     whole = deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None)
     return cast("AbstractContextManager[Any]", whole)
+
+
+def keep_gathered(parameters: Iterable[Tensor]) -> None:
+    """Let DeepSpeed keep parameters that ZeRO-3 shards complete from the next forward pass on; they must not change."""
+    for each in parameters:
+        assert not each.requires_grad, "a parameter that is trained changes in its shards"
+        each.ds_persist = True  # type: ignore[attr-defined]
+
+
+def _stays_gathered(parameter: Any) -> bool:
+    return bool(parameter.ds_persist) and parameter.ds_status.name == "AVAILABLE" and not parameter.requires_grad

@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from llmdistill.errors import UserError
+from llmdistill.models.heads import lm_head_parameters
 from llmdistill.models.load import Head, load_model
+from llmdistill.models.sharded import keep_gathered
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.runtime.distributed import World, node_group, node_ranks
 from llmdistill.runtime.ds_config import NO_TIMERS
@@ -42,8 +44,8 @@ def load_teacher(
     """Load a teacher with a head; every rank must call this function.
 
     With sharding zero3 no rank ever holds the whole teacher, independent of the student's ZeRO stage. With node this is
-    so if a node has several ranks, and each node has a whole one in shards. `zero` has more settings of DeepSpeed's
-    zero_optimization.
+    so if a node has several ranks, and each node has a whole one in shards. The LM head stays gathered: the losses need
+    it whole after each forward pass. `zero` has more settings of DeepSpeed's zero_optimization.
 
     Raises:
         UserError: DeepSpeed does not know a setting of `zero`.
@@ -68,6 +70,7 @@ def load_teacher(
     model.eval().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.eval()
+    keep_gathered(lm_head_parameters(engine.module))
     return LiveTeacher(engine.module, engine)
 
 

@@ -18,21 +18,30 @@ from pathlib import Path
 rank = int(os.environ["RANK"])
 socket.gethostname = lambda: f"host{rank // 2}"
 
+import deepspeed
 import torch
 
 from llmdistill.models.load import load_model
+from llmdistill.models.sharded import gathered as kept_whole
 from llmdistill.runtime.distributed import init_distributed
 from llmdistill.teacher.live import load_teacher
 
 folder, sharding = Path(sys.argv[-2]), sys.argv[-1]
 world = init_distributed()
 settings = {"stage3_prefetch_bucket_size": 12345, "offload_param": {"device": "cpu"}}
+settings["stage3_param_persistence_threshold"] = 0  # without it DeepSpeed keeps parameters as small as these gathered
 teacher = load_teacher(str(folder), dtype=torch.float32, sharding=sharding, zero=settings, world=world)
 whole = load_model(folder, dtype=torch.float32)
 rows = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(rank))
 with torch.no_grad():
     for _ in range(3):
         assert torch.equal(teacher.forward(rows, use_cache=False).logits, whole(rows, use_cache=False).logits)
+# The losses read the LM head after each forward pass: it is there, and no one gathers it again.
+gathered = {name for name, each in teacher.model.named_parameters() if each.ds_status.name == "AVAILABLE"}
+assert gathered == {"lm_head.weight"}, gathered
+deepspeed.zero.GatheredParameters = None
+with kept_whole(teacher.model.lm_head.weight):
+    assert torch.equal(teacher.model.lm_head.weight, whole.lm_head.weight)
 assert teacher.forward.zero_prefetch_bucket_size() == 12345
 assert teacher.forward.zero_offload_param().device == "cpu"
 size = sum(each.numel() for each in whole.parameters())
