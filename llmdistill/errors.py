@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class UserError(ValueError):
     """An error in the user's input.
@@ -12,6 +14,24 @@ class UserError(ValueError):
 
     everywhere = False
     """Whether every rank is known to raise the same error, so that rank 0 alone prints it."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has stopped the command. Only code that must leave something in order catches it, and raises it again.
+
+    Its message says what was left: what is finished stays, and the same command goes on.
+    """
+
+    def __init__(self, signal_number: int, where: str = "") -> None:
+        """`where` says how far the work had come."""
+        name = signal.Signals(signal_number).name
+        super().__init__(
+            f"stopped by {name} {where}, which is saved; the same command goes on from there"
+            if where
+            else f"stopped by {name}; the same command goes on from what is finished"
+        )
+        self.code = 128 + signal_number
+        """The exit code, as a shell counts: 143 for SIGTERM, 130 for SIGINT."""
 
 
 class RankError(RuntimeError):

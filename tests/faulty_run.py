@@ -1,4 +1,4 @@
-"""The main job with a fault on one rank: ``faulty_run.py STAGE KIND RANK ARGUMENTS`` (a script for the launcher)."""
+"""The main job with a fault or a signal on one rank: `faulty_run.py STAGE KIND RANK ARGUMENTS`, for the launcher."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ PLACES = {
 
 
 def fail(kind: str) -> None:
+    if kind in ("SIGTERM", "SIGINT"):
+        return os.kill(os.getpid(), signal.Signals[kind])
+    if kind == "launcher":
+        return os.kill(os.getppid(), signal.SIGKILL)
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "memory":

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN_JOB = "llmdistill/train.py"
+FAULTY_RUN = str(ROOT / "tests" / "faulty_run.py")
 PATIENCE = 300
 """Seconds that a job may take."""
 
@@ -131,7 +132,7 @@ class Job:
     """A program that a RankServer runs."""
 
     def __init__(self, server: RankServer, command: list[str], group: int, output: Path, errors: Path) -> None:
-        self._server, self._command, self._group, self._output, self._errors = server, command, group, output, errors
+        self._server, self._command, self._group, self._output, self.errors = server, command, group, output, errors
 
     def is_over(self) -> bool:
         """Whether it has ended by itself."""
@@ -144,7 +145,7 @@ class Job:
         except AssertionError:
             self._end_group()
             raise
-        texts = [file.read_text() if file.is_file() else "" for file in (self._output, self._errors)]
+        texts = [file.read_text() if file.is_file() else "" for file in (self._output, self.errors)]
         return subprocess.CompletedProcess(self._command, code, *texts)
 
     def kill(self) -> None:

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.commands.published_table import compare_table
 from llmdistill.config.command_line import build, parse, parse_run, recipe_names, split_words
-from llmdistill.errors import UserError
+from llmdistill.errors import Stopped, UserError
 from llmdistill.experiments.tables import table_names
 from llmdistill.experiments.variants import (
     Suite,
@@ -112,7 +112,7 @@ def build_parser() -> ArgumentParser:
 
 
 def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
-    """Run the command and return 1 if a run failed, 130 if the command was interrupted, else 0.
+    """Run the command and return 1 if a run failed, 130 or 143 if a signal stopped it, else 0.
 
     Raises:
         UserError: bad arguments, or the teacher and the untrained student cannot be scored.
@@ -165,9 +165,9 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
         return 0
     try:
         findings = conduct(study)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"Stopped; what is finished stays in {study.root}, and the same command goes on.", file=sys.stderr)
-        return 130
+        return stop.code if isinstance(stop, Stopped) else 130
     command = shlex.join(["llmdistill", "compare", *arguments, *launcher_flags])
     comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
     results = write_comparison(study.root, comparison)

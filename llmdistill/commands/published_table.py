@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
-from llmdistill.errors import UserError
+from llmdistill.errors import Stopped, UserError
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 from llmdistill.runtime.terminal import quiet_transformers
@@ -36,7 +36,7 @@ def compare_table(
     as_json: bool,
     command: Sequence[str],
 ) -> int:
-    """Run the rows of a table and write the report; return 1 if a row failed, 130 after an interruption, else 0.
+    """Run the rows of a table and write the report; return 1 if a row failed, 130 or 143 after a signal, else 0.
 
     Args:
         name: the name of the suite.
@@ -74,9 +74,9 @@ def compare_table(
     study.check()
     try:
         measured = conduct(study)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"Stopped; what is finished stays in {root}, and the same command goes on.", file=sys.stderr)
-        return 130
+        return stop.code if isinstance(stop, Stopped) else 130
     report = _report(study, measured, shlex.join(command))
     results = write_published(root, report)
     if as_json:

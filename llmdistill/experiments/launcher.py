@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.launch import free_port
 
 _POLL_SECONDS = 0.05
+_STOP_SECONDS = 60.0
+"""How long the trials of a stopped study may take to finish and save their step."""
 _PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port")
 """Flags of the deepspeed launcher that place a run; they conflict with trials_at_once, which assigns the GPUs."""
 
@@ -204,26 +206,30 @@ def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subpro
 @contextmanager
 def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """End all running processes when the block is interrupted, so that they do not disturb a resumed study."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # only the main thread can handle signals
-        before = None
     try:
         yield
     except BaseException:
         alive = [process for process in processes if process.poll() is None]
         for process in alive:
             os.killpg(process.pid, signal.SIGTERM)
+        patience = time.monotonic() + _STOP_SECONDS
         for process in alive:
+            # The launcher of a trial ends at once, and its ranks after the step that they are doing.
+            while _group_is_alive(process) and time.monotonic() < patience:
+                time.sleep(0.05)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         raise
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+
+
+def _group_is_alive(leader: subprocess.Popen[bytes]) -> bool:
+    leader.poll()  # otherwise its group would live on in it
+    try:
+        os.killpg(leader.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def shown_command(command: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.describe import headline
 from llmdistill.run.log import RunLog
 from llmdistill.run.plan import Plan, make_plan
+from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.terminal import print_main, warn_main
@@ -121,7 +122,8 @@ def _train(
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)
     if start == 0 and trainer.validation and not plan.task.validates_labels:
         log.start(trainer.validation_loss())
-    trainer.run(start, log)
+    with signals.waiting():
+        trainer.run(start, log)
     log.close()
     report = data.after_training(loader)
     if report is not None:

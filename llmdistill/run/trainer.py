@@ -16,13 +16,14 @@ from torch import Tensor
 
 from llmdistill.batch import POSITIONS, Batch, Loader
 from llmdistill.config import TrainConfig
-from llmdistill.errors import UserError
+from llmdistill.errors import Stopped, UserError
 from llmdistill.methods import Method
 from llmdistill.models.forward import TappedModel
 from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.skipped import SkippedSteps
+from llmdistill.run.stopping import Stopping
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.teacher.cached import Teacher
@@ -50,10 +51,16 @@ class Trainer:
     """Keeps the student of the best validation; None keeps the last student."""
 
     def run(self, start: int, log: RunLog) -> None:
-        """Train from step `start` to the end and save checkpoints; raises UserError if the loss is no longer finite."""
+        """Train from step `start` to the end and save checkpoints.
+
+        Raises:
+            UserError: the loss is no longer finite.
+            Stopped: a signal has come; the step is finished and saved.
+        """
         clock = Stopwatch(self.world.device)
         since = _Since(self.world.device, list(self.method.weights))
         skipped = SkippedSteps(self.engine, self.world, list(self.method.weights))
+        stopping = Stopping(self.world)
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
         for step in range(start, self.settings.steps):
             for group in self.engine.optimizer.param_groups:
@@ -76,9 +83,13 @@ class Trainer:
                         row |= self.best.validated(done, row["valid_loss"])
                     since.restart_clock()
                 log.row(done, row, eta)
-            if self.settings.save_every is not None and self._is_due(done, self.settings.save_every):
+            stop = stopping.signal_at(last=done == self.settings.steps)
+            if stop or (self.settings.save_every is not None and self._is_due(done, self.settings.save_every)):
                 save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
             log.advance()
+            if stop:
+                log.close()
+                raise Stopped(stop, f"after step {done}")
 
     def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:
         """Do one optimizer step.

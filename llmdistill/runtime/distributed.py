@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
+from llmdistill.runtime import signals
 from llmdistill.runtime.devices import default_device, has_compiler
 from llmdistill.runtime.launch import free_port, joining, launched_ranks, launched_ranks_of_node, prepare_joining
 from llmdistill.runtime.processes import NodeWatch, RankProcess
@@ -142,6 +143,7 @@ def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
     world = init_distributed(command)
     if _watch is not None:
         _watch.begin()
+        signals.leave_if(_watch.has_lost_a_rank)
     try:
         yield world
     except BaseException:
@@ -333,6 +335,22 @@ def from_main(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, w
         sent.copy_(tensor)
     dist.broadcast(sent, src=0)
     return sent
+
+
+def largest_later(number: int, world: World) -> Callable[[], int]:
+    """Begin to look for the largest number of all ranks; the returned function waits for it.
+
+    Every rank must call both. No device is involved, so the host waits for nothing but the other hosts.
+    """
+    largest = torch.tensor(number)
+    work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control, async_op=True) if world.size > 1 else None
+
+    def wait() -> int:
+        if work is not None:
+            work.wait()
+        return int(largest)
+
+    return wait
 
 
 def barrier() -> None:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from llmdistill.runtime import signals
+
 _GRACE_SECONDS = 0.2
 """How long after the end of another rank this one may still learn that the run is over, before the end is reported."""
 
@@ -79,6 +81,10 @@ class NodeWatch:
         """Report nothing from now on: the ranks of this run end, or say why they fail."""
         self._over.set()
 
+    def has_lost_a_rank(self) -> bool:
+        """Whether a rank of this node has ended although the run is not over."""
+        return not self._over.is_set() and any(each.has_ended() for each in self._here)
+
     def reports_an_end(self, seconds: float) -> bool:
         """Whether a rank of this node ends, and this or another rank reports it, within some seconds."""
         patience = time.monotonic() + seconds
@@ -96,7 +102,7 @@ class NodeWatch:
             for key, _ in watched.select():
                 watched.unregister(key.fileobj)
                 os.close(key.fd)
-                if not self._over.wait(_GRACE_SECONDS) and self._is_first():
+                if not self._over.wait(_GRACE_SECONDS) and self._is_first() and not signals.caught():
                     print(f"error: {_end_of(key.data.rank)}", file=sys.stderr, flush=True)
                     self._reported.set()
 

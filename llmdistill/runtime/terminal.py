@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from llmdistill.errors import RankError, UserError
+from llmdistill.errors import RankError, Stopped, UserError
+from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 def exit_code(job: Callable[[], None]) -> int:
     """Run a job and return its exit code: 0, or 2 for a UserError, whose message goes to stderr.
 
+    SIGTERM and SIGINT end it with 143 and 130, a training after the step that it is doing (see `signals`).
+
     On one of several ranks that have joined a process group a failed job ends the process here, and the launcher then
     ends the other ranks. Leaving the group first would wait for them, and they wait for this rank.
 
@@ -30,9 +33,19 @@ def exit_code(job: Callable[[], None]) -> int:
     # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
     # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    with signals.handling():
+        return _code_of(job)
+
+
+def _code_of(job: Callable[[], None]) -> int:
     several = launched_ranks() > 1
     try:
         job()
+    except Stopped as stop:
+        if several:
+            return _ended_rank(stop)
+        print(f"error: {stop}", file=sys.stderr, flush=True)
+        return stop.code
     except UserError as error:
         if several:
             return _ended_rank(error)
@@ -55,14 +68,16 @@ _HEARING_SECONDS = 3.0
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
-def _ended_rank(error: Exception) -> int:
+def _ended_rank(error: BaseException) -> int:
     """Say which rank failed and why, and return its exit code, or end the process if it has joined a process group."""
     rank = int(os.environ.get("RANK", "0"))
     module = sys.modules.get("llmdistill.runtime.distributed")
     watch = None if module is None else module.node_watch()
     if watch is not None and not _lost_connection(error):
         watch.expect_ends()
-    if isinstance(error, UserError):
+    if isinstance(error, Stopped):
+        code, said, waits = error.code, f"error: {error}" if rank == 0 else "", False
+    elif isinstance(error, UserError):
         code, said = 2, f"error: {error}" if rank == 0 else f"error: {error} (rank {rank})"
         waits = rank != 0
         if waits and error.everywhere:
@@ -94,15 +109,15 @@ def _ended_rank(error: Exception) -> int:
     return code
 
 
-def _name(error: Exception) -> str:
+def _name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _lost_connection(error: Exception) -> bool:
+def _lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_LOST)
 
 
-def _out_of_memory(error: Exception) -> str | None:
+def _out_of_memory(error: BaseException) -> str | None:
     """Return what to do about an exception that says that memory is full; None for any other exception."""
     if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
         return None

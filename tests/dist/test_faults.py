@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from support import ROOT, weights
+from support import FAULTY_RUN, ROOT, weights
 
 pytestmark = pytest.mark.dist
 
-FAULTY_RUN = str(Path(__file__).parents[1] / "faulty_run.py")
 SAID = {
     "error": "error: rank {rank} failed: ZeroDivisionError: broken on purpose",
     "memory": "error: rank {rank} failed: out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate",

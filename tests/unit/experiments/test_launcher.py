@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from llmdistill.config.command_line import parse_run, scores_asked
-from llmdistill.errors import UserError
+from llmdistill.errors import Stopped, UserError
 from llmdistill.experiments import launcher as module
 from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.experiments.trials import Progress, make_trial
 from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import claim_folder
+from llmdistill.runtime import signals
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -136,7 +137,7 @@ def test_an_interrupted_study_leaves_no_process_behind(scripted, trials):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_start", lambda *given: started.append(real(*given)) or started[-1])
         threading.Thread(target=terminate, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
+        with signals.handling(), pytest.raises(Stopped):
             launcher.run(trials)
     assert len(started) == 3
     assert all(process.returncode is not None for process in started)

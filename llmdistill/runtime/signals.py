@@ -1,0 +1,156 @@
+"""SIGTERM and SIGINT: a training finishes its step and saves, and everything else ends at once, with one line."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llmdistill.errors import Stopped
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGAIN_SECONDS = 0.5
+"""From then on a second SIGINT is another Ctrl-C, and not the same one that a launcher passes on."""
+_BLOCKED_SECONDS = 20.0
+"""How long a process may go on after a signal that Python has not handled, because it waits inside a library."""
+
+
+class _State:
+    """What this process knows of signals. Signals belong to the process, so this object is the only one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.since = 0.0
+        self.waits = False
+        self.is_hopeless: Callable[[], bool] = lambda: False
+
+
+_state = _State()
+
+
+@contextmanager
+def handling() -> Iterator[None]:
+    """Handle SIGTERM and SIGINT in this block: raise Stopped, or in a block of `waiting` only remember the signal.
+
+    The end of the launcher that has started this rank counts as SIGTERM, because a launcher that is killed passes
+    nothing on. A second Ctrl-C ends the process at once. Only the main thread can handle signals; elsewhere nothing
+    changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _state.__init__()  # type: ignore[misc]
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = {each: signal.signal(each, _handle) for each in _SIGNALS}
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(reader,), name="signals", daemon=True).start()
+    _watch_launcher()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        writer.close()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Only remember a signal in this block, which asks `caught` from time to time.
+
+    Raises Stopped after the block for a signal that the block did not see.
+    """
+    _state.waits = True
+    try:
+        yield
+    finally:
+        _state.waits = False
+    if _state.number:
+        raise Stopped(_state.number)
+
+
+def caught() -> int:
+    """Return the number of the first signal; 0 if there was none."""
+    return _state.number
+
+
+def leave_if(is_hopeless: Callable[[], bool]) -> None:
+    """End this process at once at a signal if `is_hopeless` says, in another thread, that its work cannot go on."""
+    _state.is_hopeless = is_hopeless
+
+
+def _handle(number: int, _frame: object) -> None:
+    if _state.number == 0:
+        _state.number, _state.since = number, time.monotonic()
+        if not _state.waits:
+            raise Stopped(number)
+        if os.environ.get("RANK", "0") == "0":
+            _say(f"{signal.Signals(number).name}: the training stops after this step and saves it")
+    elif number == signal.SIGINT and time.monotonic() - _state.since > _AGAIN_SECONDS:
+        _say("error: stopped at once by a second SIGINT; the same command goes on from the last checkpoint")
+        os._exit(Stopped(number).code)
+
+
+def _say(line: str) -> None:
+    # A handler may interrupt a print, and Python's streams cannot be entered twice.
+    os.write(sys.stderr.fileno() if _has_number(sys.stderr) else 2, f"{line}\n".encode())
+
+
+def _has_number(stream: object) -> bool:
+    try:
+        stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def _listen(reader: socket.socket) -> None:
+    """End the process where its main thread cannot: it waits inside a library, which Python does not interrupt."""
+    while numbers := reader.recv(1):
+        if numbers[0] not in _SIGNALS:
+            continue
+        if _state.is_hopeless():
+            os._exit(Stopped(numbers[0]).code)
+        time.sleep(_BLOCKED_SECONDS)
+        if _state.number == 0:
+            _say(f"error: stopped by {signal.Signals(numbers[0]).name}; the same command goes on from what is finished")
+            os._exit(Stopped(numbers[0]).code)
+    reader.close()
+
+
+def _watch_launcher() -> None:
+    """Send this rank SIGTERM when its launcher ends, in whichever way."""
+    if "RANK" not in os.environ or not hasattr(os, "pidfd_open"):
+        return
+    watched = selectors.DefaultSelector()
+    for process in _launchers():
+        with suppress(OSError):
+            watched.register(os.pidfd_open(process), selectors.EVENT_READ)
+    if watched.get_map():
+        threading.Thread(target=_wait_for_launcher, args=(watched,), name="launcher", daemon=True).start()
+
+
+def _wait_for_launcher(watched: selectors.BaseSelector) -> None:
+    watched.select()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _launchers() -> Iterator[int]:
+    """The parent of this rank, and what has started the parent if it is DeepSpeed's runner on the same node."""
+    process = os.getppid()
+    while process > 1:
+        yield process
+        with suppress(OSError):
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            if any(word.endswith(b"/deepspeed") or word.startswith(b"deepspeed.launcher") for word in words[:4]):
+                continue
+        return

@@ -1,0 +1,84 @@
+"""A signal to a training: it finishes its step, saves, and ends with one line; the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from support import FAULTY_RUN, ROOT, weights
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def arguments(settings):
+    return (*settings, "--ds_config", "ds_configs/zero2.json")
+
+
+def stopped(rank_server, place, arguments, folder, ranks=2):
+    given = (*place, *arguments, "--output_dir", str(folder))
+    return rank_server.run(given, ranks=ranks, program=FAULTY_RUN, folder=ROOT)
+
+
+def saved_steps(folder):
+    return sorted(int(each.name.removeprefix("step-")) for each in (folder / "checkpoints").glob("step-*"))
+
+
+def logged_steps(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# One rank alone stops after the step in which the signal came. Of two ranks one gets it, and both stop one step later.
+@pytest.mark.parametrize(
+    ("ranks", "rank", "kind", "code", "step"), [(1, 0, "SIGTERM", 143, 2), (2, 1, "SIGINT", 130, 3)]
+)
+def test_the_step_is_finished_and_saved_and_the_next_start_goes_on(
+    rank_server, launch, trained, arguments, tmp_path, ranks, rank, kind, code, step
+):
+    folder = tmp_path / "run"
+    done = stopped(rank_server, ("training", kind, str(rank)), arguments, folder, ranks)
+    assert done.returncode == code
+    said = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert said == [
+        f"error: stopped by {kind} after step {step}, which is saved; the same command goes on from there"
+    ], done.stderr
+    assert saved_steps(folder)[-1] == step
+    assert logged_steps(folder) == list(range(1, step + 1))
+    launch(*arguments, "--output_dir", str(folder), ranks=ranks)
+    first, second = weights(trained(ranks=ranks)), weights(folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert logged_steps(folder) == [1, 2, 3, 4, 5]
+
+
+def test_a_signal_at_the_last_step_saves_it(rank_server, launch, trained, arguments, tmp_path):
+    folder = tmp_path / "run"
+    more = (*arguments, "--train.save_every", "null", "--train.steps", "2")
+    done = stopped(rank_server, ("training", "SIGTERM", "0"), more, folder)
+    assert (done.returncode, saved_steps(folder)) == (143, [2])
+    assert not (folder / "student").exists()
+    launch(*more, "--output_dir", str(folder), ranks=2)
+    assert weights(folder).keys() == weights(trained(ranks=2)).keys()
+
+
+def test_elsewhere_the_command_ends_at_once(rank_server, arguments, tmp_path):
+    scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
+    done = stopped(rank_server, ("scoring", "SIGTERM", "0"), (*arguments, *scored), tmp_path / "run", ranks=1)
+    assert done.returncode == 143
+    assert "error: stopped by SIGTERM; the same command goes on from what is finished" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, arguments, tmp_path):
+    folder = tmp_path / "run"
+    more = (*arguments, "--train.steps", "200", "--train.log_every", "200")
+    given = ("training", "launcher", "0", *more, "--output_dir", str(folder))
+    job = rank_server.start(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
+    assert job.wait().returncode == -9
+    patience = time.monotonic() + 30
+    while "stopped by SIGTERM after step" not in job.errors.read_text():
+        assert time.monotonic() < patience, job.errors.read_text()
+        time.sleep(0.05)
+    assert 2 <= saved_steps(folder)[-1] < 200
