@@ -72,8 +72,7 @@ def test_attention(compiled: list[Any], bounded: bool) -> None:
     assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB
 
 
-@pytest.mark.parametrize("min_variance", [None, 1e-6])
-@pytest.mark.parametrize("shape", [(2, 40, 14336), (2, 4, 40, 64), (2, 4, 40, 80), (2, 4, 40, 96), (2, 4, 40, 128)])
+@pytest.mark.parametrize(("shape", "min_variance"), [((2, 40, 14336), None), ((2, 4, 40, 80), 1e-6)])
 def test_features(compiled: list[Any], shape: tuple[int, ...], min_variance: float | None) -> None:
     features = torch.zeros(shape, dtype=torch.bfloat16)
     if len(shape) == 4:
