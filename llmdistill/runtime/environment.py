@@ -95,7 +95,7 @@ def kernels() -> Finding:
         return Finding("ok", "fused losses", "in Triton")
     oldest = ".".join(map(str, OLDEST_TRITON))
     said = f"without Triton's kernels: Triton {oldest} cannot be imported, or the GPU is older than the A100"
-    remedy = f"on an A100 or later install triton>={oldest}; without its kernels the losses are slower and need more memory"
+    remedy = f"on an A100 or later install triton>={oldest}; without the kernels the losses take more time and memory"
     return Finding("warning", "fused losses", said, remedy)
 
 

@@ -1,4 +1,4 @@
-"""Checks whether the Triton kernels of the fused losses can run on a device, and imports Triton only if it asks for a GPU."""
+"""Checks whether the Triton kernels of the fused losses can run on a device; only for a GPU does it import Triton."""
 
 from __future__ import annotations
 

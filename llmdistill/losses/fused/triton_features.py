@@ -34,9 +34,9 @@ def squared_error(
 ) -> tuple[Tensor, Tensor | None]:
     """`features.squared_error` in one launch, for fp32, bf16 and fp16.
 
-    Each program takes a block of tokens and writes its share of the sum and the gradient. The shares are then summed in a
-    fixed order, without atomics. All computations are fp32. Padding is not read, and its gradient is zero. Tensors may
-    have any strides; the gradient has those of the student where they leave no gaps, as torch's operations do.
+    Each program takes a block of tokens, and writes its share of the sum and its part of the gradient. The shares are
+    then summed in a fixed order, without atomics. All computations are fp32. Padding is not read, and its gradient is
+    zero. The tensors may have any strides; the gradient has those of the student, unless they leave gaps in memory.
     """
     assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
     assert max(student.element_size(), teacher.element_size()) <= 4, f"no kernel for {student.dtype}, {teacher.dtype}"

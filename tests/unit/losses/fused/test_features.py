@@ -150,9 +150,7 @@ def test_the_gradient_lies_as_the_student_does(device: torch.device) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_half_precision(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], normalize: bool
-) -> None:
+def test_half_precision(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], normalize: bool) -> None:
     """The sum is as exact as in fp32, the gradient but for its rounding to 8 bits."""
     shape, mask = (3, 4, 7, 64), torch.tensor(MASKS["ragged"])
     sides = [make(shape, seed, dtype) for seed, dtype in enumerate(dtypes)]
