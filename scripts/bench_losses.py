@@ -5,14 +5,15 @@
 
 One call is forward and backward of one loss: attention KL of one layer (12 heads of 64, batch 1), the head and the KL
 of the output together (768 wide, 50,257 words, gradients of rows and weight), the KL of one relation (48 relation
-heads, V-V of 768). Naive is the same loss from whole matrices, by autograd (plain_losses.py). The
-bare products are the four that no head does without: both models' logits, and the gradients of rows and weight, each
-in one piece. Inputs and gradients are fp32; the last lines say how far the gradients are from the naive ones, as a
-share of the largest.
+heads, V-V of 768), the squared error of queries (12 heads of 64, views of (B, T, H, D)). Naive is the same loss from
+whole matrices, by autograd (plain_losses.py). The bare products are the four that no head does without: both models'
+logits, and the gradients of rows and weight, each in one piece. Inputs and gradients are fp32; those of the squared
+error have the dtype that a run would take (bf16 on a GPU, where the plain version with the same gradient in closed form
+is measured too). The last lines say how far the gradients are from the naive ones, as a share of the largest.
 
 The last line is JSON: {"attention_kl": {"1024": {"time_over_naive": ..., "memory_over_naive": ...}}, "head_kl":
-{"4096": ...}, "relation_kl": {"512": ...}, "gradients": {"fp32": ..., "bf16": ...}}. The attention's figures are the
-worse of causal and not; each of both is there too (--quick: not causal alone).
+{"4096": ...}, "relation_kl": {"512": ...}, "matrix_mse": {"16384": ...}, "gradients": {"fp32": ..., "bf16": ...}}. The
+attention's figures are the worse of causal and not; each of both is there too (--quick: not causal alone).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch import Tensor
 Call = Callable[[], Tensor]
 """The loss, a scalar whose graph is there."""
 
-FULL = {"attention": (512, 1024, 2048), "rows": (1024, 4096), "vocabulary": 50257, "relation": 512}
-QUICK = {"attention": (512,), "rows": (512,), "vocabulary": 16384, "relation": 256}
+FULL = {"attention": (512, 1024, 2048), "rows": (1024, 4096), "vocabulary": 50257, "relation": 512, "matrix": 16384}
+QUICK = {"attention": (512,), "rows": (512,), "vocabulary": 16384, "relation": 256, "matrix": 2048}
 
 ATTENTION_TARGETS = {512: (1.0, 0.14), 1024: (0.35, 0.12), 2048: (0.35, 0.06)}
 HEAD_TARGETS = {1024: (0.85, 1.15, 0.26), 4096: (0.78, 1.09, 0.06)}
@@ -58,7 +59,8 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     """One row: {"loss": a key of LOSSES, "way": fused, naive or products, and sizes}; check takes all losses."""
     if row["way"] == "check":
         return Work(None, {loss: gradient_differences({**row, "loss": loss}, device) for loss in LOSSES})
-    leaves, call = LOSSES[row["loss"]](row, Draw(device))
+    dtype = torch.bfloat16 if row.get("dtype") == "bf16" else torch.float32
+    leaves, call = LOSSES[row["loss"]](row, Draw(device, dtype))
     if row["way"] == "products":
         return Work(lambda: call().is_sparse)
 
@@ -100,6 +102,30 @@ def relation_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     return [student], lambda: function(*sides, mask, relation_heads=48, causal=False).sum
 
 
+def matrix_mse(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
+    """Queries of both models, 12 heads of 64, as projections leave them."""
+    from plain_losses import matrix_mse_plain as naive
+
+    from llmdistill.losses.features import matrix_mse as fused
+
+    tokens = row["tokens"]
+    student, teacher = (draw(1, tokens, 12, 64, learnt=learnt) for learnt in (True, False))
+    mask = torch.ones(1, tokens, dtype=torch.int64, device=draw.device)
+    function = {"fused": fused, "naive": naive, "plain": _without_kernel}[row["way"]]
+    return [student], lambda: function(student.transpose(1, 2), teacher.transpose(1, 2), mask).sum
+
+
+def _without_kernel(student: Tensor, teacher: Tensor, mask: Tensor) -> Any:
+    from llmdistill.batch import LossSum
+    from llmdistill.losses.features import squared_error
+    from llmdistill.losses.gradient import with_gradient
+
+    real_BT = mask != 0
+    with torch.no_grad():
+        total, gradient = squared_error(student, teacher, real_BT, min_variance=None, with_gradient=True)
+    return LossSum(with_gradient(total, (student, gradient)), real_BT.sum())
+
+
 def head_kl(row: dict[str, Any], draw: Draw) -> tuple[list[Tensor], Call]:
     """What goes into both heads, and their weights."""
     from plain_losses import token_losses_plain
@@ -137,6 +163,7 @@ LOSSES: dict[str, Callable[[dict[str, Any], Draw], tuple[list[Tensor], Call]]] =
     "attention_kl": attention_kl,
     "head_kl": head_kl,
     "relation_kl": relation_kl,
+    "matrix_mse": matrix_mse,
 }
 """What is learnt, and the loss, by the row's description and where its numbers come from."""
 
@@ -220,6 +247,21 @@ def bench_relation(settings: Settings, table: Table, sizes: dict[str, Any]) -> d
     return {str(tokens): compared(table, name, found, time=None, memory=RELATION_MEMORY)}
 
 
+def bench_matrix(settings: Settings, table: Table, sizes: dict[str, Any]) -> dict[str, Any]:
+    """By tokens; on a GPU against the plain version too."""
+    on_gpu = settings.device == "cuda"
+    tokens, dtype = sizes["matrix"], "bf16" if on_gpu else "fp32"
+    ways = ("fused", "naive", "plain") if on_gpu else ("fused", "naive")
+    found = pair(settings, ways, {"loss": "matrix_mse", "tokens": tokens, "dtype": dtype})
+    name = f"squared error T={tokens}, {dtype}"
+    figures = compared(table, name, found, time=None, memory=None)
+    if on_gpu:
+        figures["time_over_plain"] = time_ratio(found["fused"], found["plain"])
+        detail = in_seconds(found["fused"], found["plain"])
+        table.add(Line(f"{name}: time / plain", figures["time_over_plain"], None, detail))
+    return {str(tokens): figures}
+
+
 def bench_gradients(settings: Settings, table: Table) -> dict[str, float]:
     """The largest over the losses, by number format; small sizes, as nothing is timed."""
     row = {"way": "check", "tokens": 300, "causal": True, "vocabulary": 5000}
@@ -238,6 +280,7 @@ def main() -> None:
         "attention_kl": bench_attention(settings, table, sizes),
         "head_kl": bench_head(settings, table, sizes),
         "relation_kl": bench_relation(settings, table, sizes),
+        "matrix_mse": bench_matrix(settings, table, sizes),
         "gradients": bench_gradients(settings, table),
     }
     table.finish(figures)

@@ -16,7 +16,7 @@ from bench_losses import Call, Draw
 from benching_table import Line
 from torch import Tensor
 
-from llmdistill.losses import attention, divergence, head
+from llmdistill.losses import attention, divergence, features, head
 from llmdistill.losses.attention import AttentionInputs, Direction
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.head import HeadInputs
@@ -75,6 +75,11 @@ def kernels(sizes: Sizes, device: torch.device) -> Iterator[Line | str]:
         "attention KL(T‖S), heads of 64, GQA": partial(_attention_kl, sizes.tokens, 64, "teacher_student"),
         "attention scores, heads of 64, GQA": partial(_score_mse, sizes.tokens),
         "relation KL, 48 heads of 16": partial(_relation_kl, sizes.tokens),
+        **{
+            f"squared error of queries and keys, heads of {width}, GQA": partial(_matrix_mse, sizes.tokens, width)
+            for width in HEAD_WIDTHS
+        },
+        "squared error over the variance, 1,100 features": partial(_normalized_mse, sizes.tokens),
     }
     for dtype, (short, limit) in FORMATS.items():
         for name, make in checks.items():
@@ -108,9 +113,13 @@ def _sides(draw: Draw, tokens: int, width: int) -> tuple[AttentionInputs, Attent
     for learnt, groups in ((True, 2), (False, 4)):
         query, key = (draw(2, heads, tokens, width, learnt=learnt) for heads in (8, groups))
         inputs.append(AttentionInputs(query, key, width**-0.5))
+    return inputs[0], inputs[1], _padded(draw, tokens)
+
+
+def _padded(draw: Draw, tokens: int) -> Tensor:
     mask = torch.ones(2, tokens, dtype=torch.int64, device=draw.device)
     mask[1, 3 * tokens // 5 :] = 0
-    return inputs[0], inputs[1], mask
+    return mask
 
 
 def _attention_kl(tokens: int, width: int, direction: Direction, draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:
@@ -131,6 +140,25 @@ def _relation_kl(tokens: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Ca
     sides = attention.RelationInputs(student, student), attention.RelationInputs(teacher, teacher)
     function = plain_losses.relation_kl_plain if plain else attention.relation_kl
     return [student], lambda: function(*sides, mask, relation_heads=48, causal=False).sum
+
+
+def _matrix_mse(tokens: int, width: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:
+    """Heads as projections leave them: views of (B, T, H, D)."""
+    mask = _padded(draw, tokens)
+    pairs = [[draw(2, tokens, heads, width, learnt=learnt) for learnt in (True, False)] for heads in (8, 2)]
+    function = plain_losses.matrix_mse_plain if plain else features.matrix_mse
+
+    def call() -> Tensor:
+        return torch.stack([function(*(side.transpose(1, 2) for side in pair), mask).sum for pair in pairs]).sum()
+
+    return [learnt for learnt, _ in pairs], call
+
+
+def _normalized_mse(tokens: int, draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:
+    student, teacher = (draw(2, tokens, 1_100, learnt=learnt) for learnt in (True, False))
+    mask = _padded(draw, tokens)
+    function = plain_losses.matrix_mse_plain if plain else features.matrix_mse
+    return [student], lambda: function(student, teacher, mask, normalize=True).sum
 
 
 def _head(sizes: Sizes, terms: tuple[TokenTerm, ...], draw: Draw, plain: bool) -> tuple[list[Tensor], Call]:

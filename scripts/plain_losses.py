@@ -1,4 +1,5 @@
-"""The losses the plain way, by autograd: attention and relations with matrices of (B, H, T, T), tokens with all logits.
+"""The losses the plain way, by autograd: attention and relations with matrices of (B, H, T, T), tokens with all logits,
+features in fp32 copies.
 
 What benches and tests hold the package's own losses against; training never takes it.
 """
@@ -14,6 +15,7 @@ from torch.nn import functional
 from llmdistill.batch import LossSum
 from llmdistill.losses.attention import AttentionInputs, Direction, RelationInputs, repeat_heads, side_by_side
 from llmdistill.losses.divergence import LOG_FLOOR
+from llmdistill.losses.features import MIN_VARIANCE
 from llmdistill.losses.head import HeadInputs, TokenLosses
 from llmdistill.losses.terms import TokenTerm
 
@@ -116,6 +118,20 @@ def relation_kl_plain(
     return attention_kl_plain(
         relation(student), relation(teacher), attention_mask, causal=causal, window=window, direction="teacher_student"
     )
+
+
+def matrix_mse_plain(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, normalize: bool = False) -> LossSum:
+    """`features.matrix_mse`, by autograd."""
+    real_BT = attention_mask != 0
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    student_BTF, teacher_BTF = (
+        torch.where(real_BT[..., None], side if side.dim() == 3 else side_by_side(side), 0.0).to(dtype)
+        for side in (student, teacher)
+    )
+    error_BT = (student_BTF - teacher_BTF).square().mean(-1)
+    if normalize:
+        error_BT = error_BT / teacher_BTF.var(-1, correction=0).clamp_min(MIN_VARIANCE)
+    return LossSum(error_BT.sum(), real_BT.sum())
 
 
 def visible_keys(attention_mask: Tensor, *, causal: bool, window: int | None = None) -> Tensor:

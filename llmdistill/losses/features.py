@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.batch import LossSum
+from llmdistill.losses.fused.triton import available
 from llmdistill.losses.gradient import with_gradient
 
 MIN_VARIANCE = 1e-6
@@ -33,9 +34,15 @@ def matrix_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, norm
     assert student.shape == teacher.shape, f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}"
     real_BT = attention_mask != 0
     needs_gradient = torch.is_grad_enabled() and student.requires_grad
+    if available(student.device) and torch.float64 not in (student.dtype, teacher.dtype):
+        from llmdistill.losses.fused import triton_features  # importing it requires Triton
+
+        compute = triton_features.squared_error
+    else:
+        compute = squared_error
     with torch.no_grad():
-        total, error, weight = _squared_error(student, teacher, real_BT, normalize)
-        gradient = error.mul_(2 * weight).to(student.dtype) if needs_gradient else None
+        floor = MIN_VARIANCE if normalize else None
+        total, gradient = compute(student, teacher, real_BT, min_variance=floor, with_gradient=needs_gradient)
     return LossSum(with_gradient(total, (student, gradient)), real_BT.sum())
 
 
@@ -65,22 +72,38 @@ def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> L
     return LossSum(torch.where(real_BT, distance_BT, 0.0).sum(), real_BT.sum())
 
 
-def _squared_error(
-    student: Tensor, teacher: Tensor, real_BT: Tensor, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """The sum of the loss, the error of each feature in at least fp32, and the weight of each squared error."""
+def squared_error(
+    student: Tensor, teacher: Tensor, real_BT: Tensor, *, min_variance: float | None, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of `matrix_mse` and, if requested, its gradient, by torch's operations; it is the kernel's reference.
+
+    Args:
+        student: (B, H, T, D) or (B, T, F).
+        teacher: the same shape as the student.
+        real_BT: (B, T), True at real tokens.
+        min_variance: lower bound of the teacher's variance, by which each error is divided; None to divide by none.
+        with_gradient: whether to compute the gradient with respect to the student.
+
+    Returns:
+        The sum, in at least fp32, and the gradient, in the student's dtype.
+    """
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+    if student.is_meta:  # without values only what a GPU's kernel leaves matters
+        return student.new_zeros((), dtype=dtype), torch.empty_like(student) if with_gradient else None
     with_heads = student.dim() == 4
     features = (1, 3) if with_heads else (2,)
     real = real_BT[:, None, :, None] if with_heads else real_BT[..., None]
     # masked_fill instead of a product: padded positions may hold NaN, and NaN times zero is NaN.
     error = (student.to(dtype) - teacher.to(dtype)).masked_fill_(~real, 0.0)
     count = student.shape[-1] * (student.shape[1] if with_heads else 1)
-    if not normalize:
-        return _sum_of_squares(error) / count, error, 1 / count
-    variance = torch.where(real, teacher.to(dtype), 0.0).var(features, correction=0, keepdim=True)
-    weight = 1 / (variance.clamp_min(MIN_VARIANCE) * count)
-    return (error.square().sum(features, keepdim=True) * weight).sum(), error, weight
+    weight: Tensor | float = 1 / count
+    if min_variance is None:
+        total = _sum_of_squares(error) / count
+    else:
+        variance = torch.where(real, teacher.to(dtype), 0.0).var(features, correction=0, keepdim=True)
+        weight = 1 / (variance.clamp_min(min_variance) * count)
+        total = (error.square().sum(features, keepdim=True) * weight).sum()
+    return total, error.mul_(2 * weight).to(student.dtype) if with_gradient else None
 
 
 def _sum_of_squares(error: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import World, is_there, on_main
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
+from llmdistill.runtime.environment import kernels
+from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher, Teacher
@@ -114,10 +116,13 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
 
 
 def check_machine(plan: Plan, world: World) -> None:
-    """Raise a UserError if this machine does not support a setting of the run."""
+    """Raise a UserError if this machine does not support a setting of the run, and warn if its losses will be slow."""
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
         check_compile(world.device, student_stage=stage, teacher_sharding=plan.config.teacher.sharding)
+    losses = kernels()
+    if losses.state == "warning" and world.device.type == "cuda":
+        warn_main(f"{losses.what}: {losses.said}; {losses.remedy}", world)
 
 
 def make_engine(plan: Plan, student_folder: Path) -> tuple[Any, nn.ModuleDict]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from llmdistill.losses.fused.triton import available
+from llmdistill.losses.fused.triton import OLDEST_TRITON, available
 from llmdistill.runtime.devices import has_compiler, installed_versions
 
 _LIBRARIES = ("torch", "transformers", "deepspeed", "safetensors")
@@ -93,8 +93,10 @@ def kernels() -> Finding:
         return Finding("ok", "fused losses", "in blocks on the CPU")
     if available("cuda"):
         return Finding("ok", "fused losses", "in Triton")
-    remedy = "install Triton, with an A100 or later; without it the losses are slower"
-    return Finding("warning", "fused losses", "without Triton", remedy)
+    oldest = ".".join(map(str, OLDEST_TRITON))
+    said = f"without Triton's kernels: Triton {oldest} cannot be imported, or the GPU is older than the A100"
+    remedy = f"on an A100 or later install triton>={oldest}; without the kernels the losses take more time and memory"
+    return Finding("warning", "fused losses", said, remedy)
 
 
 def disk(folder: Path, needed_bytes: int | None) -> Finding:

@@ -183,7 +183,7 @@ def test_labelled_share_stands_at_the_end():
     assert setting.labels[:, 6:].equal(setting.ids[:, 6:])
 
 
-@pytest.mark.parametrize("loss", ["attention_kl", "head_kl", "relation_kl"])
+@pytest.mark.parametrize("loss", ["attention_kl", "head_kl", "relation_kl", "matrix_mse"])
 def test_gradients_of_the_fused_losses(loss):
     from bench_losses import GRADIENTS, gradient_differences
 

@@ -1,9 +1,8 @@
-"""Checks whether the Triton kernels of the fused losses can run on a device. This module does not import Triton."""
+"""Checks whether the Triton kernels of the fused losses can run on a device; only for a GPU does it import Triton."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -16,14 +15,15 @@ def available(device: torch.device | str) -> bool:
     device = torch.device(device)
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    return _has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0) and _has_triton()
 
 
 @cache
 def _has_triton() -> bool:
+    # By import: builds of PyTorch bring Triton as packages of other names, and an installed one may not load.
     try:
-        found = version("triton")
-    except PackageNotFoundError:
+        import triton
+    except ImportError:
         return False
-    major, minor = found.split(".")[:2]
+    major, minor = triton.__version__.split(".")[:2]
     return (int(major), int(minor)) >= OLDEST_TRITON

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmdistill.losses import attention, fused
+from llmdistill.losses import attention, features, fused
 from llmdistill.losses.attention import AttentionInputs, attention_kl
 from llmdistill.losses.divergence import FORWARD_KL, Divergence, jsd_with_derivative
+from llmdistill.losses.features import hidden_mse, matrix_mse
 from llmdistill.losses.fused import head_chunk
 from llmdistill.losses.fused.blocks import block_loss
 from llmdistill.losses.head import HeadInputs, token_losses
@@ -53,13 +54,40 @@ def test_attention_goes_to_the_kernel(monkeypatch, same: bool) -> None:
     assert calls[1][3:6] == (None, False, False)
 
 
+@pytest.mark.parametrize(("loss", "shape"), [(matrix_mse, (2, 3, 5, 4)), (hidden_mse, (2, 5, 4))])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_features_go_to_the_kernel(monkeypatch, loss, shape: tuple[int, ...], normalize: bool) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    mask = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+    expected = loss(student, teacher, mask, normalize=normalize)
+    gradient = torch.autograd.grad(expected.sum, student)
+    calls = []
+
+    def squared_error(ours, theirs, real_BT, *, min_variance, with_gradient):
+        calls.append((real_BT.tolist(), min_variance, with_gradient))
+        return features.squared_error(ours, theirs, real_BT, min_variance=min_variance, with_gradient=with_gradient)
+
+    stand_in(monkeypatch, "features", squared_error=squared_error)
+    monkeypatch.setattr(features, "available", lambda device: True)
+    found = loss(student, teacher, mask, normalize=normalize)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum, student), gradient)
+    with torch.no_grad():
+        loss(student, teacher, mask, normalize=normalize)
+    loss(student.detach(), teacher, mask, normalize=normalize)
+    floor = features.MIN_VARIANCE if normalize else None
+    assert calls == [((mask != 0).tolist(), floor, needed) for needed in (True, False, False)]
+
+
 def test_fp64_stays_where_it_is_exact(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "available", lambda device: True)
-    monkeypatch.setattr(head_chunk, "available", lambda device: True)
-    stand_in(monkeypatch, "attention")
-    stand_in(monkeypatch, "head")
+    for module, name in ((attention, "attention"), (head_chunk, "head"), (features, "features")):
+        monkeypatch.setattr(module, "available", lambda device: True)
+        stand_in(monkeypatch, name)
     inputs = AttentionInputs(*torch.randn(2, 1, 2, 3, 4, dtype=torch.float64), 1.0)
     assert attention_kl(inputs, inputs, torch.ones(1, 3, dtype=torch.long), causal=False).sum == 0
+    student = torch.randn(1, 3, 4, dtype=torch.float64)
+    assert hidden_mse(student, student.float(), torch.ones(1, 3)).sum > 0
     head = HeadInputs(torch.randn(3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64), None)
     token_losses(head, head, torch.tensor([0, 1, 2]), [TokenTerm("kl", FORWARD_KL)], torch.ones(1))
 

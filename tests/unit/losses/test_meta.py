@@ -33,6 +33,19 @@ def test_attention_loss_leaves_two_gradients():
     assert loss.sum.requires_grad
 
 
+@pytest.mark.parametrize(("normalize", "grad"), [(False, True), (True, True), (True, False)])
+def test_squared_error_leaves_its_gradient(normalize: bool, grad: bool):
+    student, teacher = meta(2, 4, 512, 16, grad=grad), meta(2, 4, 512, 16)
+    mask = torch.ones(2, 512, dtype=torch.int64, device="meta")
+    tracer = Tracer()
+    tracer.ignore([student, teacher, mask])
+    with tracer:
+        loss = losses.matrix_mse(student, teacher, mask, normalize=normalize)
+    gradient = 4 * student.numel() * grad
+    assert gradient <= peak_bytes(tracer) < gradient + 4 * student.numel() / 10
+    assert loss.sum.requires_grad == grad
+
+
 def test_head_loss_needs_one_chunk_of_logits_and_the_gradients():
     words, width, rows, chunk = 5000, 8, 1000, 100
     student, teacher = (

@@ -20,6 +20,7 @@ from llmdistill.run.describe import describe, estimate, headline
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
+from llmdistill.runtime.environment import Finding
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENS = [f"w{number}" for number in range(20)]
@@ -59,6 +60,21 @@ def counted(config: RunConfig) -> Plan:
 
 def prepared(plan: Plan) -> Any:
     return plan.task.read(plan.models).prepared(WORLD)
+
+
+def test_missing_kernels_of_a_gpu_are_a_warning_of_rank_0(parse, monkeypatch, capsys) -> None:
+    plan = make_plan(parse())
+    for state, rank, device, warns in (
+        ("warning", 0, "cuda", True),
+        ("warning", 1, "cuda", False),
+        ("warning", 0, "cpu", False),
+        ("ok", 0, "cuda", False),
+    ):
+        finding = Finding(state, "fused losses", "no Triton here", "install it")
+        monkeypatch.setattr(assemble, "kernels", lambda finding=finding: finding)
+        assemble.check_machine(plan, World(rank, 2, torch.device(device)))
+        said = capsys.readouterr().err
+        assert ("fused losses: no Triton here; install it" in said) is warns
 
 
 SEQUENCES = 78

@@ -40,6 +40,16 @@ def test_missing_program(monkeypatch, missing, said):
     assert said in found.said
 
 
+def test_kernels_that_a_gpu_lacks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for there, state in ((True, "ok"), (False, "warning")):
+        monkeypatch.setattr(environment, "available", lambda _, there=there: there)
+        found = environment.kernels()
+        assert found.state == state
+    assert "Triton 3.4 cannot be imported" in found.said
+    assert "install triton>=3.4" in str(found.remedy)
+
+
 def test_disk_without_room(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     assert environment.disk(tmp_path, free // 2).state == "ok"

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from llmdistill.losses.divergence import FORWARD_KL, TOTAL_VARIATION, jsd_with_derivative
 from llmdistill.losses.fused.blocks import AttentionInputs, Visibility
 from llmdistill.losses.fused.triton_attention import attention_loss
+from llmdistill.losses.fused.triton_features import squared_error
 from llmdistill.losses.fused.triton_head import chunk_losses
 from llmdistill.losses.terms import TokenTerm
 
@@ -69,3 +70,17 @@ def test_attention(compiled: list[Any], bounded: bool) -> None:
     attention_loss("student_teacher", student, teacher, visibility, query_grad=True, key_grad=True)
     assert [kernel.name for kernel in compiled] == ["row_values", "query_gradient", "key_gradient"]
     assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB
+
+
+@pytest.mark.parametrize(("shape", "min_variance"), [((2, 40, 14336), None), ((2, 4, 40, 80), 1e-6)])
+def test_features(compiled: list[Any], shape: tuple[int, ...], min_variance: float | None) -> None:
+    features = torch.zeros(shape, dtype=torch.bfloat16)
+    if len(shape) == 4:
+        features = features.transpose(1, 2).contiguous().transpose(1, 2)
+    real_BT = torch.ones(2, 40, dtype=torch.bool)
+    squared_error(features, features, real_BT, min_variance=min_variance, with_gradient=True)
+    (kernel,) = compiled
+    assert kernel.name == "squared_error_shares"
+    # Student, teacher and gradient move 16 bytes at a time.
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
+    assert "st.global.v4.b32" in kernel.asm["ptx"]

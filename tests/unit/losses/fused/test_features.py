@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmdistill.losses import features as plain
+from llmdistill.losses.features import MIN_VARIANCE
+from llmdistill.losses.fused import triton_features
+
+MASKS = {
+    "ragged": [[1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1, 1]],
+    "one sequence is empty": [[0] * 7, [1] * 7, [1, 0, 0, 0, 0, 0, 0]],
+}
+SHAPES = {
+    "flat": (3, 7, 36),
+    "one feature": (3, 7, 1),
+    "wider than a block": (3, 7, 1100),
+    **{f"heads of {width}": (3, 4, 7, width) for width in (64, 80, 96, 128)},
+    "one head": (3, 1, 7, 80),
+    "no power of two": (3, 5, 7, 12),
+}
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def by_tokens(tensor: Tensor) -> Tensor:
+    """A view of (B, T, H, D), as projections leave their heads; a flat tensor as a view of (T, B, F)."""
+    first, second = (1, 2) if tensor.dim() == 4 else (0, 1)
+    return tensor.transpose(first, second).contiguous().transpose(first, second)
+
+
+def part_of_wider(tensor: Tensor) -> Tensor:
+    """A part of the features of a fused projection, with the tokens before the heads."""
+    wider = torch.cat([torch.full_like(tensor, torch.nan), tensor, torch.full_like(tensor, torch.nan)], -1)
+    return by_tokens(wider)[..., tensor.shape[-1] : 2 * tensor.shape[-1]]
+
+
+def features_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+LAYOUTS = (contiguous, by_tokens, part_of_wider, features_first)
+
+
+def make(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    # Neither mean nor deviation is that of the other model.
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return ((1 + seed) * numbers + seed).to(dtype)
+
+
+def naive(student: Tensor, teacher: Tensor, mask: Tensor, *, normalize: bool) -> Tensor:
+    """In fp64, one real token after the other."""
+    total = student.new_zeros(())
+    for b, t in mask.nonzero().tolist():
+        ours, theirs = (each[b, ..., t, :].flatten() for each in (student, teacher))
+        error = (ours - theirs).square().mean()
+        if normalize:
+            error = error / max(float((theirs - theirs.mean()).square().mean()), MIN_VARIANCE)
+        total = total + error
+    return total
+
+
+def expected(student: Tensor, teacher: Tensor, mask: Tensor, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    exact = student.double().requires_grad_()
+    loss = naive(exact, teacher.double(), mask, normalize=normalize)
+    (gradient,) = torch.autograd.grad(loss, exact)
+    return loss.detach(), gradient
+
+
+def spoiled(tensor: Tensor, mask: Tensor) -> Tensor:
+    real = mask.bool()[:, None, :, None] if tensor.dim() == 4 else mask.bool()[..., None]
+    return torch.where(real, tensor, torch.nan)
+
+
+def run(
+    device: torch.device, student: Tensor, teacher: Tensor, mask: Tensor, *, normalize: bool, with_gradient: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """The layouts of the tensors are kept on the way to the device."""
+    return triton_features.squared_error(
+        *(each.to(device) for each in (student, teacher, mask != 0)),
+        min_variance=MIN_VARIANCE if normalize else None,
+        with_gradient=with_gradient,
+    )
+
+
+def check(
+    device: torch.device,
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    *,
+    normalize: bool,
+    layouts: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (by_tokens, by_tokens),
+    tolerance: float = 1e-5,
+) -> None:
+    loss, gradient = expected(student, teacher, mask, normalize=normalize)
+    sides = [layout(spoiled(side, mask)) for layout, side in zip(layouts, (student, teacher), strict=True)]
+    found, of_student = run(device, *sides, mask, normalize=normalize)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert of_student is not None
+    assert of_student.dtype == student.dtype
+    assert (of_student.cpu() - gradient).norm() <= tolerance * gradient.norm()
+    padding = (mask == 0)[:, None].expand(student.shape[:-1]) if student.dim() == 4 else mask == 0
+    assert not of_student.cpu()[padding].any()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_the_naive_loop(device: torch.device, shape: tuple[int, ...], normalize: bool) -> None:
+    mask = torch.tensor(MASKS["ragged"])
+    check(device, make(shape, 0), make(shape, 1), mask, normalize=normalize)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("tile", [64, 256])
+def test_several_programs_share_the_work(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tile: int, normalize: bool
+) -> None:
+    """The last block of tokens is not full, nor is that of features where tokens are cut."""
+    monkeypatch.setattr(triton_features, "TILE", tile)
+    monkeypatch.setattr(triton_features, "WIDEST_CUT", 16)
+    mask = torch.tensor(MASKS["one sequence is empty"])
+    check(device, make((3, 5, 7, 12), 0), make((3, 5, 7, 12), 1), mask, normalize=normalize)
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 36), (3, 2, 7, 20)], ids=["flat", "heads"])
+@pytest.mark.parametrize(("of_student", "of_teacher"), zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True))
+def test_any_strides(
+    device: torch.device,
+    of_student: Callable[[Tensor], Tensor],
+    of_teacher: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+) -> None:
+    mask = torch.tensor(MASKS["ragged"])
+    check(device, make(shape, 0), make(shape, 1), mask, normalize=True, layouts=(of_student, of_teacher))
+
+
+def test_the_gradient_lies_as_the_student_does(device: torch.device) -> None:
+    student = by_tokens(make((3, 2, 7, 20), 0)).to(device)
+    _, gradient = run(device, student, student, torch.ones(3, 7), normalize=False)
+    assert gradient is not None
+    assert gradient.stride() == student.stride()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_half_precision(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], normalize: bool) -> None:
+    """The sum is as exact as in fp32, the gradient but for its rounding to 8 bits."""
+    shape, mask = (3, 4, 7, 64), torch.tensor(MASKS["ragged"])
+    sides = [make(shape, seed, dtype) for seed, dtype in enumerate(dtypes)]
+    check(device, *sides, mask, normalize=normalize, tolerance=2**-7)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_without_gradient_the_sum_is_the_same(device: torch.device, normalize: bool) -> None:
+    sides, mask = [make((3, 4, 7, 64), seed) for seed in (0, 1)], torch.tensor(MASKS["ragged"])
+    both, _ = run(device, *sides, mask, normalize=normalize)
+    alone, gradient = run(device, *sides, mask, normalize=normalize, with_gradient=False)
+    assert gradient is None
+    assert torch.equal(alone, both)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_equals_the_plain_version(device: torch.device, normalize: bool) -> None:
+    """By finite differences too: the loss is quadratic, so that central differences are exact but for rounding."""
+    sides, mask = [make((3, 2, 7, 20), seed) for seed in (0, 1)], torch.tensor(MASKS["ragged"])
+    found, gradient = run(device, *sides, mask, normalize=normalize)
+    floor = MIN_VARIANCE if normalize else None
+    total, exact = plain.squared_error(*sides, mask != 0, min_variance=floor, with_gradient=True)
+    assert gradient is not None
+    assert exact is not None
+    torch.testing.assert_close(found.cpu(), total, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.cpu(), exact, rtol=1e-5, atol=1e-7)
+    direction = make((3, 2, 7, 20), 2)
+    up, down = (
+        run(device, sides[0] + step * direction, sides[1], mask, normalize=normalize, with_gradient=False)[0]
+        for step in (0.5, -0.5)
+    )
+    slope = (direction * gradient.cpu()).sum().item()
+    assert (up - down).item() == pytest.approx(slope, rel=1e-4)
+
+
+def test_nothing_where_student_equals_teacher_even_if_it_is_constant(device: torch.device) -> None:
+    side = torch.full((3, 2, 7, 20), 3.0)
+    found, gradient = run(device, side, side, torch.ones(3, 7), normalize=True)
+    assert gradient is not None
+    assert [found.item(), gradient.abs().max().item()] == [0, 0]
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 7, 20), (3, 0, 20)])
+def test_no_tokens(device: torch.device, shape: tuple[int, ...]) -> None:
+    side = torch.zeros(shape)
+    found, gradient = run(device, side, side, torch.ones(shape[0], shape[-2]), normalize=False)
+    assert found.item() == 0
+    assert gradient is not None
+    assert gradient.shape == shape
