@@ -10,23 +10,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.data.columns import SplitWriter, StoredSplits
 from llmdistill.data.sampler import Share
 from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head
-from llmdistill.runtime.distributed import World
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.turns import made_once
 from llmdistill.tasks import task_class, task_key
-from llmdistill.tasks.base import ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.stored import store_task
 
 _NAMED = 3
 """The number of skipped questions that a warning names."""
+
+
+class TaskExamples(Protocol):
+    """The examples of a task with text."""
+
+    def parts(self) -> Iterable[object]:
+        """Yield all that identifies them, whose `repr` shows their content."""
+        ...
 
 
 class BenchmarkData(TaskData):
@@ -161,18 +173,52 @@ class Benchmark(Task):
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
         """Return the config that a model will have once it is fine-tuned on a task."""
 
-    @property
-    def reads_hub(self) -> bool:
-        """See Task."""
-        settings = self.config.data.task
-        return settings.dir is None or bool(settings.out_of_domain)
+    def read(self, models: Models) -> BenchmarkData:
+        """See Task. The examples are kept on disk, where the next run finds them."""
+        return self.opened(StoredSplits(self._stored(models)), models)
+
+    def read_on_all(self, models: Models, world: World) -> BenchmarkData:
+        """See Task. Rank 0 reads and tokenises the examples, and all ranks map their tokens."""
+        folder = made_once(lambda: self._stored(models), world)
+        return on_every(lambda: self.opened(StoredSplits(folder), models), world)
+
+    def _stored(self, models: Models) -> Path:
+        return store_task(self, load_tokenizer(models.tokenizer_path))
 
     @abstractmethod
-    def read_files(self) -> object:
+    def read_files(self) -> TaskExamples:
         """Read every file of the task, or its data set on the hub, without a model.
 
         Raises:
             UserError: a file is missing or malformed.
+        """
+
+    @abstractmethod
+    def paths(self) -> Sequence[Path] | None:
+        """Return the files that `read_files` reads; None if it reads a data set of the hub.
+
+        Raises:
+            UserError: a file is missing.
+        """
+
+    @abstractmethod
+    def decides(self) -> Mapping[str, Any]:
+        """Return the settings on which the examples and their tokens depend, beside the task and its files."""
+
+    @abstractmethod
+    def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
+        """Tokenise what `read_files` has read, and write it; return what `opened` needs beside it as plain JSON values.
+
+        Raises:
+            UserError: the examples cannot be tokenised.
+        """
+
+    @abstractmethod
+    def opened(self, stored: StoredSplits, models: Models) -> BenchmarkData:
+        """Return the examples that `write` has written, for a run.
+
+        Raises:
+            UserError: an example has more tokens than a model has positions.
         """
 
     @abstractmethod
