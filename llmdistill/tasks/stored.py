@@ -35,11 +35,12 @@ def store_task(task: Benchmark, tokenizer: PreTrainedTokenizerBase) -> Path:
     hashes = _hashes(task.paths())
     files = task.read_files() if hashes is None else None
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    splits_by = [tokenizer_fingerprint(tokenizer), tokenizer.model_input_names, tokenizer.truncation_side, special]
     request = {
         "format": _FORMAT,
         "task": task.key,
         "examples": hashes if files is None else _digest(files.parts()),
-        "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.model_input_names, tokenizer.truncation_side, special],
+        "tokenizer": splits_by,
         **task.decides(),
     }
 

@@ -82,7 +82,6 @@ class TextSet:
             references=[[example.target for example in several] for several in groups.values()],
         )
 
-
     def first(self, limit: int | None) -> TextSet:
         """Return the first examples, all without a limit."""
         return TextSet(examples=self.examples[:limit], references=self.references[:limit])

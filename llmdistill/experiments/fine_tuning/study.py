@@ -160,9 +160,9 @@ class TaskStudy:
         )
 
     def conduct(self, data: BenchmarkData, runner: Runner, world: World) -> dict[str, Any]:
-        """Score the teacher, run the unfinished trials, keep the best model and write its answers to the data of `read`.
+        """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
-        Every rank must call this method.
+        `data` are the examples that `read` returns. Every rank must call this method.
 
         Raises:
             UserError: the folder belongs to a run with other settings, scoring the teacher fails, or no settings have
