@@ -29,7 +29,7 @@ def _own_marker() -> int:
 
 
 def says_why() -> None:
-    """Tell the other ranks of the node that this one fails and says why itself, so that none of them reports its end."""
+    """Tell the other ranks of the node that this one fails and says why, so that none of them reports its end."""
     if _own_marker() >= 0:
         os.write(_own_marker(), b"1")
 

@@ -190,6 +190,14 @@ class Task(ABC):
         """Set the meaning of a model's outputs in its configuration."""
         return
 
+    def check_files(self) -> None:
+        """Check what is checked in no time of the files that the data will be read from.
+
+        Raises:
+            UserError: a file does not exist, or begins with a malformed row.
+        """
+        return
+
     @abstractmethod
     def read(self, models: Models) -> TaskData:
         """Read and check every file, and the tokenizers.
