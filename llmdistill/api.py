@@ -37,7 +37,7 @@ from llmdistill.runtime.distributed import init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
 from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
-from llmdistill.tasks.benchmark import score_task, scored_benchmark
+from llmdistill.tasks.in_memory import score_task, scored_benchmark
 from llmdistill.tasks.text import score_texts
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]

@@ -84,8 +84,11 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
     """Execute the plans in a new process group; `command` is the command line that the user typed."""
     from llmdistill.experiments.distillation import distil
     from llmdistill.runtime.distributed import process_group
+    from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node
     from llmdistill.runtime.terminal import quiet_libraries
 
+    if launched_ranks_of_node() == launched_ranks():  # another node may have no data, only the tokens that rank 0 makes
+        plans[0].task.check_files()
     if tasks is not None:
         tasks.check_tokens()
     with process_group(command) as world:

@@ -1,7 +1,9 @@
-"""Loading an instruction set: what each rank keeps in memory, how long a start takes, and who tokenises a stream.
+"""Loading training sets: what each rank keeps in memory, how long a start takes, and who tokenises a stream.
 
-    python scripts/bench_data.py           # 100,000 examples, some minutes
-    python scripts/bench_data.py --quick   # 5,000 examples
+    python scripts/bench_data.py                      # 100,000 instructions, some minutes
+    python scripts/bench_data.py --quick              # 5,000 instructions
+    python scripts/bench_data.py --data pairs         # a task on pairs of sentences, like MNLI
+    python scripts/bench_data.py --data questions     # a task like SQuAD
 
 Each row is measured in a process of its own. Private memory is what no other process shares; the pages of a mapped file
 are in the memory of a node once. `lists` is what every rank would hold if the examples were Python lists. The rows of a
@@ -20,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ def main() -> None:
     """Measure the rows and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5,000 examples")
+    parser.add_argument("--data", choices=["instructions", *TASKS], default="instructions", help="kind of examples")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -43,31 +47,53 @@ def main() -> None:
         print(json.dumps(ROWS[kind](Path(arguments.folder), *map(int, numbers))))
         return
     with tempfile.TemporaryDirectory() as folder:
-        count = write(Path(folder) / "rows.jsonl", 5_000 if arguments.quick else 100_000)
-        rows = {name: measure(name, folder) for name in ("lists", "mapped-0", "mapped-1")}
-        for ranks in (1, 2):
+        count = 5_000 if arguments.quick else 100_000
+        (write if arguments.data == "instructions" else write_tasks)(Path(folder), count)
+        kind = "" if arguments.data == "instructions" else f"{arguments.data}_"
+        names = {f"{kind}{row}": title for row, title in TITLES.items()}
+        rows = {name: measure(name, folder) for name in names}
+        for ranks in (1, 2) if arguments.data == "instructions" else ():
             port = free_port()
             started = [start(f"stream-{rank}-{ranks}-{port}", folder) for rank in range(ranks)]
             rows |= {f"stream, rank {rank} of {ranks}": ended(each) for rank, each in enumerate(started)}
-    names = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1": "mapped, next start"}
     for name, row in rows.items():
         per = f"{row['private'] / count:9,.1f} private bytes an example" if "private" in row else ""
         print(f"{names.get(name, name):22} {row['seconds']:7.2f} s  {row['cpu']:7.2f} CPU s  {per}")
     print(json.dumps({"examples": count, **rows}))
 
 
-def write(path: Path, count: int) -> int:
+def write(folder: Path, count: int) -> None:
     """Write examples made of the embedded ones, no two the same."""
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for number, example in enumerate(embedded(count)):
+            row = {"instruction": f"{number}. {example.instruction}", "input": example.input}
+            file.write(json.dumps({**row, "output": example.outputs[0]}) + "\n")
+
+
+def embedded(count: int) -> Iterator[Any]:
+    """Yield embedded examples, from the first one again after the last."""
     from llmdistill.data.sources import read_examples
     from llmdistill.embedded import locate
 
-    examples = read_examples(locate("embedded:train"))
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(count):
-            example = examples[number % len(examples)]
-            row = {"instruction": f"{number}. {example.instruction}", "input": example.input}
-            file.write(json.dumps({**row, "output": example.outputs[0]}) + "\n")
-    return count
+    return islice(cycle(read_examples(locate("embedded:train"))), count)
+
+
+def write_tasks(folder: Path, count: int) -> None:
+    """Write pairs of sentences and questions, no two the same, and small dev sets."""
+    (folder / "RTE").mkdir()
+    (folder / "squad1").mkdir()
+    for split, size in (("train", count), ("dev", 100)):
+        paragraphs = []
+        with (folder / "RTE" / f"{split}.tsv").open("w", encoding="utf-8") as file:
+            file.write("sentence1\tsentence2\tlabel\n")
+            for number, example in enumerate(embedded(size)):
+                first, second = (" ".join(text.split()) for text in (example.instruction, example.outputs[0]))
+                file.write(f"{number}. {first}\t{second}\tentailment\n")
+                answer = {"text": str(number), "answer_start": 0}
+                asked = {"id": f"{split}-{number}", "question": first, "answers": [answer]}
+                paragraphs.append({"context": f"{number}. " + f"{first} {second} " * 5, "qas": [asked]})
+        articles = {"data": [{"paragraphs": paragraphs}]}
+        (folder / "squad1" / f"{split}-v1.1.json").write_text(json.dumps(articles), encoding="utf-8")
 
 
 def measure(row: str, folder: str) -> dict[str, float]:
@@ -117,6 +143,47 @@ def mapped(folder: Path, again: int) -> dict[str, float]:
     return measured(lambda: open_examples(store_examples(folder / "rows.jsonl", tokenizer, limits)))
 
 
+def task_of(kind: str, folder: Path) -> tuple[Any, Any]:
+    """A task of a kind, and the models that read it."""
+    from transformers import BertConfig
+
+    from llmdistill.config import DataConfig, RunConfig, TaskConfig
+    from llmdistill.embedded import locate
+    from llmdistill.objective import Objective
+    from llmdistill.tasks import make_task
+    from llmdistill.tasks.base import Models
+
+    config, path, (name, length) = BertConfig(), locate("embedded:teacher"), TASKS[kind]
+    data = DataConfig(kind="task", max_length=length, task=TaskConfig(name=name, dir=str(folder)))
+    models = Models(
+        teacher=config, student=config, teacher_path=path, tokenizer_path=path, causal=False, objective=Objective()
+    )
+    return make_task(RunConfig(ds_config="", data=data)), models
+
+
+def task_lists(kind: str, folder: Path) -> dict[str, float]:
+    """Text and tokens of every training example as Python objects."""
+    from llmdistill.data.pairs import encode_pairs
+    from llmdistill.data.windows import WindowLimits, encode_windows
+
+    (task, _), (tokenizer, _) = task_of(kind, folder), setting()
+
+    def read() -> object:
+        files, length = task.read_files(), TASKS[kind][1]
+        if kind == "pairs":
+            return files, encode_pairs(files.train, tokenizer, length)
+        return files, encode_windows(files.train, tokenizer, WindowLimits(length, 128, 64), learnt=True)
+
+    return measured(read)
+
+
+def task_mapped(kind: str, folder: Path, again: int) -> dict[str, float]:
+    """The tokens on disk; the first start makes them."""
+    (task, models), _ = task_of(kind, folder), setting()
+    assert (folder / "cache").exists() == bool(again)
+    return measured(lambda: task.read(models))
+
+
 def stream(folder: Path, rank: int, size: int, port: int) -> dict[str, float]:
     """One rank's batches of a stream."""
     import torch.distributed as dist
@@ -141,7 +208,14 @@ def stream(folder: Path, rank: int, size: int, port: int) -> dict[str, float]:
     return {key: found[key] for key in ("seconds", "cpu")}
 
 
-ROWS: dict[str, Callable[..., dict[str, float]]] = {"lists": lists, "mapped": mapped, "stream": stream}
+TASKS = {"pairs": ("rte", 128), "questions": ("squad1", 384)}
+"""A task of each kind of data, and its largest number of tokens."""
+TITLES = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1": "mapped, next start"}
+ROWS: dict[str, Callable[..., dict[str, float]]] = {
+    **{"lists": lists, "mapped": mapped, "stream": stream},
+    **{f"{kind}_lists": partial(task_lists, kind) for kind in TASKS},
+    **{f"{kind}_mapped": partial(task_mapped, kind) for kind in TASKS},
+}
 
 
 def setting() -> tuple[Any, Any]:

@@ -186,8 +186,8 @@ class DataConfig:
     """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
     their end. The log always reports it."""
     cache_dir: str | None = None
-    """Folder of the tokenised texts and instruction sets, which other runs with the same data and tokenizer use again;
-    all ranks map its files into memory. Default: $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
+    """Folder of the tokenised texts, instruction sets and tasks, which other runs with the same data and tokenizer use
+    again; all ranks map its files into memory. Default: $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
     text: TextConfig = field(default_factory=TextConfig)
     """Settings if kind is text."""
     task: TaskConfig = field(default_factory=TaskConfig)

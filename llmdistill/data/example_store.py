@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.collate import Encoded
+from llmdistill.data.columns import MappedItems, in_pieces
 from llmdistill.data.examples import Example, parse_row
 from llmdistill.data.instruct import (
     PROMPT_WITH_INPUT,
@@ -39,7 +39,7 @@ _ASKED = Example("", "", ("yes",), "", messages=(("user", "a"),))
 """Rendered by a chat template it shows what the template adds to messages, such as the date of the day."""
 
 
-class MappedExamples(Sequence[Encoded]):
+class MappedExamples(MappedItems[Encoded]):
     """Tokenised examples in two arrays; the tokens of an example are copied only when it is asked for."""
 
     def __init__(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
@@ -53,19 +53,12 @@ class MappedExamples(Sequence[Encoded]):
     def __len__(self) -> int:
         return len(self._bounds) // 2
 
-    @overload
-    def __getitem__(self, index: int) -> Encoded: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Encoded]: ...
-    def __getitem__(self, index: int | slice) -> Encoded | list[Encoded]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        place = range(len(self))[index]  # raises IndexError beyond the end
+    def _item(self, place: int) -> Encoded:
         first, response, end = self._bounds[2 * place : 2 * place + 3].tolist()
         return Encoded(self._tokens[first:response].tolist(), self._tokens[response:end].tolist())
 
     def length(self, index: int) -> int:
-        """The number of tokens of an example, which are not read for it."""
+        """See MappedItems."""
         return int(self._bounds[2 * index + 2]) - int(self._bounds[2 * index])
 
 
@@ -163,7 +156,7 @@ def _write(
     """Write the examples of a set piece by piece, so that it may be larger than memory; return how many they are."""
     counts, read, start = Counts(), 0, 0
     rows = open_rows(reference, streaming=False)
-    for examples in _pieces(parse_row(row, source) for row, source in rows):
+    for examples in in_pieces((parse_row(row, source) for row, source in rows), _AT_ONCE):
         try:
             data = encode(examples, tokenizer, limits, may_be_empty=True)
         except UserError:
@@ -180,9 +173,3 @@ def _write(
         raise none_left(read, limits)
     writer.add("bounds", start)
     return counts
-
-
-def _pieces(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    remaining = iter(examples)
-    while piece := list(islice(remaining, _AT_ONCE)):
-        yield piece

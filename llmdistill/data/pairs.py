@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.columns import Layout
 from llmdistill.errors import UserError
 
 
@@ -35,6 +38,8 @@ class EncodedPair:
     token_type_ids: list[int] | None
     """0 in the first and 1 in the second sentence; None for models without segments."""
     target: int | float | None
+    index: int = field(default=0, compare=False)
+    """The number of the example; see PairExample."""
 
     @cached_property
     def sample_id(self) -> int:
@@ -44,6 +49,19 @@ class EncodedPair:
     def __len__(self) -> int:
         """The number of tokens, special tokens included."""
         return len(self.input_ids)
+
+
+def _of_columns(input_ids: Any, token_type_ids: Any, target: Any, index: Any) -> EncodedPair:
+    types = None if token_type_ids is None else token_type_ids.tolist()
+    return EncodedPair(input_ids.tolist(), types, None if target is None else target.item(), int(index))
+
+
+PAIRS = Layout(
+    make=_of_columns,
+    of_tokens={"input_ids": None, "token_type_ids": np.uint8},
+    of_items={"target": None, "index": np.int64},
+)
+"""How encoded pairs are kept on disk."""
 
 
 def encode_pairs(
@@ -71,7 +89,7 @@ def encode_pairs(
     )
     types = encoded.get("token_type_ids") or [None] * len(examples)
     rows = zip(encoded["input_ids"], types, examples, strict=True)
-    return [EncodedPair(ids, type_ids, example.target) for ids, type_ids, example in rows]
+    return [EncodedPair(ids, type_ids, example.target, example.index) for ids, type_ids, example in rows]
 
 
 def collate_pairs(items: Sequence[EncodedPair], pad_token_id: int) -> Batch:

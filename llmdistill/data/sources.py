@@ -67,6 +67,20 @@ def stream_rows(reference: str | Path) -> Rows:
     return open_rows(reference, streaming=True)
 
 
+def check_first_row(reference: str | Path) -> None:
+    """Check that a local data set exists, and the first row of a file whose rows are lines; nothing else is read.
+
+    Raises:
+        UserError: as in `read_examples`.
+    """
+    rows = stream_rows(reference)
+    if Path(reference).suffix.lower() in (".jsonl", ".tsv"):
+        first = next(rows, None)
+        if first is None:
+            raise no_example(reference)
+        parse_row(*first)
+
+
 def no_example(reference: str | Path) -> UserError:
     """The error for a data set without any row."""
     return UserError(f"{reference}: holds no example; give at least one row of instruction, input, output")

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.columns import Layout
 from llmdistill.data.masking import mask_tokens, ordinary_tokens
 from llmdistill.errors import UserError
 
@@ -44,6 +45,24 @@ class EncodedTarget:
     def __len__(self) -> int:
         """The number of tokens, special tokens included."""
         return len(self.source_ids) + len(self.target_ids)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of source, hint and target."""
+        return self.source_ids + self.target_ids
+
+    @property
+    def source_length(self) -> int:
+        """The number of tokens of source and hint."""
+        return len(self.source_ids)
+
+
+def _of_columns(ids: Any, source_length: Any) -> EncodedTarget:
+    return EncodedTarget(ids[:source_length].tolist(), ids[source_length:].tolist())
+
+
+TARGETS = Layout(make=_of_columns, of_tokens={"ids": None}, of_items={"source_length": np.int32})
+"""How encoded targets are kept on disk."""
 
 
 @dataclass(frozen=True)

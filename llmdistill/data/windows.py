@@ -14,13 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.columns import Layout, in_pieces
 from llmdistill.errors import UserError
 
 NO_ANSWER = 0
 """The position of start and end where a window holds no answer: the first token, [CLS] or <s>, as in BERT."""
-
-_AT_ONCE = 1000
-"""Questions that are tokenised together; more would keep the tokenizer's own objects of all windows in memory."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,33 @@ class EncodedWindow:
         return len(self.input_ids)
 
 
+def _of_columns(
+    input_ids: Any, token_type_ids: Any | None, characters: Any | None, target: Any, question: Any
+) -> EncodedWindow:
+    first, last = target.tolist()
+    # Copies, because torch warns of arrays that it cannot write to.
+    types, places = (None if each is None else np.array(each) for each in (token_type_ids, characters))
+    return EncodedWindow(input_ids.astype(np.int32), types, (first, last), int(question), places)
+
+
+WINDOWS = Layout(
+    make=_of_columns,
+    of_tokens={"input_ids": None, "token_type_ids": np.int8, "characters": np.int32},
+    of_items={"target": np.int32, "question": np.int32},
+)
+"""How encoded windows are kept on disk."""
+
+
 def encode_windows(
     examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learnt: bool
 ) -> list[EncodedWindow]:
+    """Tokenise each question with its context; see `encode_in_pieces`."""
+    return [window for piece in encode_in_pieces(examples, tokenizer, limits, learnt=learnt) for window in piece]
+
+
+def encode_in_pieces(
+    examples: Sequence[QuestionExample], tokenizer: PreTrainedTokenizerBase, limits: WindowLimits, *, learnt: bool
+) -> Iterator[list[EncodedWindow]]:
     """Tokenise each question with its context, in windows that slide over a context that is too long (Devlin et al.).
 
     Learnt windows have the first answer of their example as the target, NO_ANSWER if the window holds only a part of
@@ -113,11 +135,9 @@ def encode_windows(
             f"data.max_length is {limits.max_length}: a question may have {limits.max_question_length} tokens "
             f"(data.task.max_question_length) and the tokenizer's own marks take {marks}; give more, 384 is usual"
         )
-    windows: list[EncodedWindow] = []
-    for start in range(0, len(examples), _AT_ONCE):
-        indices = range(start, min(start + _AT_ONCE, len(examples)))
-        windows += _encode(examples, indices, tokenizer, limits, learnt)
-    return windows
+    # All at once would keep the tokenizer's own objects of all windows in memory.
+    for indices in in_pieces(range(len(examples))):
+        yield _encode(examples, indices, tokenizer, limits, learnt)
 
 
 def _encode(

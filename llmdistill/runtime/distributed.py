@@ -20,7 +20,7 @@ from llmdistill.errors import RankError, UserError
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import default_device, has_compiler
 from llmdistill.runtime.launch import free_port, joining, launched_ranks, launched_ranks_of_node, prepare_joining
-from llmdistill.runtime.processes import NodeWatch, RankProcess
+from llmdistill.runtime.processes import NodeWatch, RankProcess, says_why
 
 Value = TypeVar("Value")
 
@@ -147,6 +147,7 @@ def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
     try:
         yield world
     except BaseException:
+        says_why()  # Python or `exit_code` prints the exception
         if world.size == 1:
             shut_down()
         raise

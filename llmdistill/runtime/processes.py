@@ -10,13 +10,28 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from llmdistill.runtime import signals
-
 _GRACE_SECONDS = 0.2
 """How long after the end of another rank this one may still learn that the run is over, before the end is reported."""
+
+
+@cache
+def _own_marker() -> int:
+    """Return the descriptor of a file in memory that has a byte once this process says why it fails; -1 without one.
+
+    Another process of the node can open it, and then read it after the end of this one. The exit code and the name of a
+    process that has ended are gone as soon as its launcher has reaped it.
+    """
+    return os.memfd_create("why-this-rank-fails") if hasattr(os, "memfd_create") else -1
+
+
+def says_why() -> None:
+    """Tell the other ranks of the node that this one fails and says why, so that none of them reports its end."""
+    if _own_marker() >= 0:
+        os.write(_own_marker(), b"1")
 
 
 class RankProcess(NamedTuple):
@@ -26,6 +41,8 @@ class RankProcess(NamedTuple):
     node: str
     """The host and the namespace of the process number, which containers on one host do not share."""
     pid: int
+    marker: int = -1
+    """The descriptor in that process of the file that says whether it says why it fails; -1 without one."""
 
     @classmethod
     def own(cls, rank: int) -> RankProcess:
@@ -33,7 +50,7 @@ class RankProcess(NamedTuple):
         namespace = ""
         with suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
-        return cls(rank, f"{socket.gethostname()} {namespace}", os.getpid())
+        return cls(rank, f"{socket.gethostname()} {namespace}", os.getpid(), _own_marker())
 
     def has_ended(self) -> bool:
         """Whether the process is gone or waits to be reaped; only its own node can tell."""
@@ -53,7 +70,7 @@ def _nodes(processes: Sequence[RankProcess]) -> list[list[int]]:
 
 
 class NodeWatch:
-    """Reports the end of another rank's process on this node, in the first rank there that still runs.
+    """Reports the silent end of another rank's process on this node, in the first rank there that still runs.
 
     A rank that waits for a killed one may notice nothing (NCCL waits until its time is over), and the launcher ends it
     within a second. A thread that sleeps until one of the processes ends reports it at once. Only Linux can watch; on
@@ -63,6 +80,11 @@ class NodeWatch:
     def __init__(self, processes: Sequence[RankProcess]) -> None:
         node = RankProcess.own(0).node  # processes of other nodes may have the number of this one
         self._here = [each for each in processes if each.node == node]
+        self._markers: dict[int, int] = {}
+        for each in self._here:
+            if each.marker >= 0:
+                with suppress(OSError):  # of another user, or ended already
+                    self._markers[each.pid] = os.open(f"/proc/{each.pid}/fd/{each.marker}", os.O_RDONLY)
         self.nodes = _nodes(processes)
         self._over = threading.Event()
         self._reported = threading.Event()
@@ -86,13 +108,17 @@ class NodeWatch:
         return not self._over.is_set() and any(each.has_ended() for each in self._here)
 
     def reports_an_end(self, seconds: float) -> bool:
-        """Whether a rank of this node ends, and this or another rank reports it, within some seconds."""
+        """Whether a rank of this node ends within some seconds, and says why or is reported by this or another rank."""
         patience = time.monotonic() + seconds
-        while not any(each.has_ended() for each in self._here):
+        while not (ended := [each for each in self._here if each.has_ended()]):
             if time.monotonic() > patience:
                 return False
             time.sleep(0.05)
-        return not self._is_first() or self._reported.wait(seconds)
+        return any(map(self._says_why, ended)) or not self._is_first() or self._reported.wait(seconds)
+
+    def _says_why(self, process: RankProcess) -> bool:
+        marker = self._markers.get(process.pid)
+        return marker is not None and os.fstat(marker).st_size > 0
 
     def _is_first(self) -> bool:
         return next((each.pid for each in self._here if not each.has_ended()), None) == os.getpid()
@@ -102,7 +128,7 @@ class NodeWatch:
             for key, _ in watched.select():
                 watched.unregister(key.fileobj)
                 os.close(key.fd)
-                if not self._over.wait(_GRACE_SECONDS) and self._is_first() and not signals.caught():
+                if not self._over.wait(_GRACE_SECONDS) and self._is_first() and not self._says_why(key.data):
                     print(f"error: {_end_of(key.data.rank)}", file=sys.stderr, flush=True)
                     self._reported.set()
 

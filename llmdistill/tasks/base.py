@@ -20,7 +20,6 @@ from llmdistill.data.sampler import Share
 from llmdistill.models.load import Head
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every
-from llmdistill.runtime.turns import in_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +178,6 @@ class Task(ABC):
         """
         return
 
-    @property
-    def reads_hub(self) -> bool:
-        """Whether `read` may download data sets from the hub."""
-        return False
-
     @abstractmethod
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """Return the learning objective; `uses_output` tells whether the method uses the outputs of the models.
@@ -196,6 +190,14 @@ class Task(ABC):
         """Set the meaning of a model's outputs in its configuration."""
         return
 
+    def check_files(self) -> None:
+        """Check what is checked in no time of the files that the data will be read from.
+
+        Raises:
+            UserError: a file does not exist, or begins with a malformed row.
+        """
+        return
+
     @abstractmethod
     def read(self, models: Models) -> TaskData:
         """Read and check every file, and the tokenizers.
@@ -205,13 +207,9 @@ class Task(ABC):
         """
 
     def read_on_all(self, models: Models, world: World) -> TaskData:
-        """Read the examples on every rank, as `read` does; every rank must call this method.
-
-        Data sets of the hub are downloaded by rank 0, and by one rank of each node that does not share its disk; the
-        other ranks find them there.
+        """Read the examples for every rank, as `read` does for one process; every rank must call this method.
 
         Raises:
             UserError: on every rank, if `read` raises it on one.
         """
-        run = in_turns if self.reads_hub else on_every
-        return run(lambda: self.read(models), world)
+        return on_every(lambda: self.read(models), world)

@@ -9,24 +9,35 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch.distributed as dist
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
+from llmdistill.data.columns import SplitWriter, StoredSplits
 from llmdistill.data.sampler import Share
 from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head
-from llmdistill.runtime.distributed import World
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.turns import made_once
 from llmdistill.tasks import task_class, task_key
-from llmdistill.tasks.base import ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.stored import store_task
 
 _NAMED = 3
 """The number of skipped questions that a warning names."""
+
+
+class TaskExamples(Protocol):
+    """The examples of a task with text."""
+
+    def parts(self) -> Iterable[object]:
+        """Yield all that identifies them, whose `repr` shows their content."""
+        ...
 
 
 class BenchmarkData(TaskData):
@@ -161,18 +172,52 @@ class Benchmark(Task):
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
         """Return the config that a model will have once it is fine-tuned on a task."""
 
-    @property
-    def reads_hub(self) -> bool:
-        """See Task."""
-        settings = self.config.data.task
-        return settings.dir is None or bool(settings.out_of_domain)
+    def read(self, models: Models) -> BenchmarkData:
+        """See Task. The examples are kept on disk, where the next run finds them."""
+        return self.opened(StoredSplits(self._stored(models)), models)
+
+    def read_on_all(self, models: Models, world: World) -> BenchmarkData:
+        """See Task. Rank 0 reads and tokenises the examples, and all ranks map their tokens."""
+        folder = made_once(lambda: self._stored(models), world)
+        return on_every(lambda: self.opened(StoredSplits(folder), models), world)
+
+    def _stored(self, models: Models) -> Path:
+        return store_task(self, load_tokenizer(models.tokenizer_path))
 
     @abstractmethod
-    def read_files(self) -> object:
+    def read_files(self) -> TaskExamples:
         """Read every file of the task, or its data set on the hub, without a model.
 
         Raises:
             UserError: a file is missing or malformed.
+        """
+
+    @abstractmethod
+    def paths(self) -> Sequence[Path] | None:
+        """Return the files that `read_files` reads; None if it reads a data set of the hub.
+
+        Raises:
+            UserError: a file is missing.
+        """
+
+    @abstractmethod
+    def decides(self) -> Mapping[str, Any]:
+        """Return the settings on which the examples and their tokens depend, beside the task and its files."""
+
+    @abstractmethod
+    def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
+        """Tokenise what `read_files` has read, and write it; return what `opened` needs beside it as plain JSON values.
+
+        Raises:
+            UserError: the examples cannot be tokenised.
+        """
+
+    @abstractmethod
+    def opened(self, stored: StoredSplits, models: Models) -> BenchmarkData:
+        """Return the examples that `write` has written, for a run.
+
+        Raises:
+            UserError: an example has more tokens than a model has positions.
         """
 
     @abstractmethod
@@ -245,58 +290,6 @@ def gather(mine: Sequence[tuple[int, Any]], world: World) -> list[tuple[int, Any
         shares = [None] * world.size
         dist.all_gather_object(shares, mine)
     return [pair for share in shares for pair in share]
-
-
-def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
-    """Return the class of the tasks that one model is scored on.
-
-    Raises:
-        UserError: a task does not exist, or the tasks need different heads.
-    """
-    found = {benchmark_class(task_key(name, key="data")) for name in names}
-    if len({each.head for each in found}) > 1:
-        raise UserError("data holds tasks that need different heads: evaluate them one by one")
-    return found.pop()
-
-
-def score_task(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: str,
-    *,
-    data_dir: str | None,
-    max_length: int,
-    batch_size: int,
-    predictions: Path | None = None,
-) -> dict[str, Any]:
-    """Score a fine-tuned model in evaluation mode on the dev splits of a task, in this process alone.
-
-    `task` is as the user wrote it, such as rte or SST-2; data_dir None takes the data set on the hub, and predictions
-    None keeps none. The result is that of the task's `TaskData.summary`.
-
-    Raises:
-        UserError: the task does not exist, the model has no head for it, or a file is missing or malformed.
-    """
-    key = task_key(task, key="data")
-    found = benchmark_class(key)
-    found.check_folder(data_dir, key, setting="data_dir")
-    ending = {"sequence": "ForSequenceClassification", "span": "ForQuestionAnswering", "lm_head": "ForMaskedLM"}[
-        found.head
-    ]
-    if not type(model).__name__.endswith(ending):
-        head = {"sequence": "classifier", "span": "head for spans", "lm_head": "language-model head"}[found.head]
-        raise UserError(
-            f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {found.title(key)}"
-        )
-    found.check_fine_tuned(model.config, key, named="model")
-    settings = DataConfig(kind="task", max_length=max_length, task=TaskConfig(name=key, dir=data_dir))
-    benchmark = cast(Benchmark, found(RunConfig(ds_config="", data=settings), trains=False))
-    data = benchmark.dev_data(tokenizer, model.config, batch_size)
-    world = World(rank=0, size=1, device=model.device)
-    with TemporaryDirectory() as scratch:
-        folder = Path(scratch) if predictions is None else predictions
-        scored = ScoredModel(model=model, tokenizer=tokenizer, predictions=folder, world=world, sharded=False)
-        return data.summary({name: data.score_set(name, scored) for name in data.sets})
 
 
 def skipped_questions(places: Sequence[str], because: str) -> list[str]:

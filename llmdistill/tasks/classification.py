@@ -49,7 +49,7 @@ def predict(
     return predictions
 
 
-def write_answers(path: Path, examples: Sequence[PairExample], predictions: np.ndarray) -> None:
+def write_answers(path: Path, examples: Sequence[PairExample | EncodedPair], predictions: np.ndarray) -> None:
     """Write one line per example: its number, the prediction and the target; classes are written as numbers."""
     rows = [
         f"{example.index}\t{value}\t{example.target}\n"
@@ -58,7 +58,9 @@ def write_answers(path: Path, examples: Sequence[PairExample], predictions: np.n
     write_text(path, "".join(["index\tprediction\ttarget\n", *rows]))
 
 
-def write_submission(path: Path, task: GlueTask, examples: Sequence[PairExample], predictions: np.ndarray) -> None:
+def write_submission(
+    path: Path, task: GlueTask, examples: Sequence[PairExample | EncodedPair], predictions: np.ndarray
+) -> None:
     """Write one file of a submission to the GLUE server, such as MNLI-mm.tsv; the server takes a zip of all files.
 
     Each line contains the number of the example and the prediction: the text of the label, or a score with three
@@ -126,12 +128,12 @@ def _metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float
         return float(correlation(predictions.astype(np.float64), targets.astype(np.float64)).statistic)
 
 
-def targets_of(examples: Sequence[PairExample]) -> np.ndarray:
+def targets_of(examples: Sequence[PairExample | EncodedPair]) -> np.ndarray:
     """Return the target of each example: (examples,)."""
     return np.array([example.target for example in examples])
 
 
-def chance_score(task: str, examples: Sequence[PairExample], metric: Metric) -> float:
+def chance_score(task: str, examples: Sequence[PairExample | EncodedPair], metric: Metric) -> float:
     """Return the metric of the best constant prediction."""
     named, targets = TASKS[task], targets_of(examples)
     constants = range(len(named.classes)) if named.classes else [0.0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.pairs import EncodedPair, PairExample, collate_pairs, encode_pairs
+from llmdistill.data.columns import MappedColumns, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.forward import TappedModel
@@ -33,7 +33,9 @@ from llmdistill.tasks.classification import (
     write_submission,
 )
 from llmdistill.tasks.glue_files import (
+    DEV,
     TASKS,
+    TEST,
     GlueTask,
     Metric,
     Split,
@@ -42,9 +44,10 @@ from llmdistill.tasks.glue_files import (
     column_of,
     glue_name,
     read_task,
+    task_paths,
     with_further,
 )
-from llmdistill.tasks.out_of_domain import check_further, read_further
+from llmdistill.tasks.out_of_domain import check_further, read_further, sets_of
 
 
 class Glue(Benchmark):
@@ -52,6 +55,11 @@ class Glue(Benchmark):
 
     head = "sequence"
     usual_length = 128
+
+    @property
+    def data_class(self) -> type[GlueData]:
+        """The class of the examples; a task with further columns has its own."""
+        return GlueData
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Find the task and its folder; raise UserError if there is none."""
@@ -130,33 +138,63 @@ class Glue(Benchmark):
             model.config.label2id = {label: index for index, label in enumerate(classes)}
         model.config.problem_type = "single_label_classification" if classes else "regression"
 
-    def read(self, models: Models) -> GlueData:
-        """See Task.
+    def paths(self) -> list[Path] | None:
+        """See Benchmark."""
+        folder = self.config.data.task.dir
+        further = [Path(str(given["data"])) for given in self._further().values()]
+        if folder is None or not all(path.is_file() for path in further):
+            return None
+        return [*self._own_paths(folder), *further]
 
-        Raises:
-            UserError: a file is missing or malformed, or an example has more tokens than a model has positions.
-        """
-        max_length, files = self.config.data.max_length, self.read_files()
-        tokenizer = load_tokenizer(models.tokenizer_path)
-        encoded = _encoded(files, str(models.tokenizer_path), max_length)
+    def _own_paths(self, folder: str) -> list[Path]:
+        """Return the files of the task itself."""
+        return task_paths(self.name, folder)
+
+    def _further(self) -> dict[str, dict[str, Any]]:
+        """Return the settings of the further sets of the task."""
+        return sets_of(self.config.data.task.out_of_domain, self.name) if self.task.classes else {}
+
+    def decides(self) -> dict[str, Any]:
+        """See Benchmark."""
+        settings = self.config.data
+        return {"limit": settings.task.limit, "max_length": settings.max_length, "further": self._further()}
+
+    def write(self, files: TaskFiles, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
+        """See Benchmark."""
+        splits: dict[Any, Sequence[PairExample]] = {"train": files.train, **_scored(files), **files.test}
+        for split, examples in splits.items():
+            pieces = (encode_pairs(piece, tokenizer, self.config.data.max_length) for piece in in_pieces(examples))
+            writer.add(split, pieces, PAIRS)
+        return {"digest": files.digest, "labels": _labels(files)}
+
+    def opened(self, stored: StoredSplits, models: Models) -> GlueData:
+        """See Benchmark."""
+        encoded = {split: stored.items(split, PAIRS) for split in stored.meta["splits"]}
         for config in (models.student, models.teacher):
-            tests = (encode_pairs(examples, tokenizer, max_length) for examples in files.test.values())
-            items = chain.from_iterable(chain(encoded.values(), tests))
-            check_positions(config, files.name, map(len, items), max_length)
-        return self.make_data(
-            files=files,
-            tokenizer=tokenizer,
-            metric=self.metric,
-            max_length=max_length,
-            encoded=encoded,
-            batch_size=self.config.train.micro_batch_size or self.config.train.global_batch_size,
+            lengths = (items.longest for items in encoded.values())
+            check_positions(config, self.name, lengths, self.config.data.max_length)
+        train = self.config.train
+        return self._data(
+            load_tokenizer(models.tokenizer_path),
+            encoded,
+            digest=stored.meta["digest"],
+            labels=stored.meta["labels"],
+            batch_size=train.micro_batch_size or train.global_batch_size,
             teacher_name=str(self.config.teacher.model),
-            report=f"{len(files.train):,} examples",
+            report=f"{len(encoded['train']):,} examples",
         )
 
-    def make_data(self, **values: Any) -> GlueData:
-        """Return the examples with the fields of GlueData; a task with further columns has a class of its own."""
-        return GlueData(**values)
+    def _data(
+        self, tokenizer: PreTrainedTokenizerBase, encoded: Mapping[str, Sequence[EncodedPair]], **values: Any
+    ) -> GlueData:
+        return self.data_class(
+            name=self.name,
+            tokenizer=tokenizer,
+            metric=self.metric,
+            max_length=self.config.data.max_length,
+            encoded=encoded,
+            **values,
+        )
 
     def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> GlueData:
         """See Benchmark."""
@@ -165,38 +203,40 @@ class Glue(Benchmark):
             split: encode_pairs(examples, tokenizer, max_length) for split, examples in _scored(files).items()
         }
         check_positions(config, files.name, map(len, chain.from_iterable(encoded.values())), max_length)
-        return self.make_data(
-            files=files,
-            tokenizer=tokenizer,
-            metric=self.metric,
-            max_length=max_length,
-            encoded=encoded,
-            batch_size=batch_size,
-            teacher_name="",
-            report="",
-        )
+        about = {"digest": files.digest, "labels": _labels(files)}
+        return self._data(tokenizer, encoded, **about, batch_size=batch_size, teacher_name="", report="")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlueData(BenchmarkData):
     """The examples of one task of GLUE."""
 
-    files: TaskFiles
+    name: str
+    """The name of the task in glue_files.TASKS."""
+    digest: str
+    """A digest of the examples; see TaskFiles."""
+    labels: Mapping[str, Sequence[int]]
+    """For each further set the label that each class of the task stands for."""
     tokenizer: PreTrainedTokenizerBase
     metric: Metric
     """The metric by which settings are chosen."""
     max_length: int
     encoded: Mapping[str, Sequence[EncodedPair]]
-    """The train and dev splits, encoded by the student's tokenizer."""
+    """All splits and further sets, encoded by the student's tokenizer; without train and test if they only score."""
     batch_size: int
     """The number of sequences per rank in a forward pass of scoring."""
     teacher_name: str
     report: str
 
     @property
+    def task(self) -> GlueTask:
+        """The properties of the task in GLUE."""
+        return TASKS[self.name]
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """See BenchmarkData: all metrics of GLUE."""
-        return (self.metric, *(each for each in self.files.task.metrics if each != self.metric))
+        return (self.metric, *(each for each in self.task.metrics if each != self.metric))
 
     @property
     def main_column(self) -> str:
@@ -205,42 +245,48 @@ class GlueData(BenchmarkData):
 
     def column(self, name: str) -> str:
         """Return the column of one of `sets` in tables."""
-        return name if name in self.files.further else column_of(self.files.name, cast(Split, name))
+        return name if name in self.labels else column_of(self.name, cast(Split, name))
 
     @property
     def chance(self) -> float:
         """See BenchmarkData."""
-        return chance_score(self.files.name, self.files.dev["dev"], self.metric)
+        return chance_score(self.name, self.encoded["dev"], self.metric)
 
     @property
     def sizes(self) -> dict[str, int]:
         """See BenchmarkData."""
-        return {"train": len(self.files.train), **{name: len(rows) for name, rows in _scored(self.files).items()}}
+        return {name: len(self.encoded[name]) for name in ("train", *self._scored())}
+
+    def _scored(self) -> list[str]:
+        """Return the names of the dev splits and of the further sets."""
+        return [name for name in self.encoded if name in DEV or name in self.labels]
 
     @property
     def submissions(self) -> dict[str, str]:
         """See BenchmarkData: the files for the GLUE server."""
-        return {split: f"{column_of(self.files.name, split)}.tsv" for split in self.files.test}
+        return {split: f"{column_of(self.name, split)}.tsv" for split in TEST if split in self.encoded}
 
     def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
         """See BenchmarkData."""
-        examples = self.files.test[split]  # type: ignore[index]
-        answers = self._answers(scored, encode_pairs(examples, self.tokenizer, self.max_length))
+        items = self.encoded[split]
+        answers = self._answers(scored, items)
         if scored.world.is_main:
-            write_submission(path, self.files.task, examples, answers)
+            write_submission(path, self.task, items, answers)
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
         """See TaskData: the dev splits, and the further sets."""
-        asked = {"examples": self.files.digest, "max_length": self.max_length}
-        return {name: asked for name in _scored(self.files)}
+        asked = {"examples": self.digest, "max_length": self.max_length}
+        return dict.fromkeys(self._scored(), asked)
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         """See TaskData. The steps of each epoch are rounded up, as in the papers."""
-        return epochs * -(-len(self.files.train) // global_batch_size)
+        return epochs * -(-len(self.encoded["train"]) // global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[EncodedPair]:
-        return TrainLoader(self.encoded["train"], share, self._collate)
+        train = self.encoded["train"]
+        length = train.length if isinstance(train, MappedColumns) else None
+        return TrainLoader(train, share, self._collate, length=length)
 
     def _collate(self, items: Sequence[EncodedPair]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id
@@ -248,24 +294,22 @@ class GlueData(BenchmarkData):
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the task's metrics on a dev split, the accuracy of the labels on a further set."""
-        examples, further = _scored(self.files)[name], self.files.further.get(name)
-        answers = self._answers(scored, self.encoded[name])
-        if further is not None:
-            answers = np.array(further.labels)[answers]
+        items, labels = self.encoded[name], self.labels.get(name)
+        answers = self._answers(scored, items)
+        if labels is not None:
+            answers = np.array(labels)[answers]
         if scored.world.is_main:
-            write_answers(scored.predictions / f"{name}.tsv", examples, answers)
-        targets = targets_of(examples)
-        if further is not None:
-            return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(examples)}
-        return {"metrics": task_metrics(self.files.name, answers, targets), "examples": len(examples)}
+            write_answers(scored.predictions / f"{name}.tsv", items, answers)
+        targets = targets_of(items)
+        if labels is not None:
+            return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(items)}
+        return {"metrics": task_metrics(self.name, answers, targets), "examples": len(items)}
 
     def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
         """Return the model's class or score of each item; every rank must call this method."""
         tapped = TappedModel(scored.model, Recorder(scored.model, {}))
         try:
-            return predict(
-                tapped, items, self._collate, self.files.task, batch_size=self.batch_size, world=scored.world
-            )
+            return predict(tapped, items, self._collate, self.task, batch_size=self.batch_size, world=scored.world)
         finally:
             tapped.remove()
 
@@ -276,7 +320,7 @@ class GlueData(BenchmarkData):
             ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric that chooses settings, "chance": that of the best
             constant answer}``.
         """
-        dev = {self.column(split): scores[split]["metrics"] for split in _scored(self.files)}
+        dev = {self.column(split): scores[split]["metrics"] for split in self._scored()}
         return {"dev": dev, "score": dev[self.column("dev")][self.metrics[0]], "chance": self.chance}
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
@@ -284,16 +328,16 @@ class GlueData(BenchmarkData):
         if teacher is None or teacher["score"] > teacher["chance"]:
             return []
         return [
-            f"the teacher {self.teacher_name} scores at chance on {self.files.name}: {self.metric} "
+            f"the teacher {self.teacher_name} scores at chance on {self.name}: {self.metric} "
             f"{teacher['score']:.1f} on dev, where one answer to everything gets {teacher['chance']:.1f}. Nothing can "
             "be learnt from it: fine-tune it first, or check that its classes are in GLUE's order"
         ]
 
     def legend(self) -> str:
         """See BenchmarkData."""
-        text = f"GLUE's metrics on dev, x 100; {len(self.files.train):,} training examples."
-        if self.files.further:
-            text += f" Accuracy on {', '.join(self.files.further)}, for which nothing was fine-tuned or chosen."
+        text = f"GLUE's metrics on dev, x 100; {self.sizes['train']:,} training examples."
+        if self.labels:
+            text += f" Accuracy on {', '.join(self.labels)}, for which nothing was fine-tuned or chosen."
         return text
 
 
@@ -311,8 +355,5 @@ def _scored(files: TaskFiles) -> dict[str, list[PairExample]]:
     return found | {name: each.examples for name, each in files.further.items()}
 
 
-@lru_cache(maxsize=2)  # the trials of a study in one process use the same examples
-def _encoded(files: TaskFiles, tokenizer: str, max_length: int) -> Mapping[str, Sequence[EncodedPair]]:
-    loaded = load_tokenizer(tokenizer)
-    splits: list[tuple[str, Sequence[PairExample]]] = [("train", files.train), *_scored(files).items()]
-    return {split: encode_pairs(examples, loaded, max_length) for split, examples in splits}
+def _labels(files: TaskFiles) -> dict[str, Sequence[int]]:
+    return {name: each.labels for name, each in files.further.items()}

@@ -21,8 +21,9 @@ Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 Split = Literal["train", "dev", "dev_mismatched", "test", "test_mismatched"]
 """Only MNLI has mismatched splits; its dev and test are the matched splits."""
 
-_DEV: tuple[Split, ...] = ("dev", "dev_mismatched")
-_TEST: tuple[Split, ...] = ("test", "test_mismatched")
+DEV: tuple[Split, ...] = ("dev", "dev_mismatched")
+TEST: tuple[Split, ...] = ("test", "test_mismatched")
+"""Of these splits, and of those of DEV, most tasks have only the first."""
 
 HUB_NAME = "nyu-mll/glue"
 
@@ -98,6 +99,12 @@ class TaskFiles:
         """The properties of the task in GLUE."""
         return TASKS[self.name]
 
+    def parts(self) -> Iterator[object]:
+        """See `benchmark.TaskExamples`."""
+        yield from chain(self.train, *self.dev.values(), *self.test.values())
+        for name, each in self.further.items():
+            yield from (name, each.labels, *each.examples)
+
 
 def glue_name(task: str) -> str:
     """Return the name in TASKS of a task in `tasks.TASKS`, such as SST-2 for sst2."""
@@ -134,9 +141,9 @@ def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
     """
     splits = 2 if TASKS[name].has_mismatched else 1
     train = read_split(name, "train", data_dir)[:limit]
-    dev = {split: read_split(name, split, data_dir) for split in _DEV[:splits]}
+    dev = {split: read_split(name, split, data_dir) for split in DEV[:splits]}
     has_test = data_dir is None or _has_test(Path(data_dir) / name)
-    test = {split: read_split(name, split, data_dir) for split in _TEST[:splits]} if has_test else {}
+    test = {split: read_split(name, split, data_dir) for split in TEST[:splits]} if has_test else {}
     return TaskFiles(name=name, train=train, dev=dev, test=test, digest=examples_digest([train, *dev.values()]))
 
 
@@ -154,6 +161,11 @@ def examples_digest(sets: Iterable[Sequence[PairExample]]) -> str:
     for example in chain.from_iterable(sets):
         digest.update(repr((example.sentence1, example.sentence2, example.target)).encode())
     return digest.hexdigest()[:16]
+
+
+def task_paths(name: str, data_dir: str) -> list[Path]:
+    """Return the files of a task's folder, of which `read_task` reads some."""
+    return sorted(path for path in (Path(data_dir) / name).iterdir() if path.suffix in (".tsv", ".txt"))
 
 
 def _has_test(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from llmdistill.data.example_store import MappedExamples, StoredExamples, open_e
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
-from llmdistill.data.sources import read_examples
+from llmdistill.data.sources import check_first_row, read_examples
 from llmdistill.data.stream import StreamLoader, check_stream
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -71,6 +71,13 @@ class Instructions(Task):
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: the tokens of the answers."""
         return TOKENS
+
+    def check_files(self) -> None:
+        """See Task."""
+        data = self.config.data
+        for reference in (data.train if self.trains else None, data.valid, *data.tests.values()):
+            if reference is not None:
+                check_first_row(locate(reference))
 
     def read(self, models: Models) -> InstructionData:
         """See Task. The examples are only read when they are prepared."""

@@ -51,7 +51,7 @@ def read_further(
     Raises:
         UserError: a setting is missing or unknown, a map leaves out a class, or the data are missing or malformed.
     """
-    return {name: _read(name, given, classes, num_sentences) for name, given in _of_task(asked, task).items()}
+    return {name: _read(name, given, classes, num_sentences) for name, given in sets_of(asked, task).items()}
 
 
 def check_further(
@@ -64,13 +64,13 @@ def check_further(
     Raises:
         UserError: a setting is missing or unknown, a map leaves out a class, or a file does not exist.
     """
-    for name, given in _of_task(asked, task).items():
+    for name, given in sets_of(asked, task).items():
         _labels(name, given, classes, num_sentences)
         table_rows(str(given["data"]))
 
 
-def _of_task(asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of the sets that belong to a task."""
+def sets_of(asked: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of the sets that belong to a task, with what is known of them."""
     return {name: given for name, given in _whole(asked).items() if _plain(given["task"]) == _plain(task)}
 
 

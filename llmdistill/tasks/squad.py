@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -13,8 +13,17 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
 from llmdistill.batch import Batch
+from llmdistill.data.columns import MappedColumns, SplitWriter, StoredSplits
 from llmdistill.data.sampler import Share, TrainLoader
-from llmdistill.data.windows import EncodedWindow, WindowLimits, collate_windows, encode_windows
+from llmdistill.data.windows import (
+    WINDOWS,
+    EncodedWindow,
+    QuestionExample,
+    WindowLimits,
+    collate_windows,
+    encode_in_pieces,
+    encode_windows,
+)
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.models.families import family_of
@@ -25,7 +34,17 @@ from llmdistill.objective import Objective
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions, skipped_questions
 from llmdistill.tasks.spans import Spans, predict_spans
-from llmdistill.tasks.squad_files import TASKS, QuestionSet, SquadFiles, check_files, read_files, read_sets
+from llmdistill.tasks.squad_files import (
+    TASKS,
+    QuestionSet,
+    SquadFiles,
+    check_files,
+    from_json,
+    read_files,
+    read_sets,
+    task_paths,
+    to_json,
+)
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 
 
@@ -87,37 +106,68 @@ class Squad(Benchmark):
         """See Task: the outputs are no classes, whatever the model was fine-tuned on before."""
         model.config.problem_type = None
 
-    def read(self, models: Models) -> SquadData:
-        """See Task.
-
-        Raises:
-            UserError: a file is missing or malformed, or a window has more tokens than a model has positions.
-        """
-        files, limits = self.read_files(), self._limits()
-        tokenizer = load_tokenizer(models.tokenizer_path)
-        train = _encoded(files, str(models.tokenizer_path), limits)
-        sets = {name: _Encoded.of(each, tokenizer, limits) for name, each in files.sets.items()}
-        windows = [train, *(each.windows for each in sets.values())]
-        for config in (models.student, models.teacher):
-            check_positions(config, files.task.title, map(len, chain.from_iterable(windows)), limits.max_length)
-        data = self._data(tokenizer, sets, self.config.train.micro_batch_size or self.config.train.global_batch_size)
-        return replace(
-            data,
-            train=train,
-            files=files,
-            teacher_name=str(self.config.teacher.model),
-            report=f"{len(files.train):,} questions in {len(train):,} windows",
-        )
-
     def read_files(self) -> SquadFiles:
         """See Benchmark."""
         return read_files(self.key, self.config.data.task)
+
+    def paths(self) -> list[Path] | None:
+        """See Benchmark."""
+        return task_paths(self.key, self.config.data.task)
+
+    def decides(self) -> dict[str, Any]:
+        """See Benchmark."""
+        task = self.config.data.task
+        asked = {"limit": task.limit, "languages": task.languages, "crossed": task.crossed}
+        return {**asked, **asdict(self._limits())}
+
+    def write(self, files: SquadFiles, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
+        """See Benchmark. The questions of the sets that models are scored on are kept too."""
+        limits = self._limits()
+        writer.add("train", encode_in_pieces(files.train, tokenizer, limits, learnt=True), WINDOWS)
+        for name, each in files.sets.items():
+            writer.add(name, encode_in_pieces(each.questions, tokenizer, limits, learnt=False), WINDOWS)
+            writer.add_text(name, to_json(each.questions))
+        return {
+            "questions": len(files.train),
+            "skipped": files.skipped,
+            "digest": files.digest,
+            "sets": {name: _about(each) for name, each in files.sets.items()},
+        }
+
+    def opened(self, stored: StoredSplits, models: Models) -> SquadData:
+        """See Benchmark."""
+        meta, train = stored.meta, stored.items("train", WINDOWS)
+        windows = {name: stored.items(name, WINDOWS) for name in meta["sets"]}
+        for config in (models.student, models.teacher):
+            lengths = (each.longest for each in (train, *windows.values()))
+            check_positions(config, TASKS[self.key].title, lengths, self.config.data.max_length)
+        sets = {
+            name: _Encoded(**about, windows=windows[name], read=partial(_questions, stored, name))
+            for name, about in meta["sets"].items()
+        }
+        batch_size = self.config.train.micro_batch_size or self.config.train.global_batch_size
+        return replace(
+            self._data(load_tokenizer(models.tokenizer_path), sets, batch_size),
+            train=train,
+            num_questions=meta["questions"],
+            skipped=meta["skipped"],
+            digest=meta["digest"],
+            teacher_name=str(self.config.teacher.model),
+            report=f"{meta['questions']:,} questions in {len(train):,} windows",
+        )
 
     def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> SquadData:
         """See Benchmark."""
         limits = self._limits()
         found = read_sets(self.key, self.config.data.task)
-        sets = {name: _Encoded.of(each, tokenizer, limits) for name, each in found.items()}
+        sets = {
+            name: _Encoded(
+                **_about(each),
+                windows=encode_windows(each.questions, tokenizer, limits, learnt=False),
+                read=partial(list, each.questions),
+            )
+            for name, each in found.items()
+        }
         lengths = (len(window) for each in sets.values() for window in each.windows)
         check_positions(config, TASKS[self.key].title, lengths, limits.max_length)
         return self._data(tokenizer, sets, batch_size)
@@ -142,18 +192,29 @@ class Squad(Benchmark):
 class _Encoded:
     """A set that models are scored on, with its windows."""
 
-    set: QuestionSet
-    windows: list[EncodedWindow]
+    column: str
+    """See QuestionSet."""
+    language: str | None
+    """See QuestionSet."""
+    is_averaged: bool
+    """See QuestionSet."""
+    size: int
+    """The number of questions."""
+    unanswerable: int
+    """The number of questions without an answer."""
+    windows: Sequence[EncodedWindow]
+    read: Callable[[], list[QuestionExample]]
+    """Returns the questions, which are read only to score a model."""
 
-    @classmethod
-    def of(cls, found: QuestionSet, tokenizer: PreTrainedTokenizerBase, limits: WindowLimits) -> _Encoded:
-        """Encode a set."""
-        return cls(set=found, windows=encode_windows(found.questions, tokenizer, limits, learnt=False))
 
-    @property
-    def references(self) -> dict[str, list[str]]:
-        """The right answers by the id of the question."""
-        return {question.id: [answer.text for answer in question.answers] for question in self.set.questions}
+def _about(found: QuestionSet) -> dict[str, Any]:
+    """Return what _Encoded has of a set beside its questions and windows."""
+    about = {key: getattr(found, key) for key in ("column", "language", "is_averaged")}
+    return {**about, "size": len(found.questions), "unanswerable": sum(not each.answers for each in found.questions)}
+
+
+def _questions(stored: StoredSplits, name: str) -> list[QuestionExample]:
+    return from_json(stored.text(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +229,14 @@ class SquadData(BenchmarkData):
     """The sets that models are scored on."""
     batch_size: int
     """The number of windows per rank in a forward pass of scoring."""
-    files: SquadFiles | None = None
-    """The files; None if the data only score."""
     train: Sequence[EncodedWindow] = ()
+    """The windows of the training set; none if the data only score."""
+    num_questions: int = 0
+    """The number of training questions, without the skipped ones."""
+    skipped: Sequence[str] = ()
+    """See SquadFiles."""
+    digest: str | None = None
+    """See SquadFiles; None if the data only score."""
     teacher_name: str = ""
     report: str
 
@@ -192,19 +258,19 @@ class SquadData(BenchmarkData):
     @property
     def chance(self) -> float:
         """See BenchmarkData: the share of questions without an answer, which never answering gets right."""
-        return 100 * fmean(not question.answers for question in self.encoded["dev"].set.questions)
+        dev = self.encoded["dev"]
+        return 100 * (dev.unanswerable / dev.size)
 
     @property
     def sizes(self) -> dict[str, int]:
         """See BenchmarkData: questions."""
-        sets = {name: len(each.set.questions) for name, each in self.encoded.items()}
-        return {"train": 0 if self.files is None else len(self.files.train), **sets}
+        return {"train": self.num_questions, **{name: each.size for name, each in self.encoded.items()}}
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
         """See TaskData: dev, and for MLQA the test set of each language or pair of languages."""
         asked = {
-            "examples": None if self.files is None else self.files.digest,
+            "examples": self.digest,
             "max_length": self.limits.max_length,
             "stride": self.limits.stride,
             "max_question_length": self.limits.max_question_length,
@@ -217,7 +283,8 @@ class SquadData(BenchmarkData):
         return epochs * -(-len(self.train) // global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[EncodedWindow]:
-        return TrainLoader(self.train, share, self._collate)
+        length = self.train.length if isinstance(self.train, MappedColumns) else None
+        return TrainLoader(self.train, share, self._collate, length=length)
 
     def _collate(self, items: Sequence[EncodedWindow]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id
@@ -230,13 +297,14 @@ class SquadData(BenchmarkData):
         are above 0; null_odds.json has the null odds, and spans.json the answers as if every question had one.
         """
         encoded = self.encoded[name]
+        questions = encoded.read()
         tapped = TappedModel(scored.model, Recorder(scored.model, {}))
         try:
             spans = predict_spans(
                 tapped,
                 encoded.windows,
                 self._collate,
-                encoded.set.questions,
+                questions,
                 max_answer_length=self.max_answer_length,
                 batch_size=self.batch_size,
                 world=scored.world,
@@ -245,12 +313,13 @@ class SquadData(BenchmarkData):
             tapped.remove()
         if scored.world.is_main:
             self._write(scored, name, spans)
+        references = {question.id: [answer.text for answer in question.answers] for question in questions}
         scores: dict[str, Any]
         if TASKS[self.key].has_unanswerable:
-            scores = squad2_scores(spans.texts, spans.null_odds, encoded.references).to_dict()
+            scores = squad2_scores(spans.texts, spans.null_odds, references).to_dict()
         else:
-            scores = squad1_scores(spans.texts, encoded.references, language=encoded.set.language)
-        return {"metrics": scores, "examples": len(encoded.set.questions)}
+            scores = squad1_scores(spans.texts, references, language=encoded.language)
+        return {"metrics": scores, "examples": len(questions)}
 
     def _write(self, scored: ScoredModel, name: str, spans: Spans) -> None:
         folder = scored.predictions / name
@@ -270,11 +339,11 @@ class SquadData(BenchmarkData):
             best F1, and ``"official"``, all scores of the official script. MLQA's columns are its dev set, each test
             set, and ``MLQA``, the mean over the languages.
         """
-        columns = {each.set.column: self._metrics(scores[name]["metrics"]) for name, each in self.encoded.items()}
+        columns = {each.column: self._metrics(scores[name]["metrics"]) for name, each in self.encoded.items()}
         if TASKS[self.key].is_multilingual:
-            same = [columns[each.set.column] for each in self.encoded.values() if each.set.is_averaged]
+            same = [columns[each.column] for each in self.encoded.values() if each.is_averaged]
             columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.metrics}
-        dev = self.encoded["dev"].set.column
+        dev = self.encoded["dev"].column
         summary = {"dev": columns, "score": columns[dev][self.metrics[0]], "chance": self.chance}
         if TASKS[self.key].has_unanswerable:
             official = dict(scores["dev"]["metrics"])
@@ -290,8 +359,7 @@ class SquadData(BenchmarkData):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: skipped questions, and a teacher that is not better than never answering."""
-        skipped = [] if self.files is None else self.files.skipped
-        found = skipped_questions(skipped, "their answer is not in the context where answer_start says")
+        found = skipped_questions(self.skipped, "their answer is not in the context where answer_start says")
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             found.append(
                 f"the teacher {self.teacher_name} is not better than never answering on {TASKS[self.key].title}: "
@@ -307,8 +375,3 @@ class SquadData(BenchmarkData):
         if TASKS[self.key].has_unanswerable:
             text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
         return text
-
-
-@lru_cache(maxsize=2)  # the trials of a study in one process use the same questions
-def _encoded(files: SquadFiles, tokenizer: str, limits: WindowLimits) -> list[EncodedWindow]:
-    return encode_windows(files.train, load_tokenizer(tokenizer), limits, learnt=True)

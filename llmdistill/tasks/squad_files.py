@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,31 @@ class SquadFiles:
         """The properties of the task."""
         return TASKS[self.key]
 
+    def parts(self) -> Iterator[object]:
+        """See `benchmark.TaskExamples`."""
+        yield from chain(self.train, self.skipped)
+        for name, each in self.sets.items():
+            yield from (name, *each.questions)
+
+
+def to_json(questions: Sequence[QuestionExample]) -> dict[str, Any]:
+    """Return questions as plain JSON values, each context once."""
+    contexts = {context: number for number, context in enumerate(dict.fromkeys(each.context for each in questions))}
+    rows = [
+        [each.id, each.question, contexts[each.context], [[answer.text, answer.start] for answer in each.answers]]
+        for each in questions
+    ]
+    return {"contexts": list(contexts), "questions": rows}
+
+
+def from_json(value: Mapping[str, Any]) -> list[QuestionExample]:
+    """Return the questions of a value of `to_json`."""
+    contexts = value["contexts"]
+    return [
+        QuestionExample(key, question, contexts[context], tuple(Answer(*answer) for answer in answers))
+        for key, question, context, answers in value["questions"]
+    ]
+
 
 def check_files(folder: str | None, key: str, *, setting: str) -> None:
     """Check that a folder has the files of a task.
@@ -128,6 +154,20 @@ def read_files(key: str, settings: TaskConfig) -> SquadFiles:
     for question in (question for part in (train, *(each.questions for each in sets.values())) for question in part):
         digest.update(repr(question).encode())
     return SquadFiles(key=key, train=train, skipped=skipped, sets=sets, digest=digest.hexdigest()[:16])
+
+
+def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
+    """Return the files of a task; None for the data set on the hub.
+
+    Raises:
+        UserError: a file is missing, or a language has no data.
+    """
+    folder = settings.dir
+    if folder is None:
+        return None
+    pairs = _pairs(settings) if TASKS[key].is_multilingual else []
+    tests = [_mlqa_folder(folder, "test") / each.file("test") for each in pairs]
+    return [_train_file(folder, key), _dev_file(folder, key), *tests]
 
 
 def read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.config import DataConfig
-from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, tokenise
+from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files, tokenise
 from llmdistill.data.mixture import MixedSequences
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, write_rows
@@ -57,6 +57,13 @@ class Text(Task):
         if settings.pairs and family_of(teacher).causal:
             raise UserError(f"data.text.pairs is true, but {teacher.model_type} is a decoder: leave it out")
         return Objective(tokens=True, sequences="classes" if wanted else None)
+
+    def check_files(self) -> None:
+        """See Task."""
+        data = self.config.data
+        for reference in (*(_parts(data).values() if self.trains else ()), data.valid):
+            if reference is not None:
+                text_files(locate(reference))
 
     def read(self, models: Models) -> TextData:
         """See Task. The texts are only read when they are tokenised.

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from llmdistill.config import RunConfig, WritingConfig
+from llmdistill.data.columns import SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.sampler import SequenceLoader, Share
-from llmdistill.data.targets import EncodedTarget, EncodedTargets, Marks, MaskedTargets, TargetExample, encode_targets
+from llmdistill.data.targets import (
+    TARGETS,
+    EncodedTarget,
+    EncodedTargets,
+    Marks,
+    MaskedTargets,
+    TargetExample,
+    encode_targets,
+)
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.generation.beams import BeamSearch, goes_on, write_targets
@@ -24,7 +34,7 @@ from llmdistill.objective import Objective
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
 from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
-from llmdistill.tasks.writing_files import TASKS, TextSet, WritingFiles, check_folder, read_files, read_sets
+from llmdistill.tasks.writing_files import TASKS, TextSet, WritingFiles, check_folder, read_files, read_sets, task_paths
 
 _DECODING = ("max_length", "min_length", "beams", "length_penalty", "no_repeat_ngram_size")
 """The settings of writing on which a score depends."""
@@ -108,47 +118,90 @@ class Writing(Benchmark):
         """See Task: the masked tokens of the targets."""
         return Objective(label_smoothing=self.config.data.task.writing.label_smoothing)
 
-    def read(self, models: Models) -> WritingData:
-        """See Task.
-
-        Raises:
-            UserError: a file is missing or malformed, or the tokenizer is not an encoder's.
-        """
-        files = self.read_files()
-        tokenizer = load_tokenizer(models.tokenizer_path)
-        settings = self.config.data.task.writing
-        train = _encoded(files, str(models.tokenizer_path), self._max_source, settings.max_length)
-        return replace(
-            self._data(tokenizer, files.sets, self.config.scoring.batch_size),
-            files=files,
-            train=train.items,
-            report=f"{len(files.train):,} examples; {train.cut_sources:,} sources are cut at {self._max_source} "
-            f"tokens, {train.cut_targets:,} targets at {settings.max_length}",
-        )
-
     def read_files(self) -> WritingFiles:
         """See Benchmark."""
         return read_files(self.key, self.config.data.task)
 
+    def paths(self) -> list[Path] | None:
+        """See Benchmark."""
+        return task_paths(self.key, self.config.data.task)
+
+    def decides(self) -> dict[str, Any]:
+        """See Benchmark."""
+        task = self.config.data.task
+        return {"limit": task.limit, "max_source": self._max_source, "max_target": task.writing.max_length}
+
+    def write(self, files: WritingFiles, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
+        """See Benchmark. The texts of the sets that models are scored on are kept too."""
+        cut_sources = cut_targets = 0
+
+        def pieces(examples: Sequence[TargetExample]) -> Iterator[list[EncodedTarget]]:
+            nonlocal cut_sources, cut_targets
+            for piece in in_pieces(examples):
+                found = self._encode(piece, tokenizer)
+                cut_sources, cut_targets = cut_sources + found.cut_sources, cut_targets + found.cut_targets
+                yield found.items
+
+        writer.add("train", pieces(files.train), TARGETS)
+        cuts = {"cut_sources": cut_sources, "cut_targets": cut_targets}
+        for name, each in files.sets.items():
+            writer.add(name, pieces(each.examples), TARGETS)
+            writer.add_text(name, each.to_json())
+        return {**cuts, "skipped": files.skipped, "digest": files.digest, "sets": list(files.sets)}
+
+    def _encode(self, examples: Sequence[TargetExample], tokenizer: PreTrainedTokenizerBase) -> EncodedTargets:
+        limit = self.config.data.task.writing.max_length
+        return encode_targets(examples, tokenizer, max_source=self._max_source, max_target=limit)
+
+    def opened(self, stored: StoredSplits, models: Models) -> WritingData:
+        """See Benchmark."""
+        meta, train, config = stored.meta, stored.items("train", TARGETS), self.config
+        sets = {
+            name: _Scored(items=stored.items(name, TARGETS), read=partial(_texts, stored, name))
+            for name in meta["sets"]
+        }
+        return replace(
+            self._data(load_tokenizer(models.tokenizer_path), sets, config.scoring.batch_size),
+            digest=meta["digest"],
+            skipped=meta["skipped"],
+            train=train,
+            report=f"{len(train):,} examples; {meta['cut_sources']:,} sources are cut at {self._max_source} "
+            f"tokens, {meta['cut_targets']:,} targets at {config.data.task.writing.max_length}",
+        )
+
     def dev_data(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, batch_size: int) -> WritingData:
         """See Benchmark."""
         self.check_model("model", "in memory", config)
-        return self._data(tokenizer, read_sets(self.key, self.config.data.task), batch_size)
+        sets = {
+            name: _Scored(items=self._encode(each.examples, tokenizer).items, read=partial(TextSet.first, each, None))
+            for name, each in read_sets(self.key, self.config.data.task).items()
+        }
+        return self._data(tokenizer, sets, batch_size)
 
-    def _data(self, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, TextSet], batch_size: int) -> WritingData:
-        limit = self.config.scoring.limit
+    def _data(self, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, _Scored], batch_size: int) -> WritingData:
         return WritingData(
             key=self.key,
             tokenizer=tokenizer,
             settings=self.config.data.task.writing,
             max_source=self._max_source,
-            scored={
-                name: TextSet(examples=each.examples[:limit], references=each.references[:limit])
-                for name, each in sets.items()
-            },
+            scored=sets,
+            limit=self.config.scoring.limit,
             batch_size=batch_size,
             report="",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """A set that models are scored on."""
+
+    items: Sequence[EncodedTarget]
+    read: Callable[[], TextSet]
+    """Returns the texts, which are read only to score a model."""
+
+
+def _texts(stored: StoredSplits, name: str) -> TextSet:
+    return TextSet.from_json(stored.text(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +216,16 @@ class WritingData(BenchmarkData):
     settings: WritingConfig
     max_source: int
     """The largest number of tokens of a source."""
-    scored: Mapping[str, TextSet]
+    scored: Mapping[str, _Scored]
     """The sets that models are scored on."""
+    limit: int | None
+    """The number of examples of each set that are scored; None for all."""
     batch_size: int
     """The number of sources that a rank writes for at once."""
-    files: WritingFiles | None = None
-    """The files; None if the data only score."""
+    digest: str | None = None
+    """See WritingFiles; None if the data only score."""
+    skipped: Sequence[str] = ()
+    """See WritingFiles."""
     train: Sequence[EncodedTarget] = ()
     report: str
 
@@ -199,17 +256,21 @@ class WritingData(BenchmarkData):
     @property
     def sizes(self) -> dict[str, int]:
         """See BenchmarkData: sources, which may have several references."""
-        return {"train": len(self.train), **{name: len(each.examples) for name, each in self.scored.items()}}
+        return {"train": len(self.train), **self._num_scored()}
+
+    def _num_scored(self) -> dict[str, int]:
+        """Return the number of examples of each set that are scored."""
+        return {name: len(range(len(each.items))[: self.limit]) for name, each in self.scored.items()}
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
         """See TaskData: dev, and test if there is one."""
         asked = {
-            "examples": None if self.files is None else self.files.digest,
+            "examples": self.digest,
             "max_source": self.max_source,
             **{name: value for name, value in asdict(self.settings).items() if name in _DECODING},
         }
-        return {name: {**asked, "sources": len(each.examples)} for name, each in self.scored.items()}
+        return {name: {**asked, "sources": count} for name, count in self._num_scored().items()}
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         """See TaskData. The last step may hold examples of a further epoch."""
@@ -220,10 +281,10 @@ class WritingData(BenchmarkData):
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: the metrics; NAME.jsonl has source, answer, references and prediction of each example."""
-        found = self.scored[name]
+        found = self.scored[name].read().first(self.limit)
         rows = write_targets(
             scored.model,
-            [item.source_ids for item in self._encode(found.examples).items],
+            [item.source_ids for item in self.scored[name].items[: self.limit]],
             BeamSearch(**{key: getattr(self.settings, key) for key in _DECODING}),
             marks=Marks.of(self.tokenizer),
             # A text ends with the separator; no other special token is ever a label.
@@ -243,9 +304,6 @@ class WritingData(BenchmarkData):
         metrics = text_metrics(TASKS[self.key].metrics, texts, found.references)
         return {"metrics": dict(metrics), "examples": len(found.examples)}
 
-    def _encode(self, examples: Sequence[TargetExample]) -> EncodedTargets:
-        return encode_targets(examples, self.tokenizer, max_source=self.max_source, max_target=self.settings.max_length)
-
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData.
 
@@ -262,8 +320,7 @@ class WritingData(BenchmarkData):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
-        skipped = [] if self.files is None else self.files.skipped
-        found = skipped_questions(skipped, "their answer is not in their context")
+        found = skipped_questions(self.skipped, "their answer is not in their context")
         if "meteor" in self.metrics and not has_synonyms():
             found.append(
                 "METEOR matches equal words and stems only, because nltk finds no WordNet on this machine: such scores "
@@ -294,8 +351,3 @@ def _legend(metrics: Iterable[str]) -> str:
     }
     rouge = "ROUGE is rouge-score's F1 with stemming, each text as one sentence."
     return " ".join([*(texts[each] for each in metrics if each in texts), rouge])
-
-
-@lru_cache(maxsize=2)  # the trials of a study in one process use the same examples
-def _encoded(files: WritingFiles, tokenizer: str, max_source: int, max_target: int) -> EncodedTargets:
-    return encode_targets(files.train, load_tokenizer(tokenizer), max_source=max_source, max_target=max_target)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -81,6 +82,19 @@ class TextSet:
             references=[[example.target for example in several] for several in groups.values()],
         )
 
+    def first(self, limit: int | None) -> TextSet:
+        """Return the first examples, all without a limit."""
+        return TextSet(examples=self.examples[:limit], references=self.references[:limit])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the set as plain JSON values."""
+        return {"examples": [astuple(each) for each in self.examples], "references": self.references}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TextSet:
+        """Return the set of a value of `to_json`."""
+        return cls(examples=[TargetExample(*each) for each in value["examples"]], references=value["references"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class WritingFiles:
@@ -94,6 +108,12 @@ class WritingFiles:
     sets: dict[str, TextSet] = field(compare=False)
     """The sets by the name of the split: dev, by which settings are chosen, and test if there is one."""
     digest: str
+
+    def parts(self) -> Iterator[object]:
+        """See `benchmark.TaskExamples`."""
+        yield from chain(self.train, self.skipped)
+        for name, each in self.sets.items():
+            yield from (name, *each.examples, *each.references)
 
 
 def check_folder(folder: str | None, key: str, *, setting: str) -> None:
@@ -156,6 +176,21 @@ def read_sets(key: str, settings: TaskConfig) -> dict[str, TextSet]:
         return {"dev": TextSet.of(_of_question(question) for question in found["dev"].questions)}
     splits: list[Split] = ["dev", "test"] if settings.dir is None or _file(settings.dir, key, "test") else ["dev"]
     return {split: TextSet.of(row.example for row in _read(key, settings.dir, split)) for split in splits}
+
+
+def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
+    """Return the files of a task; None for the data set on the hub.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    folder = settings.dir
+    if folder is None:
+        return None
+    if _is_squad(folder, key):
+        return squad_files.task_paths(_SQUAD, settings)
+    found = [_file(folder, key, split) for split in _NAMES]
+    return [path for path in found if path is not None]
 
 
 def _is_squad(folder: str | None, key: str) -> bool:

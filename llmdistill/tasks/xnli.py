@@ -46,9 +46,18 @@ class Xnli(Glue):
         """See Glue."""
         return read_xnli(self.config.data.task)
 
-    def make_data(self, **values: Any) -> GlueData:
+    def _own_paths(self, folder: str) -> list[Path]:
         """See Glue."""
-        return XnliData(**values)
+        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
+
+    def decides(self) -> dict[str, Any]:
+        """See Benchmark."""
+        return {**super().decides(), "languages": self.config.data.task.languages}
+
+    @property
+    def data_class(self) -> type[GlueData]:
+        """See Glue."""
+        return XnliData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +76,15 @@ class XnliData(GlueData):
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See GlueData; the column XNLI is the mean over the test sets of the languages."""
         found = super().summary(scores)
-        mean = fmean(found["dev"][column]["accuracy"] for column in self.files.further)
+        mean = fmean(found["dev"][column]["accuracy"] for column in self.labels)
         return {**found, "dev": {**found["dev"], NAME: {"accuracy": mean}}}
 
     def legend(self) -> str:
         """See BenchmarkData."""
-        languages = ", ".join(name.removeprefix(f"{NAME}-") for name in self.files.further)
+        languages = ", ".join(name.removeprefix(f"{NAME}-") for name in self.labels)
         return (
             f"Accuracy x 100 on the joint dev set, by which settings are chosen, and on the test sets of {languages}; "
-            f"{NAME} is the mean of the test sets. {len(self.files.train):,} English training examples."
+            f"{NAME} is the mean of the test sets. {self.sizes['train']:,} English training examples."
         )
 
 

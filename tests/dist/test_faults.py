@@ -41,6 +41,7 @@ def test_a_fault_ends_the_job_soon_and_is_named(rank_server, arguments, tmp_path
     assert done.returncode != 0
     assert time.monotonic() - began < 60
     assert SAID[kind].format(rank=rank) in done.stderr
+    assert ("of this node has ended" in done.stderr) == (kind == "killed"), "a rank that says why is not reported"
 
 
 @pytest.mark.parametrize("stage", ["training", "saving"])

@@ -71,7 +71,10 @@ def metrics(run: Path) -> dict:
 def test_two_ranks_learn_and_answer_as_one(finetune, teacher, tmp_path) -> None:
     learns = ("--method", "kd", "--teacher.model", str(teacher / "student"))
     one = finetune(tmp_path / "one", *learns)
-    two = finetune(tmp_path / "two", *learns, "--teacher.sharding", "zero3", ranks=2)
+    cache = tmp_path / "cache"
+    own = ("--data.cache_dir", str(cache))
+    two = finetune(tmp_path / "two", *learns, *own, "--teacher.sharding", "zero3", ranks=2)
+    assert len(list((cache / "tasks").iterdir())) == 1, "the questions are tokenised once"
     first, second = weights(one), weights(two)
     assert max(float((first[name] - second[name]).abs().max()) for name in first if not name.endswith(SHIFTS)) < 1e-5
     names = ("spans", "null_odds", "predictions")
@@ -83,6 +86,16 @@ def test_two_ranks_learn_and_answer_as_one(finetune, teacher, tmp_path) -> None:
     assert "| SQuAD2 best_f1 |" in (one / "report.md").read_text()
     model = AutoModelForQuestionAnswering.from_pretrained(one / "student")
     assert type(model).__name__ == "BertForQuestionAnswering"
+
+
+def test_a_mistake_in_the_questions_is_said_once(launch, encoder, tmp_path) -> None:
+    questions = write_tasks(tmp_path / "questions", train=4, dev=4)
+    path = questions / "squad2" / "dev-v2.0.json"
+    path.write_text(path.read_text().replace('"id": "q2"', '"id": "q1"'), encoding="utf-8")
+    given = ("--student.model", str(encoder), "--data.task.dir", str(questions))
+    done = launch(*SETTINGS, *given, "--output_dir", str(tmp_path / "run"), ranks=2, code=2)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said == [f"error: {path}: two questions have the id q1; give each its own"]
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, teacher, tmp_path) -> None:

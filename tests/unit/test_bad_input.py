@@ -48,6 +48,19 @@ def test_malformed_data_names_the_line(fails, tmp_path):
     assert "bad.jsonl:2: not JSON" in fails("--data.train", path)
 
 
+@pytest.mark.parametrize("setting", ["--data.train", "--data.valid", "--data.tests.mine"])
+def test_missing_files_and_first_rows_are_seen_before_the_ranks_join(fails, tmp_path, monkeypatch, setting):
+    monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_: pytest.fail("the ranks join"))
+    assert "nowhere.jsonl: no such file" in fails(setting, "nowhere.jsonl")
+    bad = rows(tmp_path / "bad.jsonl", json.dumps({"instruction": "a"}))
+    assert 'bad.jsonl:1: the key "output" is missing' in fails(setting, bad)
+
+
+def test_a_missing_text_is_seen_before_the_ranks_join(fails, monkeypatch):
+    monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_: pytest.fail("the ranks join"))
+    assert "nowhere.txt: no such file" in fails("--data.kind", "text", "--data.train", "nowhere.txt")
+
+
 def test_malformed_test_set_is_seen_before_training(fails, tmp_path):
     path = rows(tmp_path / "bad.jsonl", json.dumps({"instruction": "a"}))
     assert 'bad.jsonl:1: the key "output" is missing' in fails("--data.tests.mine", path)

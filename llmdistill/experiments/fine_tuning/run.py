@@ -90,12 +90,12 @@ def evaluate(
         UserError: bad input, or the folder belongs to a run with other settings.
     """
     studies = _prepare(config, prefix)
+    data = {name: study.read(world) for name, study in studies.items()}
     first, names = next(iter(studies.values())), list(studies)
     runner = InProcess(world, lambda trial: run_config(trial, world)) if launcher is None else launcher
     print_main(_headline(config, studies), world)
     sizes = on_main(lambda: _measure(config, first, world), world)
-    # The study of a finished task is removed, which frees its examples.
-    tasks = {name: studies.pop(name).conduct(runner, world) for name in names}
+    tasks = {name: studies[name].conduct(data[name], runner, world) for name in names}
     results = {
         "model": config.model,
         "teacher": config.teacher,
@@ -127,7 +127,7 @@ def output_dir(config: FineTuningConfig) -> Path:
 
 
 def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
-    """Return the study of each task; all studies are checked before the first one runs."""
+    """Return the study of each task; the settings of all are checked before the first one runs."""
     tasks = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
     for task in tasks:
         found, key = named_benchmark(task)
@@ -143,7 +143,7 @@ def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
         for task in tasks
     }
     for study in studies.values():
-        assert study.data is not None  # reads and checks the examples
+        assert study.plan is not None  # resolves and checks the settings
     return studies
 
 

@@ -40,7 +40,7 @@ from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
-from llmdistill.tasks.glue import GlueData
+from llmdistill.tasks.glue import Glue
 
 SUBMISSION = "predictions"
 """The folder of the files for a benchmark's server."""
@@ -77,16 +77,13 @@ class TaskStudy:
         """The settings that are tried."""
         return protocol_of(self.config, self.task)
 
-    @cached_property
-    def data(self) -> BenchmarkData:
-        """The task's examples.
+    def read(self, world: World) -> BenchmarkData:
+        """Read the task's examples; every rank must call this method.
 
         Raises:
             UserError: a file is missing or malformed, or examples do not fit the models.
         """
-        data = self.benchmark.read(self.plan.models)
-        assert isinstance(data, BenchmarkData)
-        return data
+        return self.benchmark.read_on_all(self.plan.models, world)
 
     @property
     def benchmark(self) -> Benchmark:
@@ -162,10 +159,10 @@ class TaskStudy:
             method_settings=sections,
         )
 
-    def conduct(self, runner: Runner, world: World) -> dict[str, Any]:
+    def conduct(self, data: BenchmarkData, runner: Runner, world: World) -> dict[str, Any]:
         """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
-        Every rank must call this method.
+        `data` are the examples that `read` returns. Every rank must call this method.
 
         Raises:
             UserError: the folder belongs to a run with other settings, scoring the teacher fails, or no settings have
@@ -180,28 +177,27 @@ class TaskStudy:
             if scored.metrics is None:
                 raise UserError(str(scored.error))
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
-        results = runner.run(trials, self._progress(len(trials)))
+        results = runner.run(trials, self._progress(data.metrics[0], len(trials)))
         failures = [
             f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in results if each.metrics is None
         ]
         choice = choose(results, dev_score)
         if choice is None or len(choice.results) < len(self.protocol.seeds):
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
-        self._keep(choice, runner, world)
+        self._keep(choice, data, runner, world)
         return {
-            **summarise(self.data, choice, results),
+            **summarise(data, choice, results),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,
-            "predictions": self._submit(world),
+            "predictions": self._submit(data, world),
             "tsne": self._draw(world) if self.drawn else None,
             "warnings": [*warnings, *failures],
         }
 
-    def _progress(self, total: int) -> Progress:
+    def _progress(self, metric: str, total: int) -> Progress:
         """Return what follows the trials: it prints their scores, and removes models that can no longer be the best."""
         ended: list[Result] = []
-        metric = self.data.metrics[0]
 
         def drop(result: Result) -> None:
             ended.append(result)
@@ -212,7 +208,7 @@ class TaskStudy:
 
         return Progress(total, lambda metrics: f"{metric} {metrics['student']['score']:.2f} on dev", drop)
 
-    def _keep(self, choice: Choice, runner: Runner, world: World) -> None:
+    def _keep(self, choice: Choice, data: BenchmarkData, runner: Runner, world: World) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
         student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
@@ -229,7 +225,7 @@ class TaskStudy:
                 raise UserError(f"{trial.folder}: {again.error}")
 
         def keep() -> None:
-            for name in self.data.submissions.values():  # the files of the previous best model
+            for name in data.submissions.values():  # the files of the previous best model
                 (self.root / SUBMISSION / name).unlink(missing_ok=True)
             shutil.rmtree(best, ignore_errors=True)
             with new_folder(best) as partial_folder:
@@ -240,14 +236,14 @@ class TaskStudy:
 
         on_main(keep, world)
 
-    def _submit(self, world: World) -> list[str]:
+    def _submit(self, data: BenchmarkData, world: World) -> list[str]:
         """Write the best model's files for the benchmark's server, if there are test splits; returns their paths."""
-        paths = {split: self.root / SUBMISSION / name for split, name in self.data.submissions.items()}
+        paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}
         missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()], world)
         if missing:
             best = self._best(world)
             for split in missing:
-                self.data.submit(split, best, paths[split])
+                data.submit(split, best, paths[split])
         return [str(path.relative_to(self.root)) for path in paths.values()]
 
     def _best(self, world: World) -> ScoredModel:
@@ -269,12 +265,12 @@ class TaskStudy:
         """Plot the features of a layer of models on the task's dev set; see `tsne.draw`."""
         from llmdistill.experiments.fine_tuning.tsne import draw  # scikit-learn's manifolds take a second to import
 
-        assert isinstance(self.data, GlueData), "only classes and scores are drawn"
-        files = self.data.files
+        benchmark = self.benchmark
+        assert isinstance(benchmark, Glue), "only classes and scores are drawn"
         return on_main(
             lambda: draw(
                 models,
-                files,
+                benchmark.read_files(),
                 folder=folder,
                 name=name,
                 layer=self.config.tsne_layer,

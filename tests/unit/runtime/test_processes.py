@@ -73,6 +73,21 @@ class TestNodeWatch:
         assert written(capsys) == ""
         assert not watch.reports_an_end(0.1)
 
+    @pytest.mark.parametrize("killed", [False, True])
+    def test_a_rank_that_says_why_it_fails_is_not_reported(self, watch_of, capsys, killed):
+        job = "from llmdistill.runtime.processes import RankProcess, says_why\n"
+        job += "print(RankProcess.own(0).marker, flush=True)\nif input() == 'fail': says_why()\nraise SystemExit(1)"
+        with subprocess.Popen([sys.executable, "-c", job], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as failing:
+            marker = int(failing.stdout.readline())
+            watch = watch_of(rank_of(failing, 0)._replace(marker=marker), RankProcess.own(1))
+            if killed:
+                failing.kill()
+            else:
+                failing.communicate(b"fail\n")
+        # It is reaped now, so that nothing but the marker can tell.
+        assert (REPORT.format(0) in written(capsys, REPORT.format(0))) == killed
+        assert watch.reports_an_end(1.0)
+
     def test_ranks_of_other_nodes_are_not_looked_up(self, other, watch_of, capsys):
         elsewhere = RankProcess.own(0)._replace(node="another host")  # numbers are those of a node
         watch = watch_of(elsewhere, RankProcess.own(1), rank_of(other, 2)._replace(node="another host"))

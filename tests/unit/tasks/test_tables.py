@@ -6,9 +6,8 @@ import pytest
 
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.data.instruct import Limits
-from llmdistill.data.pairs import PairExample
+from llmdistill.data.pairs import EncodedPair
 from llmdistill.tasks.glue import GlueData
-from llmdistill.tasks.glue_files import TaskFiles
 from llmdistill.tasks.instructions import InstructionData
 from llmdistill.tasks.text import TextData
 
@@ -71,14 +70,15 @@ def test_without_a_validation_text_there_is_no_loss_to_show(text):
 
 @pytest.mark.parametrize(("size", "batch", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])
 def test_the_steps_of_an_epoch_of_glue_learn_each_example(size, batch, steps):
-    rows = [PairExample("a", None, 0, number) for number in range(size)]
-    files = TaskFiles(name="RTE", train=rows, dev={}, test={}, digest="")
+    rows = [EncodedPair([1], None, 0, number) for number in range(size)]
     data = GlueData(
-        files=files,
+        name="RTE",
+        digest="",
+        labels={},
         tokenizer=None,
         metric="accuracy",
         max_length=8,
-        encoded={},
+        encoded={"train": rows},
         batch_size=1,
         teacher_name="",
         report="",

@@ -1,0 +1,115 @@
+"""Examples that are kept as columns of numbers are those that were written."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmdistill.data import columns
+from llmdistill.data.columns import Layout, MappedColumns, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.pairs import PAIRS, EncodedPair
+from llmdistill.data.store import store
+from llmdistill.data.targets import TARGETS, EncodedTarget
+from llmdistill.data.windows import WINDOWS, EncodedWindow
+from llmdistill.errors import UserError
+
+CLASSES = [EncodedPair([5, 6, 7][: 1 + n % 3], [0, 1, 1][: 1 + n % 3], n % 3, n + 10) for n in range(7)]
+SCORES = [EncodedPair([70_000 + n], None, n / 3, n) for n in range(3)]
+TEST = [EncodedPair([n, 1], [0, 0], None, 30 - n) for n in range(4)]
+WRITTEN = [EncodedTarget(list(range(n)), [1] * (n % 2)) for n in range(1, 6)]
+
+
+def window(number: int, *, learnt: bool) -> EncodedWindow:
+    size = 2 + number
+    places = np.arange(-1, 2 * size - 1, dtype=np.int32).reshape(size, 2)
+    types = None if number < 0 else np.array([0] * 2 + [1] * number, dtype=np.int8)
+    return EncodedWindow(
+        input_ids=np.arange(size, dtype=np.int32),
+        token_type_ids=types,
+        target=(1, 1) if learnt else (-100, -100),
+        question=number,
+        characters=None if learnt else places,
+    )
+
+
+def kept(folder: Path, splits: dict[str, tuple[list[Any], Layout[Any]]], token_ids: type = np.uint32) -> StoredSplits:
+    """What is written two examples at a time, and mapped."""
+
+    def write(part: Path) -> dict[str, Any]:
+        writer = SplitWriter(part, np.dtype(token_ids))
+        for name, (items, layout) in splits.items():
+            writer.add(name, in_pieces(items, 2), layout)
+            writer.add_text(name, {"text": [name, "ß\n"]})
+        return writer.record()
+
+    return StoredSplits(store(folder / "set", {}, write))
+
+
+@pytest.mark.parametrize(
+    ("items", "layout"), [(CLASSES, PAIRS), (SCORES, PAIRS), (TEST, PAIRS), (WRITTEN, TARGETS)], ids=str
+)
+def test_what_is_written_is_read(tmp_path: Path, items: list[Any], layout: Layout[Any]) -> None:
+    stored = kept(tmp_path, {"other": (WRITTEN[:1], TARGETS), "train": (items, layout)})
+    found = stored.items("train", layout)
+    assert [astuple(each) for each in found] == [astuple(each) for each in items]
+    assert [repr(each) for each in found] == [repr(each) for each in items], "plain Python numbers, not numpy's"
+    assert [astuple(each) for each in found[1:3]] == [astuple(each) for each in items[1:3]]
+    assert [found.length(place) for place in range(len(found))] == [len(each) for each in items]
+    assert found.longest == max(map(len, items))
+    assert found[-1] == items[-1]
+    assert stored.text("train") == {"text": ["train", "ß\n"]}
+    with pytest.raises(IndexError):
+        found[len(items)]
+    if hasattr(items[0], "sample_id"):
+        assert [each.sample_id for each in found] == [each.sample_id for each in items]
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_windows(tmp_path: Path, learnt: bool) -> None:
+    items = [window(n, learnt=learnt) for n in range(5)]
+    found = kept(tmp_path, {"dev": (items, WINDOWS)}, np.uint16).items("dev", WINDOWS)
+    for mine, its in zip(found, items, strict=True):
+        for name in ("input_ids", "token_type_ids", "characters"):
+            one, other = getattr(mine, name), getattr(its, name)
+            assert (one is None) == (other is None)
+            if other is not None:
+                assert one.dtype == other.dtype
+                assert one.flags.writeable
+                np.testing.assert_array_equal(one, other)
+        assert (mine.target, mine.question, mine.sample_id) == (its.target, its.question, its.sample_id)
+
+
+def test_an_example_is_made_only_when_it_is_asked_for(tmp_path: Path) -> None:
+    stored = kept(tmp_path, {"train": (CLASSES, PAIRS)})
+    made: list[int] = []
+    watched = Layout(
+        make=lambda index, **_: made.append(int(index)), of_tokens=PAIRS.of_tokens, of_items=PAIRS.of_items
+    )
+    found: MappedColumns[Any] = stored.items("train", watched)
+    assert (len(found), found.longest, found.length(2), made) == (7, 3, 3, [])
+    found[4]
+    assert made == [14]
+
+
+def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(tmp_path: Path) -> None:
+    kept(tmp_path, {"train": (CLASSES, PAIRS)}, np.uint16)
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "set").iterdir()}
+    tokens = sum(map(len, CLASSES))
+    assert (sizes["0.input_ids.bin"], sizes["0.token_type_ids.bin"]) == (2 * tokens, tokens)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    kept(tmp_path, {"train": (CLASSES, PAIRS)})
+    (tmp_path / "set" / "0.target.bin").unlink()
+    with pytest.raises(UserError, match="damaged tokens in the cache"):
+        StoredSplits(tmp_path / "set")
+
+
+def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(in_pieces(range(5), 2)) == [[0, 1], [2, 3], [4]]
+    monkeypatch.setattr(columns, "_AT_ONCE", 3)
+    assert list(in_pieces("abcd")) == [["a", "b", "c"], ["d"]]

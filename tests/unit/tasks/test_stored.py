@@ -1,0 +1,199 @@
+"""The examples of benchmarks are read and tokenised once, and are those of a reader that keeps them as lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from question_files import write_tasks
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, PreTrainedTokenizerFast
+
+from llmdistill.config import DataConfig, RunConfig, TaskConfig, WritingConfig
+from llmdistill.data import columns
+from llmdistill.data.pairs import encode_pairs
+from llmdistill.data.targets import encode_targets
+from llmdistill.data.windows import encode_windows
+from llmdistill.errors import UserError
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.objective import Objective
+from llmdistill.tasks import make_task
+from llmdistill.tasks.base import Models
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "yes", "no", "maybe", *(f"w{n}" for n in range(12))]
+LENGTH = 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(columns, "_AT_ONCE", 4)
+    return tmp_path / "cache" / "tasks"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """RTE with a test split, XNLI in two languages, SQuAD, MLQA, and rows to write; a set of another data set."""
+    folder = write_tasks(tmp_path / "data", train=9, dev=5)
+    rows = [f"w{n}\tw{n % 3} no\t{('entailment', 'not_entailment')[n % 2]}" for n in range(9)]
+    for split in ("train", "dev"):
+        table(folder / "RTE" / f"{split}.tsv", "sentence1\tsentence2\tlabel", rows)
+    table(folder / "RTE" / "test.tsv", "index\tsentence1\tsentence2", [f"{20 - n}\tw{n}\tyes" for n in range(5)])
+    table(folder / "hans.txt", "premise\thypothesis\tlabel", ["w1 w2\tw3\tentailment", "w4\tw5\tnon-entailment"])
+    table(folder / "XNLI" / "multinli.train.en.tsv", "premise\thypo\tlabel", [f"w{n}\tno\tneutral" for n in range(6)])
+    for split in ("dev", "test"):
+        spoken = [f"{each}\tw{n}\tw1 yes\tentailment" for each in ("en", "de") for n in range(5)]
+        table(folder / "XNLI" / f"xnli.{split}.tsv", "language\tsentence1\tsentence2\tgold_label", spoken)
+    pairs = [{"source": "w1 w2 " * n, "target": "yes no maybe"} for n in range(1, 9)]
+    for split in ("train", "dev", "test"):
+        text = "".join(json.dumps(row) + "\n" for row in pairs)
+        (folder / "summarization").mkdir(exist_ok=True)
+        (folder / "summarization" / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def table(path: Path, header: str, rows: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def run(tmp_path: Path, data: Path) -> Callable[..., Any]:
+    """Return the benchmark of a run, and what `read` needs."""
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path / "model")
+
+    def make(task: str, *, positions: int = 32, **settings: Any) -> tuple[Any, Models]:
+        asked = {"writing": WritingConfig(max_length=8), "max_question_length": 4, "stride": 6, **settings}
+        config = DataConfig(kind="task", max_length=LENGTH, task=TaskConfig(name=task, dir=str(data), **asked))
+        model = BertConfig(max_position_embeddings=positions)
+        folder = tmp_path / "model"
+        given = Models(
+            teacher=model,
+            student=model,
+            teacher_path=folder,
+            tokenizer_path=folder,
+            causal=False,
+            objective=Objective(),
+        )
+        return make_task(RunConfig(ds_config="", data=config)), given
+
+    return make
+
+
+def hans(data: Path) -> dict[str, Any]:
+    return {"out_of_domain": {"HANS": {"data": str(data / "hans.txt")}}}
+
+
+@pytest.mark.parametrize("name", ["rte", "xnli"])
+def test_pairs_are_those_of_the_files(run: Callable[..., Any], data: Path, name: str) -> None:
+    task, given = run(name, **(hans(data) if name == "rte" else {}))
+    found, files, tokenizer = task.read(given), task.read_files(), load_tokenizer(given.tokenizer_path)
+    expected = {"train": files.train, **files.dev, **files.test}
+    expected |= {column: each.examples for column, each in files.further.items()}
+    assert found.encoded.keys() == expected.keys()
+    for split, examples in expected.items():
+        assert list(found.encoded[split]) == encode_pairs(examples, tokenizer, LENGTH)
+        assert [each.index for each in found.encoded[split]] == [each.index for each in examples]
+    assert found.sizes == {split: len(expected[split]) for split in expected if split not in files.test}
+    assert set(found.submissions) == set(files.test)
+    assert found.sets["dev"]["examples"] == files.digest
+    assert {column: tuple(each) for column, each in found.labels.items()} == {
+        column: each.labels for column, each in files.further.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["squad1", "squad2", "mlqa"])
+def test_questions_are_those_of_the_files(run: Callable[..., Any], name: str) -> None:
+    task, given = run(name)
+    found, files, tokenizer = task.read(given), task.read_files(), load_tokenizer(given.tokenizer_path)
+    expected = {"train": (files.train, True), **{key: (each.questions, False) for key, each in files.sets.items()}}
+    windows = {"train": found.train, **{key: each.windows for key, each in found.encoded.items()}}
+    assert windows.keys() == expected.keys()
+    for key, (questions, learnt) in expected.items():
+        ours = encode_windows(questions, tokenizer, task._limits(), learnt=learnt)
+        assert len(ours) == len(windows[key]) >= len(questions)
+        for mine, its in zip(windows[key], ours, strict=True):
+            assert (mine.target, mine.question) == (its.target, its.question)
+            np.testing.assert_array_equal(mine.input_ids, its.input_ids)
+            np.testing.assert_equal(mine.characters, its.characters)
+    for key, each in files.sets.items():
+        assert found.encoded[key].read() == each.questions
+    without = [not question.answers for question in files.sets["dev"].questions]
+    assert found.chance == 100 * sum(without) / len(without)
+    assert found.sets["dev"]["examples"] == files.digest
+    assert found.sizes["train"] == len(files.train)
+
+
+def test_texts_are_those_of_the_files(run: Callable[..., Any]) -> None:
+    task, given = run("summarization")
+    found, files, tokenizer = task.read(given), task.read_files(), load_tokenizer(given.tokenizer_path)
+    expected = encode_targets(files.train, tokenizer, max_source=12, max_target=8)
+    assert list(found.train) == expected.items
+    assert expected.cut_sources > 0
+    assert found.report == f"8 examples; {expected.cut_sources} sources are cut at 12 tokens, 0 targets at 8"
+    assert {key: each.read() for key, each in found.scored.items()} == files.sets
+
+
+TASKS = ["rte", "xnli", "squad2", "mlqa", "summarization"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_next_start_reads_no_example(
+    run: Callable[..., Any], cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    task, given = run(name)
+    task.read(given)
+    monkeypatch.setattr(type(task), "read_files", lambda *_: pytest.fail("they are read again"))
+    assert task.read(given).num_steps(1, 2) > 0
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_other_files_and_settings_are_tokenised_anew(
+    run: Callable[..., Any], data: Path, cache: Path, name: str
+) -> None:
+    task, given = run(name)
+    task.read(given)
+    limited, _ = run(name, limit=3)
+    assert limited.read(given).sizes["train"] == 3
+    path = next(path for path in task.paths() if "train" in path.name)
+    path.write_text(path.read_text(encoding="utf-8").replace("w1", "w2"), encoding="utf-8")
+    task.read(given)
+    assert len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "said"),
+    [
+        ("rte", "RTE/train.tsv", r"train\.tsv:11: 1 columns, expected at least 3"),
+        ("xnli", "XNLI/xnli.test.tsv", r"xnli\.test\.tsv:12: expected sentence1, "),
+        ("squad2", "squad2/dev-v2.0.json", r"dev-v2\.0\.json: cannot be read as JSON"),
+        ("summarization", "summarization/train.jsonl", r"train\.jsonl:9: not JSON"),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing(
+    run: Callable[..., Any], data: Path, cache: Path, name: str, file: str, said: str
+) -> None:
+    with (data / file).open("a", encoding="utf-8") as end:
+        end.write("broken")
+    task, given = run(name)
+    with pytest.raises(UserError, match=said):
+        task.read(given)
+    assert not cache.is_dir() or not list(cache.iterdir())
+
+
+def test_a_model_with_too_few_positions_is_refused(run: Callable[..., Any]) -> None:
+    for name in ("rte", "squad2"):
+        task, given = run(name, positions=4)
+        with pytest.raises(UserError, match="but a model has positions for 4"):
+            task.read(given)
