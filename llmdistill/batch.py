@@ -219,7 +219,7 @@ class TopK(NamedTuple):
     tails: Mapping[float, Tensor]
     """Temperature t -> (N,): log Σ p^(1/t) over all other tokens, the log-mass of the tail beside log_probs / t."""
 
-    def at(self, here: slice) -> TopK:
+    def at(self, here: slice | Tensor) -> TopK:
         """Some of the rows."""
         return TopK(self.tokens[here], self.log_probs[here], {t: tail[here] for t, tail in self.tails.items()})
 

@@ -6,6 +6,8 @@ gpu_check trains them for a few steps; the test of the forecast measures them on
 from __future__ import annotations
 
 import gc
+import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +16,21 @@ from typing import Any
 import torch
 from step_rows import Engine
 from step_setting import low_rank
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import Batch
+from llmdistill.batch import POSITIONS, Batch, HeadInputs
 from llmdistill.config import FactorizeConfig, TrainConfig
+from llmdistill.config.cache import CacheConfig, Content
+from llmdistill.files import write_json
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import build_meta, build_random
 from llmdistill.models.taps import Recorder
-from llmdistill.run.forecast.memory import Sizes, Zero, peak_memory
+from llmdistill.run.assemble import request_of
+from llmdistill.run.forecast.cached import trace_cache
+from llmdistill.run.forecast.memory import CACHED, Sizes, Zero, peak_memory
 from llmdistill.run.forecast.step import Models, trace_step
 from llmdistill.run.log import Stopwatch
 from llmdistill.run.trainer import Trainer
@@ -31,6 +38,9 @@ from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, set_training, split_batch, student_ds_config
+from llmdistill.teacher.cache_folder import CACHE_FILE, HEAD_FILE, CacheFolder, shard_name, write_tensors
+from llmdistill.teacher.cached import CachedTeacher, Teacher
+from llmdistill.teacher.rows import rows_of_samples, to_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +65,8 @@ class Setting:
     """Query heads; a Llama has half as many key heads."""
     weight_std: float = 0.02
     """Standard deviation of a Llama's random weights."""
+    cached: Content | None = None
+    """What a cache holds that is read in place of the teacher's pass; None: the teacher runs."""
     bucket: int = 100_000
     """Elements of a bucket of the communication; few, so that the buckets are not all of the memory."""
 
@@ -109,7 +121,8 @@ def batch_of(setting: Setting) -> Batch:
     labels = ids.clone()
     if setting.family == "bert":
         labels[:, setting.length // 4 :] = -100
-    return Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels)
+    samples = tuple((row,) for row in range(setting.micro_batch_size))
+    return Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, sample_ids=samples)
 
 
 def ds_config_of(setting: Setting, world_size: int) -> tuple[dict[str, Any], TrainConfig]:
@@ -141,8 +154,33 @@ def method_of(setting: Setting, config: PreTrainedConfig) -> Method:
     return build_method([setting.method], own, config, config)
 
 
-def make_trainer(setting: Setting, world: World) -> Trainer:
-    """The trainer of a setting, as a run has it; its steps are given their batches."""
+def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder: Path, world: World) -> Teacher:
+    """The live teacher of a setting, or its cache, which is made in a folder of this rank."""
+    live = TappedModel(model, Recorder(model, method.teacher_taps))
+    if setting.cached is None:
+        return live
+    settings, request = CacheConfig(content=setting.cached), request_of(method)
+    batch = batch_of(setting).with_label_rows(shift=method.shift)
+    with torch.no_grad():
+        outputs = live.teach(batch.to(world.device), lm_head=method.taught_positions)
+        rows = to_rows(outputs, batch.to(world.device), request, top_k=settings.kept_top_k, vocabulary=None)
+    live.remove()
+    head = next(iter(outputs.lm_head.values()))
+    tensors = {name: each.cpu() for name, each in rows.items()} | {"ids": torch.tensor(batch.sample_ids).flatten()}
+    for place in POSITIONS:
+        tensors[f"offsets.{place}"] = functional.pad(rows_of_samples(batch, place).cumsum(0), (1, 0))
+    write_tensors(folder, shard_name(0), tensors, {"scaling": json.dumps(outputs.taps.scaling)})
+    names = [shard_name(0)]
+    if setting.cached == "hidden_states" and isinstance(head, HeadInputs):
+        write_tensors(folder, HEAD_FILE, {"weight": head.weight.cpu()}, {})
+        names.append(HEAD_FILE)
+    held = {**request.record(), "top_k": settings.kept_top_k}
+    write_json(folder / CACHE_FILE, {"held": held, "files": dict.fromkeys(names)})
+    return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
+
+
+def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Trainer:
+    """The trainer of a setting, as a run has it; its steps are given their batches. A cache is made in the folder."""
     config = config_of(setting)
     teacher, student = models_of(setting, config, device=world.device)
     method = method_of(setting, config)
@@ -161,7 +199,7 @@ def make_trainer(setting: Setting, world: World) -> Trainer:
     return Trainer(
         engine=engine,
         student=TappedModel(engine, Recorder(engine.module, method.student_taps, projectors)),
-        teacher=TappedModel(teacher, Recorder(teacher, method.teacher_taps)) if method.needs_teacher else None,
+        teacher=teacher_of(setting, teacher, method, folder, world) if method.needs_teacher else None,
         method=method,
         loader=None,  # type: ignore[arg-type]
         settings=train,
@@ -174,11 +212,12 @@ def make_trainer(setting: Setting, world: World) -> Trainer:
 def measure(setting: Setting, world: World) -> dict[str, int]:
     """The bytes of all tensors between two steps, and the most that the allocator gave out in a step above them."""
     memory = CudaMemory(world.device) if world.device.type == "cuda" else CpuMemory()
-    trainer, clock = make_trainer(setting, world), Stopwatch(world.device)
-    batches = [batch_of(setting)] * setting.accumulation_steps
-    trainer.train_step(batches, clock)  # the first step makes the optimizer's state
-    resident = memory.resident()
-    return {"resident": resident, "peak": memory.peak(lambda: trainer.train_step(batches, clock))}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, clock = make_trainer(setting, world, Path(folder)), Stopwatch(world.device)
+        batches = [batch_of(setting)] * setting.accumulation_steps
+        trainer.train_step(batches, clock)  # the first step makes the optimizer's state
+        resident = memory.resident()
+        return {"resident": resident, "peak": memory.peak(lambda: trainer.train_step(batches, clock))}
 
 
 class CudaMemory:
@@ -248,12 +287,15 @@ def forecast(setting: Setting, ranks: int) -> dict[str, float]:
         student=student, projectors=projectors, teacher=teacher if method.needs_teacher else None, method=method
     )
     batch = batch_of(setting).with_label_rows(shift=method.shift).to("meta")
-    trace = trace_step(models, batch, checkpointing=setting.checkpointing)
+    cached = None
+    if setting.cached is not None:
+        cached = trace_cache(teacher, method, batch, CacheConfig(content=setting.cached))
+    trace = trace_step(models, batch, checkpointing=setting.checkpointing, cached=cached)
     zero = Zero.of(ds_config, accumulation_steps=setting.accumulation_steps)
     return peak_memory(
         zero,
-        Sizes.of(student, teacher),
-        "replicated",
+        Sizes.of(student, teacher, cached_head_bytes=0 if cached is None else cached.head_bytes),
+        "replicated" if cached is None else CACHED,
         trace.moments,
         ranks=ranks,
         accumulation_steps=setting.accumulation_steps,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
+from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, parse, parse_run, split_words
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
@@ -21,10 +22,13 @@ from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
+    from llmdistill.run.forecast.cached import Counts
     from llmdistill.run.forecast.choices import Choice
+    from llmdistill.run.forecast.making import CacheForecast
     from llmdistill.run.plan import Plan
 
-_FLAGS = {"help", "json", "all", "write"}
+_FLAGS = {"help", "json", "all", "write", "count_data"}
+_FLAGS_OF_CACHE = {f"cache.{each.name}" for each in fields(CacheConfig)}
 
 
 def build_parser(prog: str) -> ArgumentParser:
@@ -36,7 +40,8 @@ def build_parser(prog: str) -> ArgumentParser:
         description="Forecast, from configurations alone, the memory of a training by part and the time of a step, for "
         "each ZeRO stage, micro batch, activation checkpointing and place of the teacher, and propose what fits best. "
         "All settings of a run (llmdistill train --help) can be given too; with --ds_config only that one is looked "
-        "at, and a train.micro_batch_size that is given is kept where it fits.",
+        "at, and a train.micro_batch_size that is given is kept where it fits. A file with the teacher's outputs "
+        "(llmdistill cache) is one of its places where the run can have it.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object with all settings.")
     parser.add_argument("--all", action="store_true", help="List every micro batch size, not only the best one.")
@@ -46,7 +51,14 @@ def build_parser(prog: str) -> ArgumentParser:
         metavar="DIR",
         help="New folder for the proposal: ds_config.json, and launch.sh, which starts the training with it.",
     )
+    parser.add_argument(
+        "--count_data",
+        action="store_true",
+        help="Read and tokenise the training set for the size of a cache; otherwise its examples are taken to be those "
+        "of the run's steps, each once and of data.max_length tokens.",
+    )
     parser.add_class_arguments(MachineConfig, None)
+    parser.add_class_arguments(CacheConfig, "cache")
     return parser
 
 
@@ -56,19 +68,24 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
     Raises:
         UserError: bad arguments, or no setting fits.
     """
-    own, words = split_words(arguments, {each.name for each in fields(MachineConfig)} | _FLAGS)
+    own, words = split_words(arguments, {each.name for each in fields(MachineConfig)} | _FLAGS | _FLAGS_OF_CACHE)
     parsed = parse(build_parser(prog), own)
     machine = build(parsed, MachineConfig, prefix="--")
+    settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)
     config, _ = parse_run(words if given else ["--ds_config", DEFAULT_DS_CONFIG, *words], METHODS)
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.run.forecast.choices import DS_CONFIGS, make_choices, propose, reason
+    from llmdistill.run.forecast.making import CacheAsked
 
     quiet_transformers()
     resolved = resolve(config)
     if not resolved.trains:
         raise UserError(f"method {config.method} trains nothing, so there is nothing to plan: name another --method")
-    choices = make_choices(resolved, machine, [config.ds_config] if given else DS_CONFIGS)
+    counts = count_data(resolved) if parsed.count_data else None
+    folder = Path("cache") if parsed.write is None else parsed.write / "cache"
+    asked = CacheAsked(folder=str(folder), settings=settings, counts=counts)
+    choices = make_choices(resolved, machine, [config.ds_config] if given else DS_CONFIGS, asked)
     if parsed.json:
         fitting = any(choice.fits for choice in choices)
         best = propose(choices, config.train.micro_batch_size) if fitting else None
@@ -98,6 +115,23 @@ def resolve(config: RunConfig) -> Plan:
     return make_plan(config, pending={name: load_config(locate(name)) for name in named})
 
 
+def count_data(plan: Plan) -> Counts | None:
+    """Read and count the training set of a run; None if the run can have no cache.
+
+    Raises:
+        UserError: the data or the tokenizers cannot be read.
+    """
+    from llmdistill.run.cache import count_examples
+    from llmdistill.run.checks import can_cache
+    from llmdistill.run.forecast.cached import Counts
+    from llmdistill.runtime.distributed import World
+
+    if not can_cache(plan):
+        return None
+    data = plan.task.read(plan.models).prepared(World.alone())
+    return Counts(**count_examples(plan, data))
+
+
 def notes(config: RunConfig) -> list[str]:
     """Return what a forecast leaves out of a run."""
     left_out = {
@@ -118,19 +152,46 @@ def launch_words(choice: Choice, words: Sequence[str], machine: MachineConfig, d
     return [*launcher, *words, "--ds_config", ds_config, *settings]
 
 
+def cache_words(cache: CacheForecast, words: Sequence[str], machine: MachineConfig) -> list[str]:
+    """Return the command line that makes the cache of a choice; it goes on where it was interrupted."""
+    nodes = [] if machine.nodes == 1 else ["--hostfile", "hosts", "--num_nodes", str(machine.nodes)]
+    kept = {name: value for name, value in asdict(cache.settings).items() if value != getattr(CacheConfig(), name)}
+    settings = [f"--cache.{name}={value}" for name, value in kept.items()]
+    settings += [] if cache.sharding == "replicated" else [f"--teacher.sharding={cache.sharding}"]
+    _, run = split_words(words, {"teacher.cache"})
+    launcher = ["llmdistill", "cache", *nodes, "--num_gpus", str(machine.gpus)]
+    return [*launcher, *run, *settings, "--output", cache.folder]
+
+
+def first_words(choice: Choice, words: Sequence[str], machine: MachineConfig) -> list[str] | None:
+    """Return the command line that must run before the training; None if there is none."""
+    if choice.cache is None or choice.cache.is_there:
+        return None
+    return cache_words(choice.cache, words, machine)
+
+
 def described(
     plan: Plan, machine: MachineConfig, choices: Sequence[Choice], best: Choice | None, words: Sequence[str]
 ) -> dict[str, Any]:
     """Return the forecast as plain JSON values."""
     values = {id(choice): _as_json(choice) for choice in choices}
+    cache = _cache_of(choices)
+    first = None if best is None else first_words(best, words, machine)
     return {
         **{key: plan.sizes[key] for key in ("teacher_params", "student_params")},
         "machine": asdict(machine),
         "choices": list(values.values()),
         "proposal": None if best is None else values[id(best)],
         "notes": notes(plan.config),
+        "cache": None if cache is None else asdict(cache),
+        "first_command": None if first is None else shlex.join(first),
         "command": None if best is None else shlex.join(launch_words(best, words, machine, best.ds_config)),
     }
+
+
+def _cache_of(choices: Sequence[Choice]) -> CacheForecast | None:
+    """The cache that some of the choices read."""
+    return next((choice.cache for choice in choices if choice.cache is not None), None)
 
 
 def _as_json(choice: Choice) -> dict[str, Any]:
@@ -145,6 +206,7 @@ def _as_json(choice: Choice) -> dict[str, Any]:
         "flops": choice.flops,
         "wire_bytes": round(choice.wire_bytes),
         "node_bytes": round(choice.node_bytes),
+        "teacher": choice.teacher,
         "step_seconds": choice.duration.seconds,
         "bound": choice.duration.bound,
         "seconds": asdict(choice.duration),
@@ -157,13 +219,14 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
     from llmdistill.run.forecast.choices import best_of_each, gigabytes
     from llmdistill.run.forecast.duration import Duration
 
-    train, sizes = plan.config.train, plan.sizes
+    train, sizes, cache = plan.config.train, plan.sizes, _cache_of(choices)
     print(
         f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
         f"Student    {sizes['method']}, {sizes['student_params']:,} parameters\n"
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
         f"{' + '.join(plan.config.methods())}, {str(plan.dtype).removeprefix('torch.')}\n"
         f"Machine    {machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each\n"
+        + ("" if cache is None else f"Cache      {about_cache(cache)}\n")
         + "".join(f"Note       {note}\n" for note in notes(plan.config))
     )
     shown = choices if every else best_of_each(choices, lambda each: (each.ds_config, each.teacher, each.checkpointing))
@@ -200,17 +263,33 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
     print_table("A step of the best of each ds_config on one GPU", ["what", *names], of_step)
 
 
+def about_cache(cache: CacheForecast) -> str:
+    """Return the size of a cache and the time to make it as lines for the terminal."""
+    from llmdistill.run.forecast.choices import gigabytes
+
+    said = f"{cache.settings.content}, {cache.bytes_per_token:,.0f} bytes a token"
+    if cache.counts is None:
+        return f"{said}; --count_data gives its whole size"
+    said += f", {gigabytes(cache.bytes or 0)} GB for {cache.counts.sequences:,} examples"
+    said += "" if cache.counted else "\n           as long as they may be (--count_data counts them)"
+    if cache.is_there:
+        return f"{said}; it is there"
+    return f"{said}\n           made in {cache.seconds:,.3g} s by the teacher {cache.sharding}"
+
+
 def print_proposal(choice: Choice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:
     """Print a proposal, its reason, and the command that takes it."""
-    print(
-        f"\nProposal   {choice.described()}\n"
-        f"Reason     {reason}\n"
-        f"Launch     {shlex.join(launch_words(choice, words, machine, choice.ds_config))}"
-    )
+    first = first_words(choice, words, machine)
+    print(f"\nProposal   {choice.described()}\nReason     {reason}")
+    if first is not None:
+        print(f"First      {shlex.join(first)}")
+    print(f"Launch     {shlex.join(launch_words(choice, words, machine, choice.ds_config))}")
 
 
 def write(folder: Path, choice: Choice, words: Sequence[str], machine: MachineConfig) -> None:
     """Write the DeepSpeed configuration of a choice, and a script that launches the training with it.
+
+    The script makes the teacher's cache first if the choice has one that is not there.
 
     Raises:
         UserError: the folder exists and is not empty.
@@ -218,4 +297,8 @@ def write(folder: Path, choice: Choice, words: Sequence[str], machine: MachineCo
     command = shlex.join(launch_words(choice, words, machine, str(folder / "ds_config.json")))
     with new_folder(folder) as partial:
         write_json(partial / "ds_config.json", read_ds_config(choice.ds_config))
-        write_text(partial / "launch.sh", f"#!/bin/sh\nexec {command}\n")
+        lines = ["#!/bin/sh"]
+        first = first_words(choice, words, machine)
+        if first is not None:  # a finished cache is left alone, and an unfinished one goes on
+            lines.append(f"{shlex.join(first)} || exit")
+        write_text(partial / "launch.sh", "\n".join([*lines, f"exec {command}"]) + "\n")

@@ -21,8 +21,11 @@ class CacheConfig:
     gives a lower bound of each divergence."""
     top_k: int = 64
     """top_k: number of tokens."""
+    engine: Literal["auto", "hf", "vllm"] = "auto"
+    """What runs the teacher. hf: the run's own teacher, on one or several ranks; vllm: vLLM, one process for all GPUs,
+    which gives top_k at temperature 1 and nothing else; auto: vLLM if it is installed and can do it, else hf."""
     micro_batch_size: int = 8
-    """Examples per rank and forward pass of the teacher."""
+    """hf: examples per rank and forward pass of the teacher."""
     shard_tokens: int = 65536
     """Tokens of the examples of one shard, approximately. A shard is written at once, from memory, and an interrupted
     command repeats at most one shard a rank."""
@@ -30,3 +33,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
         check_least(self, 1, "top_k", "micro_batch_size", "shard_tokens", prefix="--cache.")
+
+    @property
+    def kept_top_k(self) -> int | None:
+        """The number of most likely tokens that are kept; None if hidden states are."""
+        return self.top_k if self.content == "top_k" else None

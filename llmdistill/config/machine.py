@@ -33,9 +33,12 @@ class MachineConfig:
     infiniband: float = 25.0
     """Bandwidth between the nodes in one direction, in GB/s for each GPU."""
     pcie: float = 25.0
-    """Bandwidth between a GPU and the memory of its node in one direction, in GB/s; only offloading uses it."""
+    """Bandwidth between a GPU and the memory of its node in one direction, in GB/s, for offloading and a teacher's
+    cache."""
     host_bandwidth: float = 200.0
     """Bandwidth of a node's memory in GB/s, which its GPUs share; only offloading uses it."""
+    disk: float = 2.0
+    """Bandwidth of each node's disk or shared file system in GB/s, which its GPUs share, for a teacher's cache."""
     launch: float = 6.0
     """Time that the CPU takes to launch one operation on a GPU, in microseconds."""
     reserved: str = "2GB"
@@ -49,7 +52,7 @@ class MachineConfig:
         """Raise a ValueError if a value is out of its range."""
         check_least(self, 1, "gpus", "nodes", prefix="--")
         check_least(self, 0, "launch", prefix="--")
-        for name in ("tflops", "memory_bandwidth", "nvlink", "infiniband", "pcie", "host_bandwidth"):
+        for name in ("tflops", "memory_bandwidth", "nvlink", "infiniband", "pcie", "host_bandwidth", "disk"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name} is {getattr(self, name)}: give a number over 0")
         for name in ("product_share", "bandwidth_share"):

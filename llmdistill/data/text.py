@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
 
 import numpy as np
 import torch
@@ -15,8 +18,25 @@ from llmdistill.data.layouts import Objective, TextSequence, lay_out
 from llmdistill.data.masking import mask_tokens, ordinary_tokens, vocabulary_mask, word_starts
 from llmdistill.errors import UserError
 
-TextInputs = tuple[TextSequence, np.ndarray, np.ndarray]
-"""A sequence, its input tokens, and its labels."""
+
+@dataclass(frozen=True)
+class TextInputs:
+    """A sequence as a model sees it."""
+
+    sequence: TextSequence
+    shown: np.ndarray
+    """(T,) int64, the input tokens."""
+    labels: np.ndarray
+    """(T,) int64."""
+
+    @cached_property
+    def sample_id(self) -> int:
+        """The id of the sample; see the function `sample_id`."""
+        return sample_id(self.shown)
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return len(self.shown)
 
 
 class TextSequences:
@@ -76,15 +96,15 @@ class TextSequences:
 
     def collate(self, parts: Sequence[TextInputs]) -> Batch:
         """The batch of sequences that `read` has made, also those of other texts with the same settings."""
-        rows = [shown for _, shown, _ in parts]
-        types = [np.arange(len(sequence.ids)) >= sequence.second for sequence, _, _ in parts]
+        rows = [part.shown for part in parts]
+        types = [np.arange(len(part)) >= part.sequence.second for part in parts]
         return Batch(
             input_ids=padded(rows, self._pad_token_id),
             attention_mask=padding_mask(rows),
-            labels=padded([labels for _, _, labels in parts], IGNORE_INDEX),
+            labels=padded([part.labels for part in parts], IGNORE_INDEX),
             token_type_ids=padded(types, 0) if self._token_types else None,
-            targets=torch.tensor([sequence.target for sequence, _, _ in parts]) if self.next_sentence else None,
-            sample_ids=tuple((sample_id(shown),) for shown in rows),
+            targets=torch.tensor([part.sequence.target for part in parts]) if self.next_sentence else None,
+            sample_ids=tuple((part.sample_id,) for part in parts),
         )
 
     def read(self, seed: int, epoch: int, index: int, *part: int) -> TextInputs:
@@ -93,7 +113,7 @@ class TextSequences:
         rng = np.random.default_rng((seed, epoch, index, 1, *part))
         sequence = self.layout.read(index, rng)
         if not self.masked:
-            return sequence, sequence.ids, sequence.ids
+            return TextInputs(sequence, sequence.ids, sequence.ids)
         special = self._special[sequence.ids]
         special[0] = True  # nearly always the start token; no loss uses the first label
         shown, labels = mask_tokens(
@@ -105,7 +125,41 @@ class TextSequences:
             vocabulary=self._vocabulary,
             word_starts=self._word_starts,
         )
-        return sequence, shown, labels
+        return TextInputs(sequence, shown, labels)
+
+
+class FixedSequences(Sequence[TextInputs]):
+    """The sequences of texts for a decoder, which are the same in every epoch, one text after the other."""
+
+    def __init__(self, texts: Mapping[str, TextSequences], limits: Mapping[str, int] | None = None) -> None:
+        """Store the texts, whose sequences are read when they are requested; `limits` keeps the first of some."""
+        self._texts = list(texts.values())
+        assert not any(text.masked for text in self._texts), "the masks of an encoder are drawn in every epoch"
+        sizes = [min(len(text), (limits or {}).get(name, len(text))) for name, text in texts.items()]
+        self._ends = np.cumsum(sizes)
+
+    def __len__(self) -> int:
+        """The number of sequences of all texts."""
+        return int(self._ends[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> TextInputs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TextInputs]: ...
+
+    def __getitem__(self, index: int | slice) -> TextInputs | list[TextInputs]:
+        """The sequence at an index, or those of a slice."""
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        place = range(len(self))[index]  # raises IndexError
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        before = 0 if number == 0 else int(self._ends[number - 1])
+        return self._texts[number].read(0, 0, place - before)
+
+    def collate(self, parts: Sequence[TextInputs]) -> Batch:
+        """The batch of some of the sequences."""
+        return self._texts[0].collate(parts)
 
 
 def validation_batches(

@@ -1,4 +1,4 @@
-"""Generates answers with vLLM, which is optional and many times faster than transformers on GPUs."""
+"""Generates answers, and finds likely tokens, with vLLM, which is optional and faster than transformers on GPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from llmdistill.batch import TopK
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding
 from llmdistill.models.adapters import is_adapter
@@ -18,36 +19,44 @@ EngineName = Literal["hf", "vllm"]
 
 
 def choose_engine(
-    wanted: Literal["auto", "hf", "vllm"], model: str | Path, *, no_repeat_ngram_size: int, world_size: int
+    wanted: Literal["auto", "hf", "vllm"],
+    model: str | Path,
+    *,
+    no_repeat_ngram_size: int,
+    world_size: int,
+    key: str = "--engine",
+    obstacle: str | None = None,
 ) -> EngineName:
     """Return the engine for a request: "auto" means vLLM if vLLM can run the request, else transformers.
+
+    `key` is the setting of the engine, and `obstacle` what else keeps vLLM from running the request.
 
     Raises UserError if vLLM is requested but cannot run this request; the message gives the reason.
     """
     if wanted == "hf":
         return "hf"
-    reason = _obstacle(model, no_repeat_ngram_size, world_size)
+    reason = obstacle or _obstacle(model, no_repeat_ngram_size, world_size, key)
     if reason is not None and wanted == "vllm":
-        raise UserError(f"--engine vllm: {reason}")
+        raise UserError(f"{key} vllm: {reason}")
     return "hf" if reason is not None else "vllm"
 
 
-def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int) -> str | None:
+def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int, key: str) -> str | None:
     """Return why vLLM cannot run this request and what the user can do, or None if vLLM can run it."""
     if world_size > 1:
-        return "vLLM drives all GPUs from one process; start the command without --num_gpus, or take --engine hf"
+        return f"vLLM drives all GPUs from one process; start the command without --num_gpus, or take {key} hf"
     if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed here; pip install vllm, or take --engine hf"
+        return f"vLLM is not installed here; pip install vllm, or take {key} hf"
     if not torch.cuda.is_available():
-        return "there is no GPU that torch can use; take --engine hf"
+        return f"there is no GPU that torch can use; take {key} hf"
     if no_repeat_ngram_size > 0:
-        return f"vLLM has no no_repeat_ngram_size (it is {no_repeat_ngram_size}); set it to 0, or take --engine hf"
+        return f"vLLM has no no_repeat_ngram_size (it is {no_repeat_ngram_size}); set it to 0, or take {key} hf"
     if is_adapter(model):
-        return f"{model} is an adapter, which vLLM does not merge into its base; take --engine hf"
+        return f"{model} is an adapter, which vLLM does not merge into its base; take {key} hf"
     if _quantization(load_config(model)) == "llmdistill":
         return (
             f"{model} is factorized, which vLLM does not know; make it dense with `llmdistill export --dense`, "
-            "or take --engine hf"
+            f"or take {key} hf"
         )
     return None
 
@@ -87,16 +96,7 @@ class VllmEngine:
             "skip_special_tokens": False,
             "detokenize": False,
         }
-        self._llm = vllm.LLM(
-            model=str(model),
-            tokenizer=str(model),
-            dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=shares(load_config(model), torch.cuda.device_count()),
-            seed=seed,
-            max_model_len=max_length,
-            generation_config="vllm",  # nothing from the model's generation_config.json
-            trust_remote_code=False,
-        )
+        self._llm = _load(model, dtype, max_length=max_length, seed=seed)
 
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """See Engine; each prompt has its own random stream."""
@@ -106,6 +106,74 @@ class VllmEngine:
             use_tqdm=False,
         )
         return [list(result.outputs[0].token_ids) for result in results]
+
+
+class VllmScorer:
+    """Gives the most likely tokens after each token of given texts, by vLLM's offline `LLM` on all GPUs here.
+
+    It uses `SamplingParams.prompt_logprobs`, which gives the k most likely tokens and the token that is there, and
+    `logprobs` for the token after the text, because vLLM generates at least one.
+    """
+
+    def __init__(self, model: str | Path, *, k: int, max_length: int, dtype: torch.dtype) -> None:
+        """Load a dense model from a folder or hub name, for texts of up to max_length tokens."""
+        import vllm
+
+        self._k = k
+        self._params = vllm.SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=k,
+            logprobs=k,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        # Cached prefixes have no log-probabilities.
+        self._llm = _load(model, dtype, max_length=max_length + 1, seed=0, max_logprobs=k, enable_prefix_caching=False)
+
+    def score(self, token_ids: list[list[int]]) -> list[TopK]:
+        """Return the k most likely tokens after each of the T tokens of each text, (T, k), with the tail at 1.
+
+        Raises:
+            UserError: vLLM gives something else than documented.
+        """
+        results = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids in token_ids],
+            sampling_params=[self._params] * len(token_ids),
+            use_tqdm=False,
+        )
+        return [self._top_k(ids, result) for ids, result in zip(token_ids, results, strict=True)]
+
+    def _top_k(self, ids: list[int], result: Any) -> TopK:
+        # What vLLM says of a token is the distribution in which it was, so that after the token before it.
+        entries = [*(result.prompt_logprobs or [])[1:], *(result.outputs[0].logprobs or [])]
+        if len(entries) != len(ids) or any(each is None or len(each) < self._k for each in entries):
+            raise UserError(
+                f"--cache.engine vllm: this vLLM does not give the {self._k} most likely tokens after each of "
+                f"{len(ids)} tokens; take --cache.engine hf"
+            )
+        found = [sorted(((each.logprob, token) for token, each in entry.items()), reverse=True) for entry in entries]
+        log_probs = torch.tensor([[value for value, _ in row[: self._k]] for row in found], dtype=torch.float64)
+        tokens = torch.tensor([[token for _, token in row[: self._k]] for row in found])
+        # Rounding may leave nothing, or less, to a tail that has little.
+        tail = (1 - log_probs.exp().sum(1)).clamp(min=torch.finfo(torch.float32).eps).log()
+        return TopK(tokens, log_probs.float(), {1.0: tail.float()})
+
+
+def _load(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: int, **options: Any) -> Any:
+    import vllm
+
+    return vllm.LLM(
+        model=str(model),
+        tokenizer=str(model),
+        dtype=str(dtype).removeprefix("torch."),
+        tensor_parallel_size=shares(load_config(model), torch.cuda.device_count()),
+        seed=seed,
+        max_model_len=max_length,
+        generation_config="vllm",  # nothing from the model's generation_config.json
+        trust_remote_code=False,
+        **options,
+    )
 
 
 def shares(config: PreTrainedConfig, gpus: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmdistill.config import RunConfig
+from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,13 +65,32 @@ def check_can_cache(plan: Plan) -> None:
     config, names = plan.config, " + ".join(plan.config.methods())
     if not plan.method.needs_teacher:
         raise UserError(f"method {names} has no teacher, so there is nothing to cache: take another method, such as kd")
-    if plan.task.changing_examples is not None:
+    changing = plan.task.changing_examples(causal=plan.causal)
+    if changing is not None:
         raise UserError(
-            f"a cache keeps one output of the teacher for each example, but {plan.task.changing_examples}: train with "
-            "the teacher itself (teacher.cache null)"
+            f"a cache keeps one output of the teacher for each example, but {changing}: train with the teacher "
+            "itself (teacher.cache null)"
         )
     if plan.objective.sequences == "spans":
         raise UserError(
             f"a cache keeps no outputs for spans ({config.data.task.name}): train with the teacher itself "
             "(teacher.cache null)"
+        )
+
+
+def can_cache(plan: Plan) -> bool:
+    """Whether a cache can take the place of a run's teacher, and the same command does not make this teacher first."""
+    try:
+        check_can_cache(plan)
+    except UserError:
+        return False
+    return plan.before is None
+
+
+def check_top_k(plan: Plan, settings: CacheConfig) -> None:
+    """Raise a UserError if a cache is asked to keep as many tokens as there are."""
+    if settings.kept_top_k is not None and settings.kept_top_k >= plan.compared_tokens:
+        raise UserError(
+            f"--cache.top_k is {settings.top_k}, but teacher and student share {plan.compared_tokens} tokens: give "
+            "less, or take --cache.content hidden_states"
         )

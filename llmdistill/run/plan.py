@@ -99,6 +99,11 @@ class Plan:
         return self.dtype if wanted == "auto" else TORCH_DTYPES[wanted]
 
     @property
+    def compared_tokens(self) -> int:
+        """The number of tokens whose probabilities teacher and student compare."""
+        return int(self.teacher_config.vocab_size) if self.vocabulary is None else self.vocabulary
+
+    @property
     def trains(self) -> bool:
         """Whether the run trains the student."""
         return METHODS[self.config.method].trains

@@ -7,7 +7,7 @@ this interface and does not name any task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import RunConfig
-from llmdistill.data.sampler import Share
+from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.models.load import Head
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every
@@ -82,6 +82,15 @@ class TaskData(ABC):
     @abstractmethod
     def loader(self, share: Share) -> Loader:
         """Return the loader of a rank's training batches."""
+
+    def taught_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
+        """Return all examples whose outputs a run asks of its teacher, and the function that collates them.
+
+        Each has a `sample_id` and a length in tokens. Called only if the task has no `changing_examples`.
+        """
+        loader = self.loader(Share(seed=0, global_batch_size=1, micro_batch_size=1))
+        assert isinstance(loader, TrainLoader), f"{type(loader).__name__} makes its examples anew"
+        return loader.items, loader.collate
 
     @abstractmethod
     def validation(self, share: Share) -> list[Batch]:
@@ -165,9 +174,11 @@ class Task(ABC):
         """The number of outputs of the classifier; None if the task has no classifier."""
         return None
 
-    @property
-    def changing_examples(self) -> str | None:
-        """Why there is no list of examples that are the same in every epoch, as a clause; None if there is one."""
+    def changing_examples(self, *, causal: bool) -> str | None:
+        """Return why the examples of decoders (`causal`) or encoders change while they are learnt, as a clause.
+
+        None if there is a list of examples that are the same in every epoch.
+        """
         return None
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:

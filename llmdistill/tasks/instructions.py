@@ -52,8 +52,7 @@ class Instructions(Task):
                 f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
             )
 
-    @property
-    def changing_examples(self) -> str | None:
+    def changing_examples(self, *, causal: bool) -> str | None:
         """See Task."""
         if self.config.data.streaming:
             return "data.streaming reads the examples while it trains"

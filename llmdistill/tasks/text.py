@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files
 from llmdistill.data.mixture import MixedSequences
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, write_rows
-from llmdistill.data.text import TextSequences, validation_batches
+from llmdistill.data.text import FixedSequences, TextInputs, TextSequences, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_segments
@@ -31,16 +31,18 @@ from llmdistill.runtime.distributed import World, on_every
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoreTable, Task, TaskData
 
+_VALID = "/"
+"""Stands for the validation text among the parts of the training text, none of which can have this name."""
+
 
 class Text(Task):
     """The task of learning a corpus of plain text."""
 
     scored = ()
 
-    @property
-    def changing_examples(self) -> str | None:
+    def changing_examples(self, *, causal: bool) -> str | None:
         """See Task."""
-        return "data.kind text cuts its sequences while it trains, and masks an encoder's anew in every epoch"
+        return None if causal else "data.kind text masks the sequences of an encoder anew in every epoch"
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: tokens, and next sentences if the settings request them or BERT's next-sentence head is used."""
@@ -155,6 +157,14 @@ class TextData(TaskData):
             UserError: the text is too short for one sequence.
         """
         return SequenceLoader(self._train_sequences(), share)
+
+    def taught_examples(self) -> tuple[FixedSequences, Callable[[list[TextInputs]], Batch]]:
+        """See TaskData: the sequences of the training text, and those that are validated by the same loss."""
+        assert self.train is not None, "the text is not tokenised yet"
+        texts = dict(self.train) if self.valid is None else {**self.train, _VALID: self.valid}
+        limits = {_VALID: self.settings.text.valid_sequences}
+        sequences = FixedSequences({name: self._sequences(text) for name, text in texts.items()}, limits)
+        return sequences, sequences.collate
 
     def _train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenised yet"

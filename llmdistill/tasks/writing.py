@@ -109,8 +109,7 @@ class Writing(Benchmark):
                 f"{max_positions(config, length)}; give that or less"
             )
 
-    @property
-    def changing_examples(self) -> str | None:
+    def changing_examples(self, *, causal: bool) -> str | None:
         """See Task."""
         return f"the targets of {TASKS[self.key].title} are masked anew in every epoch"
 

@@ -29,11 +29,11 @@ _CHUNK = 256
 def to_rows(
     outputs: Outputs, batch: Batch, request: Request, *, top_k: int | None, vocabulary: int | None
 ) -> dict[str, Tensor]:
-    """Return the rows of all examples of a batch, one after the other in the order of its `sample_ids`, on the CPU.
+    """Return the rows of all examples of a batch, one after the other in the order of its `sample_ids`.
 
     Args:
         outputs: what `TappedModel.teach` returned for the batch.
-        batch: with `label_rows`, on any device.
+        batch: with `label_rows`, on any device, where the rows are too.
         request: what is kept.
         top_k: number of most likely tokens to keep; None keeps hidden states.
         vocabulary: the first tokens, which are compared; None compares all.
@@ -45,9 +45,7 @@ def to_rows(
         if top_k is None:
             rows[f"{place}.states"] = head.rows
             continue
-        top = _most_likely(head, top_k, request.temperatures, vocabulary)
-        rows |= {f"{place}.top": top.tokens.int(), f"{place}.log_probs": top.log_probs}
-        rows |= {f"{place}.tail.{temperature}": tail for temperature, tail in top.tails.items()}
+        rows |= top_rows(_most_likely(head, top_k, request.temperatures, vocabulary), place)
     for aspect, layers in request.taps.items():
         for layer in layers:
             tensor = getattr(outputs.taps, aspect)[layer]
@@ -56,7 +54,13 @@ def to_rows(
     if request.sequences:
         assert outputs.sequence_logits is not None, "the teacher has no head for sequences"
         rows["sequences.logits"] = outputs.sequence_logits
-    return {name: tensor.cpu() for name, tensor in rows.items()}
+    return rows
+
+
+def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
+    """Return the rows of the most likely tokens at positions of one kind."""
+    rows = {f"{place}.top": top.tokens.int(), f"{place}.log_probs": top.log_probs}
+    return rows | {f"{place}.tail.{temperature}": tail for temperature, tail in top.tails.items()}
 
 
 def _most_likely(head: HeadInputs, k: int, temperatures: Sequence[float], vocabulary: int | None) -> TopK:

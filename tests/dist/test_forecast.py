@@ -32,6 +32,9 @@ SETTINGS = [
     Setting(micro_batch_size=8, checkpointing=True),
     Setting(stage=3, length=256, checkpointing=True),
     Setting(family="gpt2", factorized=False, method="kd", length=256),
+    Setting(family="gpt2", factorized=False, method="kd", length=256, cached="hidden_states"),
+    Setting(stage=3, method="kd", cached="top_k"),
+    Setting(stage=1, cached="hidden_states"),
     Setting(family="bert"),
     Setting(family="bert", factorized=False, method="minilm", micro_batch_size=8, checkpointing=True),
 ]

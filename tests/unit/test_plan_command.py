@@ -48,8 +48,8 @@ def planned(capsys, *arguments: str, code: int = 0) -> dict:
 
 def test_every_setting_has_its_memory_and_time(capsys, run):
     found = planned(capsys, *run, *MACHINE)
-    # 5 ds_configs, micro batches of 1, 2, 4 and 8, with and without checkpointing, teacher whole or sharded
-    assert len(found["choices"]) == 5 * 4 * 2 * 2
+    # 5 ds_configs, micro batches of 1, 2, 4 and 8, with and without checkpointing, teacher whole, sharded or cached
+    assert len(found["choices"]) == 5 * 4 * 2 * 3
     for choice in found["choices"]:
         assert choice["overrides"]["train.micro_batch_size"] * choice["accumulation_steps"] * 2 == 16
         assert choice["total_bytes"] == pytest.approx(sum(choice["memory_bytes"].values()), abs=20)
@@ -103,6 +103,86 @@ def test_models_of_config_json_alone(capsys, run, folders):
     )
     assert whole["memory_bytes"]["teacher"] == pytest.approx(2 * found["teacher_params"], rel=1e-3)
     assert sharded["memory_bytes"]["teacher"] == pytest.approx(found["teacher_params"], rel=1e-3)
+
+
+def by_teacher(found: dict, name: str) -> dict:
+    """The first choice with this teacher; the others come in the same order."""
+    return next(each for each in found["choices"] if each["teacher"] == name)
+
+
+KD = ("--method", "kd", "--ds_config", "zero1")
+
+
+def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
+    models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
+    found = planned(capsys, *run[4:], *models, *KD, *MACHINE, "--train.micro_batch_size", "8")
+    whole, cached = (
+        next(
+            each
+            for each in found["choices"]
+            if each["teacher"] == teacher
+            and each["overrides"]["train.micro_batch_size"] == 8
+            and not each["overrides"]["train.activation_checkpointing"]
+        )
+        for teacher in ("replicated", "cached")
+    )
+    assert cached["memory_bytes"]["teacher"] == 2 * 1000 * 8192  # the head in bf16
+    assert cached["memory_bytes"]["optimizer"] == whole["memory_bytes"]["optimizer"]
+    # Of 2 FLOP a weight and token, those of the head remain; an embedding has none.
+    tokens, head = 8 * 112, 1000 * 8192
+    body = found["teacher_params"] - 2 * head
+    assert whole["flops"] - cached["flops"] == pytest.approx(2 * tokens * body, rel=0.02)
+    # Each sequence has 111 labels of 16,384 bytes, an id, and three offsets; 2 GPUs read 8 of them at 1.5 GB/s.
+    assert found["cache"]["bytes_per_token"] == pytest.approx((111 * 16384 + 32) / 112)
+    reading = 8 * 111 * 16384 * (2 / 1.5e9 + 1 / 18.75e9)
+    assert cached["seconds"]["host"] == pytest.approx(reading)
+    steps = 120
+    assert found["cache"]["counts"]["sequences"] == 16 * steps
+    assert found["cache"]["bytes"] == pytest.approx(16 * steps * 112 * found["cache"]["bytes_per_token"] + 2 * head)
+    # One pass over every example once is spread over the steps that see every example once.
+    assert found["cache"]["seconds"] == pytest.approx(steps * found["cache"]["seconds_per_step"])
+    assert found["cache"]["seconds_per_step"] > 2 * tokens * body / 187.2e12 + reading
+
+    top = planned(capsys, *run[4:], *models, *KD, *MACHINE, "--cache.content", "top_k", "--cache.top_k", "8")
+    assert by_teacher(top, "cached")["memory_bytes"]["teacher"] == 0
+    assert top["cache"]["bytes_per_token"] == pytest.approx((111 * (8 * 8 + 4) + 32) / 112)
+
+
+def test_proposal_of_a_cache_names_the_command_that_makes_it_first(capsys, folders, run, tmp_path):
+    # The wide teacher fits only without the student and its buckets, so it must leave the GPUs of the training.
+    models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
+    words = (*run[4:], *models, *KD, "--gpus", "2", "--gpu_memory", "6.8GB")
+    folder = tmp_path / "proposal"
+    settings = ("--cache.content", "top_k", "--write", str(folder))
+    assert cli.main(["plan", *words, *settings]) == 0
+    said = capsys.readouterr().out
+    assert "teacher cached\n" in said
+    _, first, launch = (folder / "launch.sh").read_text().splitlines()
+    assert f"First      {first.removesuffix(' || exit')}\n" in said
+    made = shlex.split(first)
+    assert made[:4] == ["llmdistill", "cache", "--num_gpus", "2"]
+    assert made[-5:] == ["--cache.content=top_k", "--output", str(folder / "cache"), "||", "exit"]
+    config, _ = parse_run(cli.split_launcher_flags(shlex.split(launch)[3:])[1], METHODS)
+    assert config.teacher.cache == str(folder / "cache")
+    assert config.teacher.sharding == "replicated"
+
+
+def test_cache_is_no_choice_where_the_run_can_have_none(capsys, run, folders):
+    encoder = ("--recipe", "minilm/6x384", "--student.shape", "1x32x8", "--minilmv2.relation_heads", "8")
+    found = planned(capsys, *encoder, "--teacher.model", str(folders["encoder"]), "--ds_config", "zero1")
+    assert {each["teacher"] for each in found["choices"]} == {"replicated", "zero3"}
+    assert found["cache"] is None
+    named = planned(capsys, *run, *MACHINE, *KD, "--teacher.cache", "somewhere")
+    assert {each["teacher"] for each in named["choices"]} == {"cached"}
+    assert "--output somewhere" in named["first_command"]
+    assert "--teacher.cache" not in named["first_command"]
+
+
+def test_counted_data_have_their_own_size(capsys):
+    found = planned(capsys, "--count_data", *KD, "--train.steps", "1000", "--train.micro_batch_size", "4")
+    assert found["cache"]["counts"]["sequences"] == 2000
+    assert found["cache"]["counts"]["labels"] < 0.5 * found["cache"]["counts"]["tokens"]
+    assert found["proposal"]["teacher"] == "cached", "an epoch has 62 steps, and the cache is made once"
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
+from llmdistill.run.checks import can_cache
+from llmdistill.run.forecast.cached import Counts
 from llmdistill.run.forecast.duration import Duration, node_bytes, step_duration, wire_bytes
-from llmdistill.run.forecast.memory import PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
+from llmdistill.run.forecast.making import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
+from llmdistill.run.forecast.memory import CACHED, PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
 from llmdistill.run.forecast.step import StepTrace, between, build_models, full_batch, trace_step
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.ds_config import read_ds_config
@@ -45,7 +48,7 @@ class Choice:
     accumulation_steps: int
     checkpointing: bool
     teacher: str | None
-    """The value of teacher.sharding; None if the run has no teacher."""
+    """The value of teacher.sharding, or "cached"; None if the run has no teacher."""
     memory: Mapping[str, float]
     """Bytes of each rank, by part."""
     flops: float
@@ -59,6 +62,8 @@ class Choice:
     """Bytes of a GPU."""
     margin: float
     """Share of them that should stay free."""
+    cache: CacheForecast | None = None
+    """The cache that is read in place of the teacher's pass; None unless the teacher is "cached"."""
 
     @cached_property
     def total(self) -> float:
@@ -76,13 +81,22 @@ class Choice:
         return self.total > (1 - self.margin) * self.available
 
     @property
+    def seconds(self) -> float:
+        """The time of a step with its share of the time to make the cache."""
+        return self.duration.seconds + (0.0 if self.cache is None else self.cache.seconds_per_step)
+
+    @property
     def overrides(self) -> dict[str, Any]:
         """The settings of the run, by dotted key."""
         settings: dict[str, Any] = {
             "train.micro_batch_size": self.micro_batch_size,
             "train.activation_checkpointing": self.checkpointing,
         }
-        return settings if self.teacher is None else {**settings, "teacher.sharding": self.teacher}
+        if self.cache is not None:
+            settings["teacher.cache"] = self.cache.folder
+        elif self.teacher is not None:
+            settings["teacher.sharding"] = self.teacher
+        return settings
 
     def described(self) -> str:
         """Name the choice in a few words."""
@@ -92,16 +106,20 @@ class Choice:
         return ", ".join(words)
 
 
-def make_choices(plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_CONFIGS) -> list[Choice]:
+def make_choices(
+    plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_CONFIGS, cache: CacheAsked | None = None
+) -> list[Choice]:
     """Return every way to launch a run on a machine, from the configurations of its models alone.
 
     Args:
         plan: the run.
         machine: the machine.
         names: the DeepSpeed configurations to consider, by the names of shipped ones.
+        cache: the cache to consider in place of the teacher's pass, if the run can have one.
 
     Raises:
-        UserError: the global batch cannot be divided among the ranks, or the student's sizes are not known.
+        UserError: the global batch cannot be divided among the ranks, the student's sizes are not known, or the
+            settings of the cache are contradictory.
     """
     train, ranks = plan.config.train, machine.ranks
     share = split_batch(train.global_batch_size, None, ranks).micro_batch_size
@@ -109,27 +127,35 @@ def make_choices(plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_C
     models = build_models(plan)
     sizes = Sizes.of(models.student, models.teacher)
     ends = [full_batch(plan, size) for size in (1, share)]
-    traces = {on: [trace_step(models, batch, checkpointing=on) for batch in ends] for on in (False, True)}
-    teachers = (None,) if models.teacher is None else TEACHERS
+    teachers: list[str | None] = [None]
+    if models.teacher is not None:
+        teachers = [] if plan.is_cached else [*shardings(machine)]
+    kept, forecast, of_sequence = None, None, Counts.of(ends[0])
+    if can_cache(plan):
+        asked, kept = trace_making(plan, models, cache or CacheAsked())
+        sizes = replace(sizes, cached_head_bytes=kept.head_bytes)
+        forecast = forecast_making(plan, asked, kept, sizes, machine)
+        teachers += [CACHED] if forecast.fits or plan.is_cached else []
+    traces = {
+        (on, cached): [trace_step(models, batch, checkpointing=on, cached=kept if cached else None) for batch in ends]
+        for on in (False, True)
+        for cached in sorted({teacher == CACHED for teacher in teachers})
+    }
     choices = []
     for name in names:
         ds_config = read_ds_config(name)
         for micro_batch_size in sizes_of_batch:
             steps = share // micro_batch_size
             zero = Zero.of(ds_config, accumulation_steps=steps)
-            for checkpointing, (low, high) in traces.items():
+            for (checkpointing, cached), (low, high) in traces.items():
                 trace = between(low, high, micro_batch_size)
+                read = kept.row_bytes(of_sequence.times(micro_batch_size)) if cached and kept is not None else 0
                 choices += [
-                    _choice(name, zero, sizes, teacher, trace, machine, checkpointing, steps)
+                    _choice(name, zero, sizes, teacher, trace, machine, checkpointing, steps, read, forecast)
                     for teacher in teachers
-                    if _is_a_choice(teacher, machine)
+                    if (teacher == CACHED) == cached
                 ]
     return choices
-
-
-def _is_a_choice(teacher: str | None, machine: MachineConfig) -> bool:
-    """Whether this teacher.sharding differs from the simpler ones on a machine."""
-    return {"node": machine.nodes > 1 and machine.gpus > 1, "zero3": machine.ranks > 1}.get(teacher or "", True)
 
 
 def _choice(
@@ -141,6 +167,8 @@ def _choice(
     machine: MachineConfig,
     checkpointing: bool,
     accumulation_steps: int,
+    read_bytes: int,
+    cache: CacheForecast | None,
 ) -> Choice:
     parts = peak_memory(
         zero,
@@ -162,9 +190,12 @@ def _choice(
         flops=accumulation_steps * work.flops,
         wire_bytes=wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps),
         node_bytes=node_bytes(sizes, teacher, machine.gpus, accumulation_steps=accumulation_steps),
-        duration=step_duration(zero, sizes, teacher, work, machine, accumulation_steps=accumulation_steps),
+        duration=step_duration(
+            zero, sizes, teacher, work, machine, accumulation_steps=accumulation_steps, read_bytes=read_bytes
+        ),
         available=machine.memory_bytes,
         margin=machine.margin,
+        cache=cache if teacher == CACHED else None,
     )
 
 
@@ -181,14 +212,14 @@ def propose(choices: Sequence[Choice], micro_batch_size: int | None = None) -> C
     fitting = _preferred(choices, micro_batch_size)
     if not fitting:
         raise UserError(missing(choices))
-    fastest = min(choice.duration.seconds for choice in fitting)
-    alike = [choice for choice in fitting if choice.duration.seconds <= _ALIKE * fastest]
+    fastest = min(choice.seconds for choice in fitting)
+    alike = [choice for choice in fitting if choice.seconds <= _ALIKE * fastest]
     simplest = list(dict.fromkeys(choice.ds_config for choice in choices))
     return min(
         alike,
         key=lambda choice: (
             simplest.index(choice.ds_config),
-            [None, *TEACHERS].index(choice.teacher),
+            [None, *TEACHERS, CACHED].index(choice.teacher),
             choice.checkpointing,
             choice.total,
         ),
@@ -210,7 +241,7 @@ def best_of_each(choices: Sequence[Choice], kind: Callable[[Choice], Any]) -> li
     """Return one choice of each kind: the fastest that fits, not tightly if possible, else that which needs least."""
 
     def order(choice: Choice) -> tuple[bool, bool, float]:
-        return not choice.fits, choice.tight, choice.duration.seconds if choice.fits else choice.total
+        return not choice.fits, choice.tight, choice.seconds if choice.fits else choice.total
 
     kinds = dict.fromkeys(kind(choice) for choice in choices)
     return [min((choice for choice in choices if kind(choice) == each), key=order) for each in kinds]
@@ -245,6 +276,8 @@ def reason(choice: Choice, choices: Sequence[Choice], micro_batch_size: int | No
         said += f" and {'leaves' if len(others) == 1 else 'leave'} {choice.margin:.0%} free"
     if choice.micro_batch_size == micro_batch_size:
         said += f" with the run's own micro batch size {micro_batch_size}"
+    if choice.cache is not None and choice.cache.seconds_per_step > 0:
+        said += f"; making the cache adds {choice.cache.seconds_per_step:.3g} s for each step"
     if choice.checkpointing:
         keys = ("ds_config", "teacher", "micro_batch_size")
         plain = [each for each in choices if all(getattr(each, key) == getattr(choice, key) for key in keys)]

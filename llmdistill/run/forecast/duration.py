@@ -11,7 +11,7 @@ from llmdistill.runtime.tracing import Work
 
 Bound = Literal["compute", "memory", "wire", "launch", "host"]
 """What takes most of a step: matrix products; the bandwidth of the GPU's memory; communication; the CPU that launches
-operations; offloading to the node's memory."""
+operations; offloading to the node's memory, or the reading of a teacher's cache."""
 
 _ADAM_BYTES = 44
 """Bytes that a fused AdamW reads and writes for each parameter, with the norm of the gradients and their cast."""
@@ -32,7 +32,8 @@ class Duration:
     launch: float
     """The CPU, which launches the operations of the two above while they run."""
     host: float
-    """Offloading: copies to and from the node's memory, and the optimizer there."""
+    """Offloading: copies to and from the node's memory, and the optimizer there. Also the reading of a teacher's
+    cache."""
 
     @property
     def seconds(self) -> float:
@@ -51,30 +52,57 @@ class Duration:
 
 
 def step_duration(
-    zero: Zero, sizes: Sizes, teacher: str | None, work: Work, machine: MachineConfig, *, accumulation_steps: int
+    zero: Zero,
+    sizes: Sizes,
+    teacher: str | None,
+    work: Work,
+    machine: MachineConfig,
+    *,
+    accumulation_steps: int,
+    read_bytes: float = 0,
 ) -> Duration:
     """Return the time of an optimizer step.
 
     Args:
         zero: the student's ZeRO.
         sizes: the sizes of the models.
-        teacher: the value of teacher.sharding; None without a teacher.
+        teacher: the value of teacher.sharding, or "cached"; None without a teacher.
         work: what both models do for one micro batch.
         machine: the GPUs and their bandwidths.
         accumulation_steps: the number of micro batches of a step on each rank.
+        read_bytes: what a rank reads from a teacher's cache for one micro batch.
     """
-    peak, bandwidth = 1e12 * machine.tflops * machine.product_share, _reached(machine, machine.memory_bandwidth)
-    # A product of small matrices waits for the memory instead.
-    products = max(work.flops / peak, work.product_bytes / bandwidth)
+    bandwidth = _reached(machine, machine.memory_bandwidth)
     updated = sizes.trained / machine.ranks if zero.stage > 0 else sizes.trained
     on_gpu = 0 if zero.offloads_optimizer else _ADAM_BYTES * updated
     return Duration(
-        compute=accumulation_steps * products,
+        compute=accumulation_steps * _product_seconds(work, machine),
         memory=(accumulation_steps * work.other_bytes + on_gpu) / bandwidth,
         wire=_wire_seconds(zero, sizes, teacher, machine, accumulation_steps=accumulation_steps),
         launch=1e-6 * machine.launch * accumulation_steps * work.operations,
-        host=_host_seconds(zero, sizes, machine, accumulation_steps=accumulation_steps),
+        host=_host_seconds(zero, sizes, machine, accumulation_steps=accumulation_steps)
+        + accumulation_steps * read_seconds(read_bytes, machine),
     )
+
+
+def pass_seconds(sizes: Sizes, teacher: str, work: Work, machine: MachineConfig) -> float:
+    """Return the time of one forward pass of the teacher alone, on all ranks at the same time."""
+    memory = work.other_bytes / _reached(machine, machine.memory_bandwidth)
+    gathered = _teacher_bytes(sizes, machine.ranks, 1) if teacher == "zero3" else 0.0
+    within = node_bytes(sizes, teacher, machine.gpus, accumulation_steps=1)
+    sent = gathered / _reached(machine, wire_bandwidth(machine)) + within / _reached(machine, machine.nvlink)
+    return max(_product_seconds(work, machine) + memory, sent, 1e-6 * machine.launch * work.operations)
+
+
+def read_seconds(size: float, machine: MachineConfig) -> float:
+    """Return the time in which each rank reads so many bytes of a cache, from the disk of its node to its GPU."""
+    return size * (machine.gpus / _reached(machine, machine.disk) + 1 / _reached(machine, machine.pcie))
+
+
+def _product_seconds(work: Work, machine: MachineConfig) -> float:
+    """The time of matrix products; one of small matrices waits for the memory."""
+    peak = 1e12 * machine.tflops * machine.product_share
+    return max(work.flops / peak, work.product_bytes / _reached(machine, machine.memory_bandwidth))
 
 
 def _wire_seconds(

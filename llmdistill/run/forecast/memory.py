@@ -47,9 +47,11 @@ class Sizes:
     teacher_bytes: int
     """Bytes of the teacher's weights and buffers; 0 without a teacher."""
     teacher_element_bytes: int
+    cached_head_bytes: int = 0
+    """Bytes of the LM head that takes the place of a cached teacher's weights; 0 without hidden states."""
 
     @classmethod
-    def of(cls, student: PreTrainedModel, teacher: PreTrainedModel | None) -> Sizes:
+    def of(cls, student: PreTrainedModel, teacher: PreTrainedModel | None, *, cached_head_bytes: int = 0) -> Sizes:
         """Count the sizes of models, which may be on the meta device."""
         return cls(
             student_bytes=model_bytes(student),
@@ -57,6 +59,7 @@ class Sizes:
             trained=trained_parameters(student),
             teacher_bytes=model_bytes(teacher),
             teacher_element_bytes=0 if teacher is None else teacher.dtype.itemsize,
+            cached_head_bytes=cached_head_bytes,
         )
 
 
@@ -118,14 +121,22 @@ TEACHER_ZERO = Zero.of({"zero_optimization": {"stage": 3}}, accumulation_steps=1
 TEACHERS = ("replicated", "node", "zero3")
 """Values of teacher.sharding, the simplest first."""
 
+CACHED = "cached"
+"""A teacher that is a file (teacher.cache)."""
+
 
 def teacher_sharers(teacher: str | None, *, ranks: int, ranks_of_node: int) -> int:
     """Return how many ranks share a whole teacher; 1 without a teacher."""
     return {"node": ranks_of_node, "zero3": ranks}.get(teacher or "", 1)
 
 
-def resident_teacher(sizes: Sizes, sharers: int) -> dict[str, float]:
-    """Return the bytes of the teacher's weights on a rank: its own, and those that it has gathered."""
+def resident_teacher(sizes: Sizes, teacher: str, sharers: int) -> dict[str, float]:
+    """Return the bytes of the teacher's weights on a rank: its own, and those that it has gathered.
+
+    A cached teacher has its head alone, whole on every rank.
+    """
+    if teacher == CACHED:
+        return {"teacher": sizes.cached_head_bytes}
     if sharers == 1:
         return {"teacher": sizes.teacher_bytes}
     gathered = TEACHER_ZERO.gathered_bytes(sizes.teacher_bytes, sizes.teacher_element_bytes)
@@ -183,7 +194,7 @@ def peak_memory(
     Args:
         zero: the student's ZeRO.
         sizes: the sizes of the models.
-        teacher: the value of teacher.sharding; None without a teacher.
+        teacher: the value of teacher.sharding, or "cached"; None without a teacher.
         moments: the memory of the forward and backward pass.
         ranks: the number of ranks.
         accumulation_steps: the number of micro batches of a step on each rank.
@@ -192,7 +203,7 @@ def peak_memory(
     always = resident_student(zero, sizes, ranks)
     if teacher is not None:
         sharers = teacher_sharers(teacher, ranks=ranks, ranks_of_node=ranks_of_node or ranks)
-        for name, size in resident_teacher(sizes, sharers).items():
+        for name, size in resident_teacher(sizes, teacher, sharers).items():
             always[name] = always.get(name, 0) + size
     phases: list[dict[str, float]] = [
         {

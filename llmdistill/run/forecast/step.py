@@ -26,10 +26,12 @@ from llmdistill.models.adapters import add_lora, cast_parameters
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import Head, build_meta, install_saved
 from llmdistill.models.taps import Recorder
+from llmdistill.run.forecast.cached import CacheTrace
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.engine import add_projectors, set_training
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.tasks.base import Task
+from llmdistill.teacher.cached import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +134,14 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
     return replace(batch, padding="none" if data.kind == "text" else "right").to("meta")
 
 
-def trace_step(models: Models, batch: Batch, *, checkpointing: bool) -> StepTrace:
+def trace_step(models: Models, batch: Batch, *, checkpointing: bool, cached: CacheTrace | None = None) -> StepTrace:
     """Trace the forward passes of both models and the backward pass of the student on one micro batch.
 
     Args:
         models: the models; afterwards the student is in training mode.
         batch: the micro batch, on the meta device.
         checkpointing: whether the student recomputes its activations.
+        cached: the cache that is read in place of the teacher's pass; None: the teacher runs.
     """
     student, method, tracer = models.student, models.method, Tracer()
     _set_training(student, checkpointing=checkpointing)
@@ -150,15 +153,19 @@ def trace_step(models: Models, batch: Batch, *, checkpointing: bool) -> StepTrac
     ]
     learner = _tapped(student, method.student_taps, tracer, models.vocabulary, models.projectors)
     tapped = [learner]
-    taught, of_teacher = None, Work()
+    teacher: Teacher | None = cached
     tracer.ignore(_tensors(student))
+    if models.teacher is not None:
+        models.teacher.eval().requires_grad_(False)
+        tracer.ignore(_tensors(models.teacher))
+        if cached is None:
+            teacher = _tapped(models.teacher, method.teacher_taps, tracer, models.vocabulary)
+            tapped.append(teacher)
+    taught, of_teacher = None, Work()
     with on_gpu(), tracer:
-        if models.teacher is not None:
-            models.teacher.eval().requires_grad_(False)
-            tracer.ignore(_tensors(models.teacher))
-            tapped.append(_tapped(models.teacher, method.teacher_taps, tracer, models.vocabulary))
+        if teacher is not None:
             with torch.no_grad(), tracer.part("taps"):
-                taught = tapped[1].teach(batch, lm_head=method.taught_positions)
+                taught = teacher.teach(batch, lm_head=method.taught_positions)
             of_teacher = tracer.work
         terms = method.running(taught, batch)
         del taught

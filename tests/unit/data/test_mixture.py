@@ -95,7 +95,7 @@ def test_the_batches_depend_on_seed_and_step_alone(parts: dict[str, TextSequence
 
 def test_the_same_places_of_two_texts_have_different_masks(parts: dict[str, TextSequences]) -> None:
     masks = {
-        tuple((parts["en"].read(0, 0, 3, number)[2] >= 0).tolist()) for number in range(12)
+        tuple((parts["en"].read(0, 0, 3, number).labels >= 0).tolist()) for number in range(12)
     }  # of one sequence of the same lengths, drawn as the part of that number
     assert len(masks) > 3
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,50 +17,20 @@ from llmdistill.errors import UserError
 from llmdistill.generation import responses
 from llmdistill.generation.answers_file import side_file
 from llmdistill.generation.responses import generate_responses
-from llmdistill.generation.vllm_engine import choose_engine, shares
+from llmdistill.generation.vllm_engine import VllmScorer, choose_engine, shares
+from llmdistill.losses.top_k import most_likely
 from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import World
 
+from stand_in_vllm import StandInLLM, install
+
 LIMITS: dict[str, Any] = {"max_prompt_length": 60, "max_length": 70, "dtype": "fp32"}
-
-
-class StandInLLM:
-    """As vllm.LLM, one prompt at a time, without cache."""
-
-    made: list[dict[str, Any]]
-
-    def __init__(self, **arguments: Any) -> None:
-        type(self).made.append(arguments)
-        assert arguments["dtype"] == "float32"
-        self.model = load_model(arguments["model"], dtype=torch.float32)
-        self.asked: list[dict[str, Any]] = []
-
-    def generate(self, prompts: list[dict[str, list[int]]], sampling_params: list[dict[str, Any]], use_tqdm: bool):
-        assert not use_tqdm
-        results = []
-        for prompt, params in zip(prompts, sampling_params, strict=True):
-            assert params["temperature"] == 0.0
-            ids = list(prompt["prompt_token_ids"])
-            start = len(ids)
-            while len(ids) - start < params["max_tokens"] and ids[start:][-1:] != params["stop_token_ids"]:
-                with torch.no_grad():
-                    ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
-            results.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(ids[start:]))]))
-            type(self).made.append(params)
-        return results
 
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Install the stand-in on a machine with two GPUs; returns what it is called with."""
-    StandInLLM.made = []
-    module = ModuleType("vllm")
-    module.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
-    module.LLM, module.SamplingParams = StandInLLM, dict  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    return StandInLLM.made
+    return install(monkeypatch)
 
 
 def alone() -> World:
@@ -151,3 +120,41 @@ def test_the_heads_decide_over_how_many_gpus_a_model_is_split(
 ) -> None:
     config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * 8)
     assert shares(config, gpus) == expected
+
+
+def test_scores_are_the_distributions_after_each_token(vllm: list[dict[str, Any]], teacher: Path) -> None:
+    scorer = VllmScorer(teacher, k=6, max_length=12, dtype=torch.float32)
+    texts = [[5, 9, 7, 14, 12], [8, 3, 4, 4, 11, 10, 9, 8, 7, 5, 6, 13]]
+    found = scorer.score(texts)
+    model = load_model(str(teacher), dtype=torch.float32)
+    for ids, top in zip(texts, found, strict=True):
+        with torch.no_grad():
+            expected = most_likely(model(torch.tensor([ids])).logits[0], 6, [1.0])
+        assert top.tokens.tolist() == expected.tokens.tolist()
+        torch.testing.assert_close(top.log_probs, expected.log_probs)
+        torch.testing.assert_close(top.tails[1.0].exp(), expected.tails[1.0].exp(), rtol=1e-4, atol=1e-6)
+    engine, request, *_ = vllm
+    assert (engine["max_logprobs"], engine["max_model_len"], engine["enable_prefix_caching"]) == (6, 13, False)
+    assert (request["prompt_logprobs"], request["logprobs"], request["temperature"]) == (6, 6, 1.0)
+
+
+@pytest.mark.parametrize("lost", ["prompt_logprobs", "logprobs", "k"])
+def test_other_answers_than_documented_end_with_a_remedy(
+    vllm: list[dict[str, Any]], teacher: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    scored = StandInLLM.scored
+
+    def other(self: Any, ids: list[int], params: dict[str, Any]) -> SimpleNamespace:
+        result = scored(self, ids, params)
+        if lost == "logprobs":
+            result.outputs[0].logprobs = None
+        elif lost == "prompt_logprobs":
+            result.prompt_logprobs = result.prompt_logprobs[:-1]
+        else:
+            result.prompt_logprobs[2] = dict(list(result.prompt_logprobs[2].items())[-2:])
+        return result
+
+    monkeypatch.setattr(StandInLLM, "scored", other)
+    scorer = VllmScorer(teacher, k=3, max_length=12, dtype=torch.float32)
+    with pytest.raises(UserError, match=r"does not give the 3 most likely tokens after each of 4 tokens; take --cache"):
+        scorer.score([[5, 9, 7, 14]])

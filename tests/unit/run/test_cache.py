@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
+from llmdistill.config.machine import MachineConfig
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -22,14 +24,20 @@ from llmdistill.methods import METHODS
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.run import cache
+from llmdistill.run import cache, cache_shards
 from llmdistill.run.artifacts import run_record
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
+from llmdistill.run.forecast.cached import Counts
+from llmdistill.run.forecast.making import CacheAsked, forecast_making, trace_making
+from llmdistill.run.forecast.memory import Sizes
+from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher import cache_folder
 from llmdistill.teacher.cache_folder import CacheFolder
 from llmdistill.teacher.cached import CachedTeacher
+
+from stand_in_vllm import install
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -228,9 +236,33 @@ def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, ma
     assert not (folder / "head.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (METHOD_SETTINGS["kd"], CacheConfig()),
+        (METHOD_SETTINGS["kd at 2 reversed"], TOP_K),
+        (METHOD_SETTINGS["minilmv2"], SMALL),
+        (METHOD_SETTINGS["makd"], CacheConfig(content="top_k", top_k=4)),
+    ],
+    ids=["hidden states", "top k", "taps", "taps and top k"],
+)
+def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
+    plan, data = planned(*words)
+    models, counts = build_models(plan), Counts(**cache.count_examples(plan, data))
+    asked, trace = trace_making(plan, models, CacheAsked(settings=settings, counts=counts))
+    found = forecast_making(plan, asked, trace, Sizes.of(models.student, models.teacher), MachineConfig())
+    folder = made(*words, settings=settings)
+    record = json.loads((folder / "cache.json").read_text())
+    assert (counts.sequences, counts.tokens) == (record["examples"], record["tokens"])
+    files = [folder / name for name in record["files"]]
+    written = sum(file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    shards = sum(file.parent.name == "shards" for file in files)
+    assert written == found.bytes + 8 * len(POSITIONS) * shards  # the end of the last example's rows
+
+
 def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, monkeypatch):
     plan, data = planned()
-    write, written = cache.write_tensors, list[str]()
+    write, written = cache_shards.write_tensors, list[str]()
 
     def dies(folder, name, *others):
         if len(written) == 3:
@@ -238,13 +270,13 @@ def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, m
         written.append(name)
         write(folder, name, *others)
 
-    monkeypatch.setattr(cache, "write_tensors", dies)
+    monkeypatch.setattr(cache_shards, "write_tensors", dies)
     with pytest.raises(KeyboardInterrupt):
         cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
     with pytest.raises(UserError, match=r"it has no cache.json, so it is an unfinished cache: go on"):
         CacheFolder(tmp_path / "cache")
     monkeypatch.setattr(
-        cache, "write_tensors", lambda folder, name, *rest: (written.append(name), write(folder, name, *rest))
+        cache_shards, "write_tensors", lambda folder, name, *rest: (written.append(name), write(folder, name, *rest))
     )
     cache.make_cache(plan, data, SMALL, tmp_path / "cache", WORLD)
     assert len(written) == len(set(written)) > 5, "a file was written twice"
@@ -267,7 +299,7 @@ def test_a_finished_cache_is_left_alone_and_a_lost_file_is_made_again(planned, b
         checked(planned, broken)
     cache.make_cache(plan, data, SMALL, broken, WORLD)
     assert (lost.read_bytes(), (broken / "cache.json").read_bytes()) == (content, before)
-    monkeypatch.setattr(cache, "make_teacher", None)
+    monkeypatch.setattr(cache_shards, "make_teacher", None)
     cache.make_cache(plan, data, SMALL, broken, WORLD)
 
 
@@ -327,7 +359,7 @@ def test_another_teacher_tokenizer_format_method_or_data_is_refused(planned, mad
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "Sing.", "output": "la"}\n' + files["data"].read_text(), encoding="utf-8")
     said = refused("--data.train", str(rows))
-    assert "1 of the 27 training examples are not in it, first the one with the id" in said
+    assert "1 of the 27 examples are not in it, first the one with the id" in said
     assert f"data.train was {files['data']} and is now {rows}" in said
 
 
@@ -346,13 +378,65 @@ def test_cut_examples_are_others_and_a_part_of_the_data_is_enough(planned, made,
     ("arguments", "sentence"),
     [
         (["--data.streaming", "true"], "data.streaming reads the examples while it trains"),
-        (["--data.kind", "text"], "but data.kind text cuts its sequences while it trains"),
         (["--data.on_policy", "0.5"], "data.on_policy 0.5 has the student write some of the answers"),
     ],
 )
 def test_runs_without_fixed_examples_are_refused_by_the_plan(planned, made, arguments, sentence):
     with pytest.raises(UserError, match=sentence):
         planned("--teacher.cache", str(made()), *arguments)
+
+
+def test_masks_of_an_encoder_are_no_examples(planned, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokenizer = load_tokenizer(locate("embedded:teacher"))
+    BertConfig(vocab_size=len(tokenizer), architectures=["BertForMaskedLM"], **sizes).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    encoder = ["--teacher.model", str(tmp_path), "--student.model", str(tmp_path), "--teacher.cache", "nowhere"]
+    with pytest.raises(UserError, match=r"but data.kind text masks the sequences of an encoder anew in every epoch"):
+        planned("--data.kind", "text", *encoder)
+
+
+@pytest.fixture(scope="module")
+def text_words(tmp_path_factory) -> list[str]:
+    """Settings of a text in two parts, of which one is over-sampled, with a validation text."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "parts").mkdir()
+    for name, lines in {"parts/long": range(40), "parts/short": range(40, 46), "valid": range(100, 130)}.items():
+        text = "\n\n".join(f"In year {n} the baker counted {'so ' * (n % 5)}{7 * n} loaves of bread." for n in lines)
+        (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+    words = ["--data.kind", "text", "--data.train", str(folder / "parts"), "--data.valid", str(folder / "valid.txt")]
+    words += ["--data.text.sampling_exponent", "0.3", "--data.text.valid_sequences", "3"]
+    return [*words, "--data.max_length", "24", "--data.cache_dir", str(folder / "tokens")]
+
+
+@pytest.mark.parametrize("method", ["kd", "makd"])
+def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, text_words, method):
+    """In every epoch, whatever the seed, and on the validation text."""
+    words = [*text_words, "--method", method]
+    plan, data = planned(*words)
+    folder = made(*words)
+    cache.check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"), WORLD)
+    loader = data.loader(Share(seed=3, global_batch_size=20, micro_batch_size=20))
+    assert len(loader.sequences) < 4 * 20, "the steps are of several epochs"
+    found = [each for step in range(4) for each in loader.micro_batches(step)]
+    found += data.validation(Share(seed=3, global_batch_size=4, micro_batch_size=4))
+    found = [batch.with_label_rows(shift=True) for batch in found]
+    live = make_teacher(plan, WORLD)
+    tapped = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    expected = losses(plan, tapped, found)
+    for ours, theirs in zip(losses(plan, cached(plan, folder), found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cache_of_other_texts_is_refused(planned, made, text_words):
+    folder = made(*text_words, "--method", "kd")
+    with pytest.raises(
+        UserError, match=r"examples are not in it.*; data.max_length was 24 and is now 20: make a cache"
+    ):
+        checked(planned, folder, *text_words, "--data.max_length", "20")
+    with pytest.raises(UserError, match=r"data.text.valid_sequences was 3 and is now 9"):
+        checked(planned, folder, *text_words, "--data.text.valid_sequences", "9")
+    checked(planned, folder, *text_words, "--data.text.sampling_exponent", "1")
 
 
 def test_a_method_without_teacher_and_too_many_tokens_are_refused(planned, tmp_path):
@@ -369,6 +453,42 @@ def test_a_method_without_teacher_and_too_many_tokens_are_refused(planned, tmp_p
 def test_another_request_does_not_overwrite_a_cache(planned, made):
     with pytest.raises(UserError, match=r"it holds another cache: settings.micro_batch_size was 3 and is now 4"):
         cache.make_cache(*planned(), CacheConfig(micro_batch_size=4, shard_tokens=150), made(), WORLD)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
+def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tmp_path, monkeypatch, packing):
+    words = ["--method", "kd", "--data.packing", str(packing).lower()]
+    plan, data = planned(*words)
+    folder = made(*words, settings=replace(TOP_K, engine="hf"))
+    asked = install(monkeypatch)
+    monkeypatch.setattr(cache_shards, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
+    record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache", WORLD)
+    assert record["settings"]["engine"] == "vllm"
+    assert [each["max_logprobs"] for each in asked if "model" in each] == [20]
+    checked(planned, tmp_path / "cache", *words)
+    found = batches(plan, data)
+    expected = losses(plan, cached(plan, folder), found)
+    for ours, theirs in zip(losses(plan, cached(plan, tmp_path / "cache"), found), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "said"),
+    [
+        ((), CacheConfig(), "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"),
+        (("--kd.temperature", "2"), TOP_K, "the tail's mass at temperature 2 does not follow from vLLM's answers"),
+        (("--method", "makd"), TOP_K, "method makd needs more of its teacher than log-probabilities"),
+        (("--data.max_length", "512"), TOP_K, "generates a token after the 512 of data.max_length"),
+    ],
+)
+def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, tmp_path, monkeypatch, words, settings, said):
+    install(monkeypatch)
+    plan, data = planned(*words)
+    assert cache_shards.engine_of(plan, settings, WORLD) == "hf"
+    with pytest.raises(UserError, match=f"--cache.engine vllm: .*{said}"):
+        cache.make_cache(plan, data, replace(settings, engine="vllm"), tmp_path / "cache", WORLD)
+    with pytest.raises(UserError, match=r"--cache.engine vllm: vLLM drives all GPUs .* or take --cache.engine hf"):
+        cache_shards.engine_of(planned()[0], replace(TOP_K, engine="vllm"), replace(WORLD, size=2))
 
 
 def test_a_run_is_identified_by_the_content_of_its_cache(planned, broken):

@@ -1,0 +1,120 @@
+"""The cache of a run's teacher before it is made: its bytes on disk, and the time to make it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.machine import MachineConfig
+from llmdistill.run.checks import check_top_k
+from llmdistill.run.forecast.cached import CacheTrace, Counts, trace_cache
+from llmdistill.run.forecast.duration import pass_seconds, read_seconds
+from llmdistill.run.forecast.memory import TEACHERS, Sizes, resident_teacher, teacher_sharers, with_allocator
+from llmdistill.run.forecast.step import Models, full_batch
+from llmdistill.run.plan import Plan
+from llmdistill.teacher.cache_folder import CACHE_FILE, read_cache_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheAsked:
+    """The cache that a run may read; one that the run names itself (teacher.cache) stands above it."""
+
+    folder: str = "cache"
+    settings: CacheConfig = field(default_factory=CacheConfig)
+    counts: Counts | None = None
+    """The training set, if it was counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheForecast:
+    """The cache of a run, its size, and the time to make it."""
+
+    folder: str
+    settings: CacheConfig
+    is_there: bool
+    """Whether the cache is there already."""
+    sharding: str
+    """The simplest teacher.sharding with which it can be made."""
+    fits: bool
+    """Whether the teacher fits with it."""
+    bytes_per_token: float
+    """Bytes of the shards for each token of the examples; the head comes on top."""
+    counts: Counts | None
+    """The training set; None if the number of its examples is not known."""
+    counted: bool
+    """Whether the training set was counted; else its examples are as long as they may be."""
+    bytes: int | None
+    """Bytes of the whole cache; None without `counts`."""
+    seconds: float | None
+    """Time to make it on the machine, loading left out; None without `counts`."""
+    seconds_per_step: float
+    """The same, spread over the steps of the run; 0 if the cache is there."""
+
+
+def trace_making(plan: Plan, models: Models, asked: CacheAsked) -> tuple[CacheAsked, CacheTrace]:
+    """Trace what a cache of a run keeps; returns also the cache that is meant.
+
+    Raises:
+        UserError: the number of tokens to keep is not below the vocabulary, or a cache that is there is damaged.
+    """
+    named = plan.config.teacher.cache
+    settings, folder = asked.settings, asked.folder if named is None else named
+    if (Path(folder) / CACHE_FILE).is_file() and named is not None:
+        settings = CacheConfig(**read_cache_record(Path(folder))["settings"])
+    check_top_k(plan, settings)
+    assert models.teacher is not None
+    batch = full_batch(plan, settings.micro_batch_size)
+    trace = trace_cache(models.teacher, plan.method, batch, settings, models.vocabulary)
+    return CacheAsked(folder=folder, settings=settings, counts=asked.counts), trace
+
+
+def forecast_making(
+    plan: Plan, asked: CacheAsked, trace: CacheTrace, sizes: Sizes, machine: MachineConfig
+) -> CacheForecast:
+    """Forecast the size of a cache, and the time to make it on all GPUs of a machine.
+
+    Without a count of the training set, its examples are those of the run's steps, each seen once, or of one epoch, and
+    each is as long as it may be.
+    """
+    train, counts = plan.config.train, asked.counts
+    of_step = Counts.of(full_batch(plan, 1)).times(train.global_batch_size)
+    if counts is None and train.epochs is None:
+        counts = of_step.times(train.steps)
+    sharding, fits = _teacher_that_fits(trace, sizes, machine)
+    each = counts or of_step  # one step stands for an unknown number of them
+    passes = each.tokens / (machine.ranks * trace.micro_batch.tokens)
+    seconds = passes * pass_seconds(sizes, sharding, trace.work, machine)
+    seconds += read_seconds(trace.row_bytes(each) / machine.ranks, machine)  # a disk is written as fast as it is read
+    steps = train.steps if train.epochs is None else train.epochs * each.sequences / train.global_batch_size
+    is_there = (Path(asked.folder) / CACHE_FILE).is_file()
+    return CacheForecast(
+        folder=asked.folder,
+        settings=trace.settings,
+        is_there=is_there,
+        sharding=sharding,
+        fits=fits,
+        bytes_per_token=trace.shard_bytes(each) / max(1, each.tokens),
+        counts=counts,
+        counted=asked.counts is not None,
+        bytes=None if counts is None else trace.shard_bytes(counts) + trace.head_bytes,
+        seconds=None if counts is None else seconds,
+        seconds_per_step=0.0 if is_there else seconds / steps,
+    )
+
+
+def _teacher_that_fits(trace: CacheTrace, sizes: Sizes, machine: MachineConfig) -> tuple[str, bool]:
+    """The simplest teacher.sharding with which the teacher's pass fits, and whether there is one."""
+    for sharding in shardings(machine):
+        sharers = teacher_sharers(sharding, ranks=machine.ranks, ranks_of_node=machine.gpus)
+        parts = {"activations": trace.peak, **resident_teacher(sizes, sharding, sharers)}
+        needed = with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation)
+        if sum(needed.values()) <= machine.memory_bytes:
+            return sharding, True
+    return sharding, False
+
+
+def shardings(machine: MachineConfig) -> list[str]:
+    """Return the values of teacher.sharding that differ from the simpler ones on a machine."""
+    differs = {"node": machine.nodes > 1 and machine.gpus > 1, "zero3": machine.ranks > 1}
+    return [each for each in TEACHERS if differs.get(each, True)]

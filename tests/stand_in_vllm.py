@@ -1,0 +1,90 @@
+"""Plays vLLM's offline interface with a tiny model: greedy answers, and log-probabilities of prompts."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmdistill.models.load import load_model
+
+
+@dataclass
+class Logprob:
+    """As vllm.logprobs.Logprob."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class StandInLLM:
+    """As vllm.LLM, one prompt at a time, without cache."""
+
+    made: list[dict[str, Any]]
+
+    def __init__(self, **arguments: Any) -> None:
+        type(self).made.append(arguments)
+        assert arguments["dtype"] == "float32"
+        self.model = load_model(arguments["model"], dtype=torch.float32)
+        self.limit = arguments["max_model_len"]
+        self.most = arguments.get("max_logprobs", 20)  # vLLM's default
+
+    def generate(self, prompts: list[dict[str, list[int]]], sampling_params: list[dict[str, Any]], use_tqdm: bool):
+        assert not use_tqdm
+        results = []
+        for prompt, params in zip(prompts, sampling_params, strict=True):
+            ids = list(prompt["prompt_token_ids"])
+            assert len(ids) + params["max_tokens"] <= self.limit
+            answer = self.scored if "prompt_logprobs" in params else self.answered
+            results.append(answer(ids, params))
+            type(self).made.append(params)
+        return results
+
+    def answered(self, ids: list[int], params: dict[str, Any]) -> SimpleNamespace:
+        assert params["temperature"] == 0.0
+        start = len(ids)
+        while len(ids) - start < params["max_tokens"] and ids[start:][-1:] != params["stop_token_ids"]:
+            with torch.no_grad():
+                ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(ids[start:]))])
+
+    def scored(self, ids: list[int], params: dict[str, Any]) -> SimpleNamespace:
+        assert params["max_tokens"] == 1
+        assert max(params["prompt_logprobs"], params["logprobs"]) <= self.most
+        with torch.no_grad():
+            log_probs = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        # The documented structure: nothing of the first token, then for each token the k most likely ones in its place
+        # and, first, itself; and the same for the generated token, here the least likely one.
+        of_prompt = [
+            None,
+            *(_entry(row, token, params["prompt_logprobs"]) for row, token in zip(log_probs, ids[1:], strict=False)),
+        ]
+        sampled = int(log_probs[-1].argmin())
+        output = SimpleNamespace(token_ids=(sampled,), logprobs=[_entry(log_probs[-1], sampled, params["logprobs"])])
+        return SimpleNamespace(prompt_token_ids=ids, prompt_logprobs=of_prompt, outputs=[output])
+
+
+def _entry(log_probs: Tensor, token: int, k: int) -> dict[int, Logprob]:
+    top = log_probs.topk(k)
+    found = {token: Logprob(float(log_probs[token]), int((log_probs > log_probs[token]).sum()) + 1)}
+    pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+    return found | {each: Logprob(value, rank) for rank, (value, each) in enumerate(pairs, start=1)}
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Install the stand-in on a machine with two GPUs; returns what it is called with."""
+    StandInLLM.made = []
+    module = ModuleType("vllm")
+    module.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
+    module.LLM, module.SamplingParams = StandInLLM, dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return StandInLLM.made
