@@ -136,8 +136,8 @@ def node_bytes(sizes: Sizes, teacher: str | None, gpus: int, *, accumulation_ste
 
 
 def _teacher_bytes(sizes: Sizes, sharers: int, accumulation_steps: int) -> float:
-    """The bytes that a rank sends so that each of the ranks that share a teacher has gathered it."""
-    return (sharers - 1) / sharers * accumulation_steps * sizes.teacher_bytes
+    """The bytes that a rank sends so that each of the ranks that share a teacher has gathered all but its LM head."""
+    return (sharers - 1) / sharers * accumulation_steps * (sizes.teacher_bytes - sizes.teacher_head_bytes)
 
 
 def wire_bandwidth(machine: MachineConfig) -> float:

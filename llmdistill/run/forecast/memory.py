@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from llmdistill.models.heads import lm_head_parameters
 from llmdistill.run.forecast.step import Moment, model_bytes, trained_parameters
 
 PARTS = {
@@ -47,6 +48,8 @@ class Sizes:
     teacher_bytes: int
     """Bytes of the teacher's weights and buffers; 0 without a teacher."""
     teacher_element_bytes: int
+    teacher_head_bytes: int = 0
+    """Bytes of the matrix of the teacher's LM head, which a sharded teacher gathers once and keeps."""
     cached_head_bytes: int = 0
     """Bytes of the LM head that takes the place of a cached teacher's weights; 0 without hidden states."""
 
@@ -59,6 +62,7 @@ class Sizes:
             trained=trained_parameters(student),
             teacher_bytes=model_bytes(teacher),
             teacher_element_bytes=0 if teacher is None else teacher.dtype.itemsize,
+            teacher_head_bytes=0 if teacher is None else sum(each.nbytes for each in lm_head_parameters(teacher)),
             cached_head_bytes=cached_head_bytes,
         )
 
