@@ -18,7 +18,7 @@ except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
 HAS_VARLEN = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
-"""Whether torch has its flash kernel for sequences of different lengths, with windows and grouped queries (since 2.12)."""
+"""Whether torch has its flash kernel for sequences of different lengths, with windows and grouped queries (2.12)."""
 
 WIDEST_HEAD = 256
 """The widest heads that the flash kernel takes; their width must be a multiple of 8."""
@@ -57,9 +57,6 @@ def packed_attention(
     Returns:
         (B, T, H, D), and None for the attention weights.
     """
-    if torch.is_autocast_enabled(query.device.type):  # as sdpa does; rotary embeddings return fp32
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     width = query.shape[-1]
     if dropout == 0.0 and width <= WIDEST_HEAD and width % 8 == 0 and has_kernel(query):
         return _in_one_call(query, key, value, sequences, scaling, sliding_window), None
@@ -69,11 +66,12 @@ def packed_attention(
 
 def has_kernel(states: Tensor) -> bool:
     """Whether attention is one call for all sequences on the device of a tensor, and in its dtype or autocast's."""
-    device = states.device
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else states.dtype
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return HAS_VARLEN and _is_recent(device.index)
+    is_half = _kernel_dtype(states) in (torch.bfloat16, torch.float16)
+    return HAS_VARLEN and states.is_cuda and is_half and _is_recent(states.device.index)
+
+
+def _kernel_dtype(states: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
 
 
 @torch.compiler.assume_constant_result
@@ -86,10 +84,11 @@ def _in_one_call(
 ) -> Tensor:
     """One call for the whole batch; the rows stand one after the other, so no token is moved."""
     starts, longest = sequences.starts, sequences.longest
+    dtype = _kernel_dtype(query)  # sdpa casts by itself under autocast, where rotary embeddings return fp32
     output = varlen_attn(
-        query.transpose(1, 2).flatten(0, 1),  # (B·T, H, D)
-        key.transpose(1, 2).flatten(0, 1),
-        value.transpose(1, 2).flatten(0, 1),
+        query.transpose(1, 2).flatten(0, 1).to(dtype),  # (B·T, H, D)
+        key.transpose(1, 2).flatten(0, 1).to(dtype),
+        value.transpose(1, 2).flatten(0, 1).to(dtype),
         starts,
         starts,
         longest,

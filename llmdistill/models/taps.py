@@ -118,7 +118,8 @@ class Recorder:
         """Block in which a forward pass uses the attention mask that it is given: a (B, 1, T, T) mask, or none.
 
         Without a mask a decoder is causal, and attention runs on flash kernels with grouped queries; it stays within
-        the `sequences` that a forward pass is given. Layers that are recomputed in the backward pass find the same attention; the next forward pass outside of such a block does not.
+        the `sequences` that a forward pass is given. Layers that are recomputed in the backward pass find the same
+        attention; the next forward pass outside of such a block does not.
         """
         AttentionInterface.register(GIVEN_MASK, _tapping_attention)
         self._masked_attention = self._masked_attention or self.model.config._attn_implementation
