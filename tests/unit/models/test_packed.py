@@ -191,7 +191,7 @@ def test_logits_and_taps_are_those_of_each_sequence(name: str) -> None:
 @pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_padding_on_the_left_changes_no_sequence(name: str) -> None:
-    """As the student's own answers have it: positions count the padding, so only relative ones give the same."""
+    """As the student's own answers have it."""
     model = make(name).eval()
     ids = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
