@@ -2,7 +2,8 @@
 
 Legend of shape letters, used as name suffixes throughout: B batch (sequences), T tokens, W model width,
 H query heads, G key/value heads (G < H under grouped-query attention), D head width, F feed-forward width,
-V vocabulary, N rows (tokens gathered from a batch), R relation heads, C classes, K targets of a sequence.
+V vocabulary, N rows (tokens gathered from a batch), R relation heads, C classes, K targets of a sequence, S sequences
+(of all rows, packed or not).
 """
 
 from __future__ import annotations
@@ -51,6 +52,34 @@ def predicted_labels(labels: Tensor, *, shift: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """Where the sequences of a batch are, its rows one after the other; a row's padding counts as a sequence."""
+
+    starts: Tensor
+    """(S + 1,) int32: the flat position b·T + t at which each sequence starts, and B·T at the end."""
+    lengths: tuple[int, ...]
+    """The lengths of the S sequences, which the host knows without asking the device."""
+    longest: int
+    """The largest of the lengths."""
+
+    @classmethod
+    def of(cls, attention_mask: Tensor) -> Sequences:
+        """The sequences of a mask (B, T) on the CPU, as `Batch.attention_mask` numbers them."""
+        import torch
+
+        is_start_BT = torch.ones_like(attention_mask, dtype=torch.bool)
+        is_start_BT[:, 1:] = attention_mask[:, 1:] != attention_mask[:, :-1]
+        firsts_S = is_start_BT.flatten().nonzero()[:, 0]
+        starts = torch.cat([firsts_S, firsts_S.new_tensor([attention_mask.numel()])])
+        lengths = starts.diff().tolist()
+        return cls(starts.int(), tuple(lengths), max(lengths))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
+        """The same sequences, their starts on another device."""
+        return replace(self, starts=self.starts.to(device, non_blocking=non_blocking))
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro batch. It may be padded on the left or on the right."""
 
@@ -78,6 +107,8 @@ class Batch:
     """(N,) int64: the flat positions of all real tokens, in order; None until `with_label_rows`."""
     padding: Literal["none", "right", "left"] | None = None
     """Where the rows have padding: left if any row starts with it; None until `with_label_rows`."""
+    sequences: Sequences | None = None
+    """Where the sequences of each row are; None for encoders, and until `with_label_rows`."""
     targets: Tensor | None = None
     """The target of each sequence, (B,) or (B, K); None if the batch has no targets. int64: a class (next sentence: 0
     if it follows, 1 if it does not, as in BERT), or K positions such as the start and end of a span; IGNORE_INDEX where
@@ -102,7 +133,7 @@ class Batch:
         return known.flatten(1).any(1) if known.dim() > 1 else known
 
     def with_label_rows(self, *, shift: bool) -> Batch:
-        """The same batch with `label_rows`, `token_rows` and `padding` filled in.
+        """The same batch with `label_rows`, `token_rows`, `padding` and, for decoders, `sequences` filled in.
 
         Call it while the batch is on the CPU: on a GPU the host would have to wait for the result.
 
@@ -119,6 +150,7 @@ class Batch:
             label_rows=rows_N,
             token_rows=real_BT.flatten().nonzero()[:, 0],
             padding="none" if real_BT.all() else padding,
+            sequences=Sequences.of(self.attention_mask) if shift else None,
         )
 
     def lengthened(self, multiple: int, longest: int) -> Batch:

@@ -11,7 +11,7 @@ defaults. The encoders stand under a classification head, so that nothing saved 
 the layers cost. What memory means here stands in benching.py.
 
 The last line is JSON: {"kd_step": {"time_over_floor": ..., "memory_over_floor": ...}, "makd_step": ...,
-"encoder_step": ...}.
+"encoder_step": ..., "packed_step": ...}.
 """
 
 from __future__ import annotations
@@ -117,6 +117,28 @@ def encoder_step(settings: Settings, table: Table) -> dict[str, Any]:
     return {**worst, **figures}
 
 
+def packed_step(settings: Settings, table: Table) -> dict[str, Any]:
+    """KD on packed rows, beside the same with a mask of tokens x tokens. The figures at the top are the worse ones."""
+    small = settings.quick
+    sizes = {**SMALL_GPT2, "student_layers": 2} if small else {**GPT2, "student_layers": 6}
+    figures: dict[str, Any] = {}
+    for tokens, lengths in [(128, [40, 60, 28])] if small else [(256, [60, 70, 80, 46]), (1024, [255, 150, 301, 318])]:
+        batch = sizes["batch"] * sizes["tokens"] // tokens
+        row = {**sizes, "batch": batch, "tokens": tokens, "lengths": lengths}
+        found = measure(__file__, rows_of("kd", ("ours", "dense"), row), settings)
+        ours, dense = found["ours"], found["dense"]
+        name = f"KD step on packed rows {batch}×{tokens}, {len(lengths)} sequences each"
+        ratios = {"time_over_dense": time_ratio(ours, dense), "memory_over_dense": ours.bytes / dense.bytes}
+        ratios["loss_difference_to_dense"] = abs(ours.facts["first"] / dense.facts["first"] - 1)
+        table.add(
+            Line(f"{name}: time / dense mask", ratios["time_over_dense"], 1.0, in_seconds(ours, dense)),
+            Line(f"{name}: memory / dense mask", ratios["memory_over_dense"], None, in_megabytes(ours, dense)),
+            Line(f"{name}: loss against dense mask, relative", ratios["loss_difference_to_dense"], 1e-5, ""),
+        )
+        figures[f"{batch}x{tokens}"] = ratios
+    return {key: max(each[key] for each in figures.values()) for key in ratios} | figures
+
+
 def against_floor(
     table: Table, name: str, ours: Measured, floor: Measured, *, time: float, memory: float | None
 ) -> dict[str, Any]:
@@ -129,7 +151,7 @@ def against_floor(
     return figures
 
 
-STEPS = ("kd", "makd", "encoder")
+STEPS = ("kd", "makd", "encoder", "packed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +172,7 @@ def main() -> None:
         "kd": partial(kd_step, peers_python=peers_python),
         "makd": makd_step,
         "encoder": encoder_step,
+        "packed": packed_step,
     }
     figures = {f"{name}_step": steps[name](settings, table) for name in arguments.only or STEPS}
     table.finish(figures)

@@ -6,6 +6,8 @@ The optimizer is torch's fused AdamW, its state fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +18,13 @@ from torch.nn import functional
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:
-    """One row: {"task": kd, makd or encoder, "way": floor, ours, naive or trl, and sizes}."""
+    """One row: {"task": kd, makd or encoder, "way": floor, ours, naive, dense or trl, and sizes}."""
     setting = make_setting(row, device)
     if row["way"] == "trl":
         from step_trl import trl_gkd  # the package's own environment has no trl
 
         return Work(trl_gkd(setting, adamw(setting.student)))
-    ways = {"floor": floor, "ours": ours, "naive": naive_makd}
+    ways = {"floor": floor, "ours": ours, "naive": naive_makd, "dense": partial(ours, forward_of=densely)}
     return Work(ways[row["way"]](setting, row))
 
 
@@ -88,9 +90,16 @@ def plain_engine(student: nn.Module) -> Engine:
 
 
 def ours(
-    setting: Setting, row: dict[str, Any], make_engine: Callable[[nn.Module], Any] = plain_engine, world: Any = None
+    setting: Setting,
+    row: dict[str, Any],
+    make_engine: Callable[[nn.Module], Any] = plain_engine,
+    world: Any = None,
+    forward_of: Callable[[Any], Any] = lambda model: model,
 ) -> Callable[[], float]:
-    """The package's own step: its method, taps and trainer, as `assemble` puts them together; alone without a world."""
+    """The package's own step: its method, taps and trainer, as `assemble` puts them together; alone without a world.
+
+    With `lengths` in the row, each row of the batch is packed with sequences of these lengths.
+    """
     from pathlib import Path
 
     from llmdistill.batch import Batch
@@ -106,11 +115,13 @@ def ours(
     objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
+    if "lengths" in row:
+        batch = packed(batch, row["lengths"])
     engine = make_engine(setting.student)
     trainer = Trainer(
         engine=engine,
-        student=TappedModel(engine, Recorder(engine.module, method.student_taps)),
-        teacher=TappedModel(setting.teacher, Recorder(setting.teacher, method.teacher_taps)),
+        student=TappedModel(forward_of(engine), Recorder(engine.module, method.student_taps)),
+        teacher=TappedModel(forward_of(setting.teacher), Recorder(setting.teacher, method.teacher_taps)),
         method=method,
         loader=None,  # a step is given its batches
         settings=TrainConfig(steps=1),
@@ -126,6 +137,33 @@ def ours(
         return sum(weight * float(total) for weight, total in zip(method.weights.values(), totals, strict=True))
 
     return step
+
+
+def packed(batch: Any, lengths: list[int]) -> Any:
+    """The tokens of a batch as sequences of these lengths, the same in each row."""
+    numbers_T = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths, start=1)])
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    device = batch.input_ids.device
+    first_T = (positions_T == 0).to(device)
+    return replace(
+        batch,
+        attention_mask=numbers_T.to(device).expand_as(batch.input_ids),
+        position_ids=positions_T.to(device).expand_as(batch.input_ids),
+        labels=batch.labels.masked_fill(first_T, IGNORE),
+    )
+
+
+def densely(model: Any) -> Callable[..., Any]:
+    """A forward pass that masks other sequences by one (B, 1, T, T), which it makes anew for each batch."""
+
+    def forward(*, sequences: Any, input_ids: Tensor, **inputs: Any) -> Any:
+        firsts = torch.zeros(input_ids.numel(), dtype=torch.int64, device=input_ids.device)
+        firsts[sequences.starts[:-1].long()] = 1
+        numbers_BT = firsts.cumsum(0).view_as(input_ids)
+        mask_B1TT = (numbers_BT[:, None, :, None] == numbers_BT[:, None, None, :]).tril()
+        return model(input_ids=input_ids, attention_mask=mask_B1TT, **inputs)
+
+    return forward
 
 
 def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:

@@ -123,8 +123,8 @@ FAMILIES: dict[str, Family] = {
     "distilbert": _DISTILBERT,
 }
 """Supported architectures, by the `model_type` of their config. To support another one, add an entry here, or insert
-one at runtime before a model is loaded. Its attention module must use transformers' attention interface; the entry
-defines everything else."""
+one at runtime before a model is loaded. Its attention module must use transformers' attention interface, and pass the
+layer's `sliding_window` to it if there is one; the entry defines everything else."""
 
 
 @dataclass(frozen=True, kw_only=True)

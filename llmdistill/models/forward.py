@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Taps
+from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
 from llmdistill.models.families import family_of, has_segments
@@ -111,6 +111,7 @@ class TappedModel:
         inputs = {
             "input_ids": batch.input_ids,
             "attention_mask": _mask(batch, self._recorder.model.config),
+            "sequences": _sequences(batch, self._recorder.model.config),
             "position_ids": batch.position_ids,
             # Teacher and student get the same batch, and only one of them may have segments.
             "token_type_ids": batch.token_type_ids if has_segments(self._recorder.model.config) else None,
@@ -192,23 +193,26 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | dict[str, Tensor] | None:
-    """The attention mask for `Recorder.given_mask`, or None if the model's own direction of attention is enough.
-
-    A decoder needs no mask for padding on the right: no real token comes after it, and what the padding itself computes
-    is in no loss.
-    """
+def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
+    """The attention mask of an encoder for `Recorder.given_mask`, or None if it sees all tokens; decoders have none."""
     attention_mask = batch.attention_mask
     if batch.horizon is not None:
         return horizon_mask(attention_mask, batch.horizon, config)
-    if family_of(config).causal:
-        window = getattr(config, "sliding_window", None)
-        is_short = window is None or attention_mask.shape[1] <= window
-        needs_none = is_short and batch.position_ids is None and batch.padding != "left"
-        return None if needs_none else packed_mask(attention_mask, config)
-    if batch.padding == "none":
+    if family_of(config).causal or batch.padding == "none":
         return None
     return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
+
+
+def _sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
+    """The sequences that a decoder's attention stays within, or None if its causality is enough.
+
+    It is enough for padding on the right: no real token comes after it, and what the padding itself computes is in no
+    loss. A sliding window that is shorter than the rows is known to `packed_attention` alone.
+    """
+    window = getattr(config, "sliding_window", None)
+    is_short = window is None or batch.input_ids.shape[1] <= window
+    is_enough = is_short and batch.position_ids is None and batch.padding != "left"
+    return None if is_enough or not family_of(config).causal else batch.sequences
 
 
 def horizon_mask(attention_mask: Tensor, horizon_BT: Tensor, config: PreTrainedConfig) -> Tensor:
@@ -221,28 +225,6 @@ def horizon_mask(attention_mask: Tensor, horizon_BT: Tensor, config: PreTrainedC
     real_BT = attention_mask != 0
     seen_BTT = (key_T < horizon_BT[:, :, None]) & real_BT[:, None, :]
     return (seen_BTT | ~real_BT[:, :, None])[:, None]
-
-
-def packed_mask(segments_BT: Tensor, config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:
-    """The attention mask of rows that hold several sequences: each token sees only its own sequence.
-
-    Args:
-        segments_BT: the number (from 1) of each token's sequence in its row; 0 at padding, which sees only padding.
-        config: config of a decoder.
-
-    Returns:
-        (B, 1, T, T), True where a query (third axis) can see a key; a dict with one mask for each layer type if the
-        config names layer types.
-    """
-    assert family_of(config).causal, "only decoders read packed rows"
-    position_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
-    distance_TT = position_T[:, None] - position_T[None, :]
-    full_B1TT = ((segments_BT[:, :, None] == segments_BT[:, None, :]) & (distance_TT >= 0))[:, None]
-    window = getattr(config, "sliding_window", None)
-    sliding_B1TT = full_B1TT if window is None else full_B1TT & (distance_TT < window)
-    if getattr(config, "layer_types", None) is None:  # all of Mistral's layers slide if it has a window
-        return sliding_B1TT
-    return {"full_attention": full_B1TT, "sliding_attention": sliding_B1TT}
 
 
 def _by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:

@@ -19,10 +19,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from llmdistill.batch import Aspect, TapRequest, Taps
+from llmdistill.batch import Aspect, Sequences, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Tap
 from llmdistill.models.families import family_of, layers_of
+from llmdistill.models.packed import packed_attention
 
 ATTENTION_NAME = "llmdistill_taps"
 """Name under which the tapping attention function is registered in transformers."""
@@ -116,8 +117,9 @@ class Recorder:
     def given_mask(self) -> Iterator[None]:
         """Block in which a forward pass uses the attention mask that it is given: a (B, 1, T, T) mask, or none.
 
-        Without a mask a decoder is causal, and attention runs on flash kernels with grouped queries. Layers that are
-        recomputed in the backward pass find the same attention; the next forward pass outside of such a block does not.
+        Without a mask a decoder is causal, and attention runs on flash kernels with grouped queries; it stays within
+        the `sequences` that a forward pass is given. Layers that are recomputed in the backward pass find the same
+        attention; the next forward pass outside of such a block does not.
         """
         AttentionInterface.register(GIVEN_MASK, _tapping_attention)
         self._masked_attention = self._masked_attention or self.model.config._attn_implementation
@@ -310,10 +312,16 @@ def _tapping_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    sequences: Sequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Pass query (B, H, T, D), key and value (B, G, T, D) to the module's recorder, if any, and call the stock sdpa."""
+    """Pass query (B, H, T, D), key and value (B, G, T, D) to the module's recorder, if any, and compute the attention.
+
+    With `sequences` tokens attend within their sequences, else the stock sdpa function is called.
+    """
     sink = cast("Callable[[Tensor, Tensor, Tensor, float], None] | None", getattr(module, _SINK, None))
     if sink is not None:
         sink(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if sequences is not None:
+        return packed_attention(module, query, key, value, sequences, scaling=scaling, **kwargs)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

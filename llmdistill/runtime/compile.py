@@ -20,6 +20,7 @@ from torch.utils._triton import has_triton
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import layers_of
+from llmdistill.models.packed import has_kernel
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.devices import has_compiler
 
@@ -47,8 +48,9 @@ def compile_layers(recorder: Recorder, *, backend: str = "inductor") -> None:
     A layer is compiled at its first run, which takes seconds, and again if the kind of its input changes (with or
     without mask, with or without gradient, one sequence or several), but not if only the size changes. The compiled
     layer runs whenever a tensor may be recorded or a gradient computed. Generation and scoring run the original layer,
-    because their cache grows by one token per call. The results equal those of the original layers up to rounding and,
-    with dropout, other random numbers.
+    because their cache grows by one token per call. So do packed rows where each sequence is a call of its own: a graph
+    of these calls would fit one batch alone. The results equal those of the original layers up to rounding and, with
+    dropout, other random numbers.
     """
     for layer in layers_of(recorder.model):
         assert "forward" not in vars(layer), "the layers are compiled already"
@@ -72,7 +74,8 @@ def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..
         return compiled(*args, **kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() or recorder.is_recording):
+        is_by_sequence = kwargs.get("sequences") is not None and not has_kernel(args[0])
+        if is_by_sequence or not (torch.is_grad_enabled() or recorder.is_recording):
             return original(*args, **kwargs)
         if checkpoints and layer.training and getattr(layer, "gradient_checkpointing", False):
             checkpoint = cast("Callable[..., Any]", layer._gradient_checkpointing_func)

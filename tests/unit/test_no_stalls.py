@@ -38,6 +38,7 @@ from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.minilmv2 import Minilmv2Config
 from llmdistill.methods.tinybert import TinybertConfig
+from llmdistill.models import packed
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
@@ -46,11 +47,14 @@ from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("meta"))
-SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig(num_key_value_heads=2, **SIZES)),
     "mistral": (MistralForCausalLM, MistralConfig(num_key_value_heads=2, sliding_window=4, **SIZES)),
-    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=32)),
+    "gpt2": (
+        GPT2LMHeadModel,
+        GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0.0),
+    ),
     "bert": (BertForPreTraining, BertConfig(max_position_embeddings=32, **SIZES)),
 }
 SETTINGS: dict[str, Any] = {
@@ -164,13 +168,31 @@ def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
         trainer.train_step([replace(make_batch("llama"), own_answers=True)], Stopwatch(torch.device("cpu")))
 
 
-def test_nor_does_one_on_packed_rows() -> None:
-    batch = make_batch("llama")
+@pytest.mark.parametrize("in_one_call", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_nor_does_one_on_packed_rows(family: str, in_one_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernel for all sequences at once knows the meta device, too."""
+    monkeypatch.setattr(packed, "has_kernel", lambda _: in_one_call)
+    calls: list[str] = []
+    for name in ("_in_one_call", "_by_sequence"):
+        monkeypatch.setattr(packed, name, noted(calls, getattr(packed, name)))
+    batch = make_batch(family)
     positions = torch.cat([torch.arange(5), torch.arange(4)]).expand(3, 9)
-    packed = replace(batch, attention_mask=torch.tensor([1] * 5 + [2] * 4).expand(3, 9), position_ids=positions)
-    trainer = make_trainer("makd", "llama")
+    rows = replace(batch, attention_mask=torch.tensor([1] * 5 + [2] * 4).expand(3, 9), position_ids=positions)
+    trainer = make_trainer("makd", family)
     with SlowCopies():
-        trainer.train_step([packed], Stopwatch(torch.device("cpu")))
+        trainer.train_step([rows], Stopwatch(torch.device("cpu")))
+    assert set(calls) == {"_in_one_call" if in_one_call else "_by_sequence"}
+
+
+def noted(calls: list[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which adds its name to the calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,16 @@ def test_generation_runs_the_layers_as_they_were() -> None:
     assert not counters["stats"]
 
 
+def test_packed_rows_run_the_layers_as_they_were_where_each_sequence_is_a_call() -> None:
+    model = make("llama", 0, 1)
+    compile_layers(recorder := Recorder(model, {"query": frozenset({0})}), backend="aot_eager")
+    ids, numbers = torch.arange(3, 11)[None], torch.tensor([[1] * 5 + [2] * 3])
+    positions = torch.cat([torch.arange(5), torch.arange(3)])[None]
+    outputs = TappedModel(model, recorder)(Batch(ids, numbers, ids, position_ids=positions))
+    assert outputs.taps.query.keys() == {0}
+    assert not counters["stats"]
+
+
 def test_layers_are_compiled_once() -> None:
     recorder = Recorder(make("llama", 0, 1), {})
     compile_layers(recorder, backend="aot_eager")

@@ -1,0 +1,264 @@
+"""Rows that hold several sequences, against each sequence alone, in both ways that their attention is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from llmdistill.batch import IGNORE_INDEX, Aspect, Batch, Sequences
+from llmdistill.methods.sft import make_sft
+from llmdistill.models import packed
+from llmdistill.models.families import FAMILIES, layers_of
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.packed import packed_attention
+from llmdistill.models.taps import Recorder
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+WITHOUT_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=3),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, **WITHOUT_DROPOUT),
+}
+SEGMENTS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 4, [1] * 2 + [2] * 8 + [0] * 3])
+LENGTHS = (5, 4, 4, 2, 8, 3)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: tuple[int, int]) -> Tensor:
+    """One sequence, (n, heads, D): each token sees so many tokens before and after it; -1 is all of them."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
+    before, after = (len(query) if each == -1 else each for each in seen)
+    hidden = (distance > before) | (distance < -after)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+
+
+def kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What torch documents of varlen_attn, whose kernel no CPU has."""
+    assert starts_q.dtype == torch.int32
+    assert torch.equal(starts_q, starts_k)
+    assert longest_q == longest_k == int(starts_q.diff().max())
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    parts = zip(*(each.split(starts_q.diff().tolist()) for each in (query, key, value)), strict=True)
+    return torch.cat([attend(*part, scale, window_size) for part in parts])
+
+
+@pytest.fixture(params=["by sequence", "in one call"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in one call":
+        monkeypatch.setattr(packed, "has_kernel", lambda _: True)
+        monkeypatch.setattr(packed, "varlen_attn", kernel)
+
+
+def make(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().train()
+
+
+def make_batch() -> Batch:
+    ids = torch.randint(3, 40, SEGMENTS.shape, generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill((SEGMENTS == 0) | (SEGMENTS.roll(1, 1) != SEGMENTS), IGNORE_INDEX)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(ids.shape)
+    return Batch(ids, SEGMENTS, labels, position_ids=positions)
+
+
+def alone(batch: Batch) -> list[tuple[int, slice, Tensor]]:
+    """Row, place and tokens (1, n) of each sequence."""
+    bounds = [(0, 0, 5), (0, 5, 9), (0, 9, 13), (1, 0, 2), (1, 2, 10)]
+    return [(row, slice(first, end), batch.input_ids[row : row + 1, first:end]) for row, first, end in bounds]
+
+
+def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
+    layers = frozenset(range(len(layers_of(model))))
+    return dict.fromkeys(("query", "key", "value", "hidden", "ffn_down"), layers)
+
+
+def test_every_decoder_is_tried() -> None:
+    assert set(CONFIGS) == {name for name, family in FAMILIES.items() if family.causal}
+
+
+def test_the_sequences_of_a_batch() -> None:
+    sequences = make_batch().with_label_rows(shift=True).sequences
+    assert sequences is not None
+    assert sequences.lengths == LENGTHS
+    assert sequences.longest == 8
+    assert sequences.starts.tolist() == [0, 5, 9, 13, 15, 23, 26]
+    left = Sequences.of(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
+    assert left.lengths == (2, 2, 4)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_attention_and_gradients_are_those_of_each_sequence(groups: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads = (4, groups, groups)
+    inputs = [torch.randn(2, count, 13, 8, dtype=torch.float64, generator=generator) for count in heads]
+    leaves = [each.requires_grad_() for each in inputs]
+    module = cast("Any", SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups))
+    output, _ = packed_attention(module, *leaves, Sequences.of(SEGMENTS), scaling=0.3, sliding_window=window)
+    flat = [each.transpose(1, 2).flatten(0, 1).split(LENGTHS) for each in leaves]
+    seen = (-1 if window is None else window - 1, 0)
+    expected = torch.cat([attend(*part, 0.3, seen) for part in zip(*flat, strict=True)]).view_as(output)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=generator)
+    found, right = (torch.autograd.grad((each * weights).sum(), leaves) for each in (output, expected))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name: str, checkpointing: bool) -> None:
+    model, batch = make(name), make_batch()
+    for row, place, ids in alone(batch):
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        functional.cross_entropy(logits[:-1], batch.labels[row, place][1:], reduction="sum").backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = batch.with_label_rows(shift=True)
+    tapped = TappedModel(model, Recorder(model, every_aspect(model)))
+    tapped.learn(batch, make_sft().running(None, batch)).total.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_taps_are_those_of_each_sequence(name: str) -> None:
+    model, batch = make(name).eval(), make_batch()
+    recorder = Recorder(model, every_aspect(model))
+    with torch.no_grad():
+        ours = TappedModel(model, recorder)(batch)
+        for row, place, ids in alone(batch):
+            with recorder.recording():  # the stock model, with the mask that it makes
+                logits = model(input_ids=ids, use_cache=False).logits
+            assert ours.logits is not None
+            torch.testing.assert_close(ours.logits[row, place], logits[0], rtol=1e-12, atol=1e-12)
+            taps = recorder.take()
+            for aspect, layers in every_aspect(model).items():
+                for layer in layers:
+                    mine, stock = (getattr(each, aspect)[layer] for each in (ours.taps, taps))
+                    torch.testing.assert_close(mine[row, ..., place, :], stock[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_on_the_left_changes_no_sequence(name: str) -> None:
+    """As the student's own answers have it."""
+    model = make(name).eval()
+    ids = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    with torch.no_grad():
+        logits = TappedModel(model, Recorder(model, {}))(Batch(ids, mask, ids)).logits
+        stock = model(input_ids=ids, attention_mask=mask, position_ids=torch.arange(7)[None], use_cache=False).logits
+    assert logits is not None
+    torch.testing.assert_close(logits[mask == 1], stock[mask == 1], rtol=1e-12, atol=1e-12)
+
+
+class Squares(TorchDispatchMode):
+    """Notes whether an operation returns a tensor (..., T, T)."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.found = tokens, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shapes = (each.shape for each in tree_iter(result) if isinstance(each, Tensor))
+        self.found |= any(shape[-2:] == (self.tokens, self.tokens) for shape in shapes)
+        return result
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_tensor_of_tokens_by_tokens_is_made(name: str) -> None:
+    model, batch = make(name), make_batch().with_label_rows(shift=True)
+    tapped = TappedModel(model, Recorder(model, {"query": frozenset({0})}))
+
+    def step(forward: Callable[[], Any]) -> bool:
+        watch = Squares(13)
+        with watch:
+            forward().sum().backward()
+        return watch.found
+
+    assert not step(lambda: tapped.learn(batch, make_sft().running(None, batch)).total)
+    stock = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    tapped.remove()
+    assert step(lambda: model(**stock).logits), "transformers' own mask is not found"
+
+
+def test_attention_dropout_does_not_go_to_the_kernel_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "has_kernel", lambda _: True)
+    monkeypatch.setattr(packed, "varlen_attn", None)
+    query = torch.randn(2, 4, 13, 8)
+    module = nn.Module()
+    torch.manual_seed(0)
+    first, _ = packed_attention(module, query, query, query, Sequences.of(SEGMENTS), dropout=0.5)
+    second, _ = packed_attention(module, query, query, query, Sequences.of(SEGMENTS), dropout=0.5)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_gives_what_the_calls_by_sequence_give(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, 13, 64) for heads in (4, 2, 2)]
+    exact = [torch.randn(shape, generator=generator).bfloat16().cuda().requires_grad_() for shape in shapes]
+    sequences, module = Sequences.of(SEGMENTS).to("cuda"), nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 2
+    if not packed.has_kernel(exact[0]):
+        pytest.skip("torch or the GPU has no such kernel")
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):  # the kernel, and one call a sequence
+        leaves = [each.detach().to(dtype).requires_grad_() for each in exact]
+        output, _ = packed_attention(module, *leaves, sequences, sliding_window=window)
+        output.float().square().sum().backward()
+        found.append([output.float(), *(leaf.grad.float() for leaf in leaves)])
+    for ours, right in zip(*found, strict=True):
+        assert (ours - right).norm() < 2e-2 * right.norm()
