@@ -21,8 +21,8 @@ _AT_ONCE = 1000
 """Number of examples that are tokenised and then written together."""
 
 
-class MappedItems(Sequence[Item], ABC):
-    """Examples whose numbers are in arrays that may be mapped; they are copied only when an example is asked for."""
+class LazyItems(Sequence[Item], ABC):
+    """Examples that are made only when they are asked for."""
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -36,6 +36,10 @@ class MappedItems(Sequence[Item], ABC):
     @abstractmethod
     def _item(self, place: int) -> Item:
         """Make the example at a place from 0."""
+
+
+class MappedItems(LazyItems[Item]):
+    """Examples whose numbers are in arrays that may be mapped."""
 
     @abstractmethod
     def length(self, index: int) -> int:

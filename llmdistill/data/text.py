@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.columns import LazyItems
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import Objective, TextSequence, lay_out
 from llmdistill.data.masking import mask_tokens, ordinary_tokens, vocabulary_mask, word_starts
@@ -128,7 +128,7 @@ class TextSequences:
         return TextInputs(sequence, shown, labels)
 
 
-class FixedSequences(Sequence[TextInputs]):
+class FixedSequences(LazyItems[TextInputs]):
     """The sequences of texts for a decoder, which are the same in every epoch, one text after the other."""
 
     def __init__(self, texts: Mapping[str, TextSequences], limits: Mapping[str, int] | None = None) -> None:
@@ -142,17 +142,7 @@ class FixedSequences(Sequence[TextInputs]):
         """The number of sequences of all texts."""
         return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> TextInputs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[TextInputs]: ...
-
-    def __getitem__(self, index: int | slice) -> TextInputs | list[TextInputs]:
-        """The sequence at an index, or those of a slice."""
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        place = range(len(self))[index]  # raises IndexError
+    def _item(self, place: int) -> TextInputs:
         number = int(np.searchsorted(self._ends, place, side="right"))
         before = 0 if number == 0 else int(self._ends[number - 1])
         return self._texts[number].read(0, 0, place - before)
