@@ -9,7 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, BertConfig, LlamaConfig, LlamaForCausalLM
 
+from llmdistill.config import DataConfig, RunConfig
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.tasks import make_task
 from llmdistill.train import main
 
 DS = "ds_configs/zero2.json"
@@ -56,9 +59,10 @@ def test_missing_files_and_first_rows_are_seen_before_the_ranks_join(fails, tmp_
     assert 'bad.jsonl:1: the key "output" is missing' in fails(setting, bad)
 
 
-def test_a_missing_text_is_seen_before_the_ranks_join(fails, monkeypatch):
-    monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_: pytest.fail("the ranks join"))
-    assert "nowhere.txt: no such file" in fails("--data.kind", "text", "--data.train", "nowhere.txt")
+def test_a_missing_text_is_seen_by_its_task():
+    task = make_task(RunConfig(ds_config="", data=DataConfig(kind="text", train="nowhere.txt")))
+    with pytest.raises(UserError, match=r"nowhere\.txt: no such file"):
+        task.check_files()
 
 
 def test_malformed_test_set_is_seen_before_training(fails, tmp_path):

@@ -50,7 +50,7 @@ def kept(folder: Path, splits: dict[str, tuple[list[Any], Layout[Any]]], token_i
 
 
 @pytest.mark.parametrize(
-    ("items", "layout"), [(CLASSES, PAIRS), (SCORES, PAIRS), (TEST, PAIRS), (WRITTEN, TARGETS)], ids=str
+    ("items", "layout"), [(CLASSES, PAIRS), (SCORES, PAIRS), (TEST, PAIRS), (WRITTEN, TARGETS)], ids=range(4)
 )
 def test_what_is_written_is_read(tmp_path: Path, items: list[Any], layout: Layout[Any]) -> None:
     stored = kept(tmp_path, {"other": (WRITTEN[:1], TARGETS), "train": (items, layout)})
