@@ -23,16 +23,18 @@ _BLOCKED_SECONDS = 20.0
 
 
 class _State:
-    """What this process knows of signals. Signals belong to the process, so this object is the only one."""
+    """What a block of `handling` knows of signals."""
 
     def __init__(self) -> None:
         self.number = 0
         self.since = 0.0
         self.waits = False
+        self.is_over = threading.Event()
         self.is_hopeless: Callable[[], bool] = lambda: False
 
 
 _state = _State()
+"""That of the last block: signals belong to the process, so there is one at a time."""
 
 
 @contextmanager
@@ -46,16 +48,18 @@ def handling() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _state.__init__()  # type: ignore[misc]
+    global _state
+    _state = state = _State()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = {each: signal.signal(each, _handle) for each in _SIGNALS}
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_listen, args=(reader,), name="signals", daemon=True).start()
-    _watch_launcher()
+    threading.Thread(target=_listen, args=(reader, state), name="signals", daemon=True).start()
+    _watch_launcher(state)
     try:
         yield
     finally:
+        state.is_over.set()
         signal.set_wakeup_fd(wakeup)
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -112,21 +116,20 @@ def _has_number(stream: object) -> bool:
     return True
 
 
-def _listen(reader: socket.socket) -> None:
+def _listen(reader: socket.socket, state: _State) -> None:
     """End the process where its main thread cannot: it waits inside a library, which Python does not interrupt."""
-    while numbers := reader.recv(1):
-        if numbers[0] not in _SIGNALS:
-            continue
-        if _state.is_hopeless():
-            os._exit(Stopped(numbers[0]).code)
-        time.sleep(_BLOCKED_SECONDS)
-        if _state.number == 0:
-            _say(f"error: stopped by {signal.Signals(numbers[0]).name}; the same command goes on from what is finished")
-            os._exit(Stopped(numbers[0]).code)
-    reader.close()
+    with reader:
+        while numbers := reader.recv(1):
+            if numbers[0] not in _SIGNALS:
+                continue
+            if state.is_hopeless():
+                os._exit(Stopped(numbers[0]).code)
+            if not state.is_over.wait(_BLOCKED_SECONDS) and state.number == 0:
+                _say(f"error: {Stopped(numbers[0])}")
+                os._exit(Stopped(numbers[0]).code)
 
 
-def _watch_launcher() -> None:
+def _watch_launcher(state: _State) -> None:
     """Send this rank SIGTERM when its launcher ends, in whichever way."""
     if "RANK" not in os.environ or not hasattr(os, "pidfd_open"):
         return
@@ -135,12 +138,13 @@ def _watch_launcher() -> None:
         with suppress(OSError):
             watched.register(os.pidfd_open(process), selectors.EVENT_READ)
     if watched.get_map():
-        threading.Thread(target=_wait_for_launcher, args=(watched,), name="launcher", daemon=True).start()
+        threading.Thread(target=_wait_for_launcher, args=(watched, state), name="launcher", daemon=True).start()
 
 
-def _wait_for_launcher(watched: selectors.BaseSelector) -> None:
+def _wait_for_launcher(watched: selectors.BaseSelector, state: _State) -> None:
     watched.select()
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not state.is_over.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _launchers() -> Iterator[int]:
