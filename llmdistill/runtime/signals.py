@@ -86,6 +86,13 @@ def caught() -> int:
     return _state.number
 
 
+def give_up() -> None:
+    """From now on a signal ends the process at once and silently: what it has to say has another cause."""
+    if threading.current_thread() is threading.main_thread():
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+
+
 def leave_if(is_hopeless: Callable[[], bool]) -> None:
     """End this process at once at a signal if `is_hopeless` says, in another thread, that its work cannot go on."""
     _state.is_hopeless = is_hopeless

@@ -75,6 +75,8 @@ def _ended_rank(error: BaseException) -> int:
     watch = None if module is None else module.node_watch()
     if watch is not None and not _lost_connection(error):
         watch.expect_ends()
+    if not isinstance(error, Stopped):
+        signals.give_up()  # the launcher ends the ranks that wait for another one to speak
     if isinstance(error, Stopped):
         code, said, waits = error.code, f"error: {error}" if rank == 0 else "", False
     elif isinstance(error, UserError):
