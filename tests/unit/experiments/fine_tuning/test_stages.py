@@ -253,6 +253,7 @@ def test_examples_are_read_before_the_first_stage(arguments, data, tmp_path, tra
     folder = tmp_path / "glue/RTE"
     shutil.copytree(data / "RTE", folder)
     (folder / "train.tsv").write_text(train)
+    (tmp_path / "text.txt").write_text("w1 w2 w3\n")
     given = arguments(f"names: [rte], data_dir: {folder.parent}, max_length: {max_length}")
     recipe = Path(given[1])
     text = recipe.read_text().replace(f"data_dir: {data}, ", "").replace("max_length: 24, ", "")
