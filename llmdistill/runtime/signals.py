@@ -19,7 +19,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _AGAIN_SECONDS = 0.5
 """From then on a second SIGINT is another Ctrl-C, and not the same one that a launcher passes on."""
 _BLOCKED_SECONDS = 20.0
-"""How long a process may go on after a signal that Python has not handled, because it waits inside a library."""
+"""How long a process may go on after a signal that Python has not handled, because it waits inside a library. It has no
+limit in a block of `waiting`."""
 
 
 class _State:
@@ -34,7 +35,7 @@ class _State:
 
 
 _state = _State()
-"""That of the last block: signals belong to the process, so there is one at a time."""
+"""That of the block that runs: signals belong to the process, so there is one at a time."""
 
 
 @contextmanager
@@ -64,6 +65,7 @@ def handling() -> Iterator[None]:
         for each, handler in before.items():
             signal.signal(each, handler)
         writer.close()
+        _state = _State()  # what comes later in this process is not asked to stop
 
 
 @contextmanager
@@ -131,7 +133,8 @@ def _listen(reader: socket.socket, state: _State) -> None:
                 continue
             if state.is_hopeless():
                 os._exit(Stopped(numbers[0]).code)
-            if not state.is_over.wait(_BLOCKED_SECONDS) and state.number == 0:
+            # Where a signal waits anyway, a long call may be the writing of a checkpoint, which nothing must cut short.
+            if not state.is_over.wait(_BLOCKED_SECONDS) and state.number == 0 and not state.waits:
                 _say(f"error: {Stopped(numbers[0])}")
                 os._exit(Stopped(numbers[0]).code)
 

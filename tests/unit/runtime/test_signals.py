@@ -85,9 +85,24 @@ sys.exit(exit_code(lambda: print(ctypes.CDLL(None).system(b"sleep 3"))))
     assert (done.returncode, done.stdout, done.stderr) == (143, "", AT_ONCE)
 
 
+def test_a_long_call_that_a_waiting_block_makes_is_not_cut_short():
+    """Such as the writing of a large checkpoint, or the wait of one rank for that of another."""
+    done = run("""
+import threading
+def job():
+    with signals.waiting():
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        ctypes.CDLL(None).system(b"sleep 2")
+        os.write(1, b"saved")
+sys.exit(exit_code(job))
+""")
+    assert (done.returncode, done.stdout) == (143, "saved"), done.stderr
+
+
 def test_a_signal_of_an_earlier_command_does_not_end_a_later_one():
     done = run("""
 exit_code(lambda: send(signal.SIGTERM))
+assert signals.caught() == 0
 sys.exit(exit_code(lambda: time.sleep(1)))
 """)
     assert done.returncode == 0
