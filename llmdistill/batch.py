@@ -125,6 +125,10 @@ class Batch:
             "sequences": self.has_target().sum(),
         }
 
+    def divisors(self) -> dict[Positions, Tensor]:
+        """What the sums over a batch that stands alone are divided by: its own counts, at least 1."""
+        return {name: count.clamp(min=1) for name, count in self.counts().items()}
+
     def has_target(self) -> Tensor:
         """Which sequences have a target, or at least one of their K targets: (B,), bool."""
         if self.targets is None:

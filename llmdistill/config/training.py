@@ -48,6 +48,10 @@ class TrainConfig:
     """AdamW's ε."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0 switches it off."""
+    not_finite: Literal["skip", "stop"] = "skip"
+    """What a step does whose gradient is inf or NaN: skip leaves the student as it was, and three such steps in a row
+    end the run; stop ends it at the first. The batch is kept in the run's folder. A step that DeepSpeed applies anyway
+    (ZeRO stage 0 in fp32, bf16.check_grad_overflow false) always ends the run, before anything is saved."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the student's forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
     activation_checkpointing: bool = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
 from llmdistill.losses.head import TokenLosses, token_losses
@@ -32,6 +33,17 @@ class TappedModel:
         self._vocabulary = vocabulary
         self._head = LMHead(recorder.model)
         self._shift = family_of(recorder.model.config).causal
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, whatever wraps it in the forward pass."""
+        return self._recorder.model
+
+    def without_engine(self) -> TappedModel:
+        """Return the same model and taps with a forward pass that calls the model itself."""
+        bare = copy.copy(self)
+        bare._forward = self._recorder.model
+        return bare
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""

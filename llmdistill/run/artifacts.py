@@ -14,6 +14,7 @@ from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
+from llmdistill.run.lowered import rate_warnings, with_lowered_rate
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
@@ -30,7 +31,7 @@ their content, so that the same call finds its run again."""
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
-    *("train.micro_batch_size", "train.activation_checkpointing", "train.compile"),
+    *("train.micro_batch_size", "train.activation_checkpointing", "train.compile", "train.not_finite"),
     *("teacher.sharding", "teacher.zero", "data.pad_to_multiple_of", "data.cache_dir"),
     *(f"student.factorize.calibration.{key}" for key in ("memory", "micro_batch_size", "folder")),
 )
@@ -137,6 +138,11 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return read_record(folder / RUN_FILE, remedy="choose another output_dir or remove this one")
 
 
+def run_warnings(folder: Path) -> list[str]:
+    """Return what a report must say of how a run came to its end; rank 0 only."""
+    return rate_warnings(_read(folder) or {})
+
+
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     """Return the metrics of a finished run, None if it is unfinished or lacks scores; a UserError if it is another."""
     assert config.output_dir is not None
@@ -186,7 +192,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
         raise UserError(
             f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
         )
-    state = _compare(folder, old, record)
+    state = _compare(folder, None if old is None else with_lowered_rate(folder, old, record), record)
     write_json(folder / RUN_FILE, record)
     return state
 

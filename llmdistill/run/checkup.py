@@ -16,14 +16,15 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, RunConfig
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import RunningTerms
 from llmdistill.methods import Method, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
+from llmdistill.run.loss_watch import HARDLY_TEACHES, small_terms
 from llmdistill.run.plan import Plan, make_plans
+from llmdistill.run.term_gradients import alone
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
@@ -156,6 +157,7 @@ def _own_sizes(method: Method, teacher: PreTrainedModel, batch: Batch) -> dict[s
 def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
     """Say of each term how large it is in the first step, and which share of the gradient it has."""
     total = sum(size.gradient for size in dry.values())
+    small = small_terms({name: size.gradient for name, size in dry.items()})
     for name, size in dry.items():
         share = size.gradient / total if total > 0 else 0.0
         said = f"{size.value:.4g}, {share:.1%} of the gradient"
@@ -164,6 +166,8 @@ def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
         elif size.gradient == 0:
             remedy = "it teaches nothing in this batch: check the labels, or give it the weight 0"
             yield Finding("warning", f"term {name}", said, remedy)
+        elif name in small:
+            yield Finding("warning", f"term {name}", said, HARDLY_TEACHES)
         else:
             yield Finding("ok", f"term {name}", said)
 
@@ -187,7 +191,7 @@ def term_sizes(
     tapped = [learner]
     if method.needs_teacher and teacher is not None:
         tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary))
-    divisors = {place: count.clamp(min=1) for place, count in batch.counts().items()}
+    divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}
     try:
@@ -196,18 +200,13 @@ def term_sizes(
             if len(tapped) > 1:
                 with torch.no_grad():
                     taught = tapped[1].teach(batch, lm_head=method.taught_positions)
-            losses = learner.learn(batch, _alone(method.running(taught, batch, divisors), name))
+            losses = learner.learn(batch, alone(method.running(taught, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
     finally:
         for each in tapped:
             each.remove()
     return sizes
-
-
-def _alone(terms: RunningTerms, name: str) -> RunningTerms:
-    """The same terms, where all but one have the factor 0."""
-    return replace(terms, factors={each: value if each == name else 0.0 for each, value in terms.factors.items()})
 
 
 def _gradient_norm(total: Tensor, parameters: list[torch.nn.Parameter]) -> float:

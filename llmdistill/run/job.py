@@ -17,7 +17,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.table import finish_report, kept_student, plot_training, run_record
 from llmdistill.run import assemble
-from llmdistill.run.artifacts import claim_folder, finished_metrics
+from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
 from llmdistill.run.best import read_best
 from llmdistill.run.cache import check_cache
 from llmdistill.run.checkpoints import load_checkpoint
@@ -74,7 +74,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
             params=plan.sizes["teacher_params"],
             sharded=plan.config.teacher.is_sharded,
         )
-    warnings = data.warnings(summaries.get("teacher"))
+    warnings = [*data.warnings(summaries.get("teacher")), *on_main(lambda: run_warnings(plan.folder), world)]
     for warning in warnings:
         warn_main(warning, world)
     untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"

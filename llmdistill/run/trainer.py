@@ -14,19 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmdistill.batch import POSITIONS, Batch, Loader
+from llmdistill.batch import POSITIONS, Batch, Loader, Outputs
 from llmdistill.config import TrainConfig
 from llmdistill.errors import Stopped, UserError
 from llmdistill.methods import Method
 from llmdistill.models.forward import TappedModel
 from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
+from llmdistill.run.finite import FiniteSteps, Terms
 from llmdistill.run.log import RunLog, Stopwatch
-from llmdistill.run.skipped import SkippedSteps
+from llmdistill.run.loss_watch import HARDLY_TEACHES, LossWatch, small_terms
+from llmdistill.run.origin import first_not_finite
 from llmdistill.run.stopping import Stopping
+from llmdistill.run.term_gradients import term_gradients
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
+from llmdistill.runtime.terminal import warn_main
 from llmdistill.teacher.cached import Teacher
+
+_MEASURED_STEP = 10
+"""The step after which the gradients of the terms are compared. A student that starts as its teacher has none at
+first."""
 
 
 @dataclass
@@ -54,12 +62,12 @@ class Trainer:
         """Train from step `start` to the end and save checkpoints.
 
         Raises:
-            UserError: the loss is no longer finite.
+            UserError: the loss or the gradient is no longer finite.
             Stopped: a signal has come; the step is finished and saved.
         """
         clock = Stopwatch(self.world.device)
         since = _Since(self.world.device, list(self.method.weights))
-        skipped = SkippedSteps(self.engine, self.world, list(self.method.weights))
+        finite, watch = self._finite_steps(), LossWatch(self.method.weights)
         stopping = Stopping(self.world)
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
         for step in range(start, self.settings.steps):
@@ -70,21 +78,34 @@ class Trainer:
             micro_batches = self.loader.micro_batches(step)
             losses, counts = self.train_step(micro_batches, clock)
             done = step + 1
-            if skipped.was_applied(done, micro_batches, losses):
+            if self.engine.was_step_applied():
+                self._say(watch, finite.applied(done, micro_batches, losses))
                 since.add(losses.sum(0), counts, sum(batch.input_ids.numel() for batch in micro_batches))
+            else:
+                finite.skipped(done, micro_batches, losses)
+            if done == _MEASURED_STEP:
+                self._warn_of_small_terms(micro_batches[0])
             validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
-            if since.steps > 0 and (validates or self._is_due(done, log_every)):
+            logs = since.steps > 0 and (validates or self._is_due(done, log_every))
+            saves = self.settings.save_every is not None and self._is_due(done, self.settings.save_every)
+            is_last = done == self.settings.steps
+            if logs or saves or is_last:
+                self._say(watch, finite.settle())  # nothing is written of a student whose numbers went wrong
+            if logs:
                 elapsed = time.perf_counter() - began
                 eta = elapsed / (done - start) * (self.settings.steps - done)
                 row = self._row(done, since, clock.take())
                 if validates:
-                    row["valid_loss"] = self.validation_loss()
+                    row["valid_loss"] = self._validated(done)
                     if self.best is not None:
                         row |= self.best.validated(done, row["valid_loss"])
                     since.restart_clock()
                 log.row(done, row, eta)
-            stop = stopping.signal_at(last=done == self.settings.steps)
-            if stop or (self.settings.save_every is not None and self._is_due(done, self.settings.save_every)):
+            stop = stopping.signal_at(last=is_last)
+            if stop or saves or is_last:
+                self._say(watch, finite.settle())
+                finite.check_student(done)
+            if stop or saves:
                 save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
             log.advance()
             if stop:
@@ -105,10 +126,8 @@ class Trainer:
         values: list[Tensor] = []
         nothing = torch.zeros((), device=self.world.device)  # the value of terms whose labels a batch does not have
         for batch in micro_batches:
-            taught = None
-            if self.teacher is not None:
-                with clock.running(), torch.no_grad():
-                    taught = self.teacher.teach(batch, lm_head=self.method.taught_positions)
+            with clock.running(), torch.no_grad():
+                taught = self._taught(batch)
             losses = self.student.learn(batch, self.method.running(taught, batch, divisors))
             self.engine.backward(losses.total * undo_average)
             self.engine.step()
@@ -135,6 +154,66 @@ class Trainer:
         means = (sums[0] / sums[1]).tolist()
         return sum(weight * mean for weight, mean in zip(method.weights.values(), means, strict=True))
 
+    def _validated(self, step: int) -> float:
+        loss = self.validation_loss()
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the validation loss is {loss} at step {step}, and the training loss is finite: look for a sample in "
+                "data.valid that the models cannot read; checkpoints up to the last save are in "
+                f"{self.folder / 'checkpoints'}"
+            )
+        return loss
+
+    def _finite_steps(self) -> FiniteSteps:
+        return FiniteSteps(
+            engine=self.engine,
+            world=self.world,
+            terms=list(self.method.weights),
+            folder=self.folder,
+            policy=self.settings.not_finite,
+            learning_rate=self.settings.learning_rate,
+            origin=self._origin,
+        )
+
+    def _origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
+        """Run the forward passes of a step once more, and say where the first value that is not finite comes from."""
+        models = {"student": self.student.model}
+        if isinstance(self.teacher, TappedModel):
+            models = {"teacher": self.teacher.model, **models}
+
+        def run() -> None:
+            torch.manual_seed(_mix(self.seed, step - 1, self.world.rank))
+            with torch.no_grad():
+                for batch in micro_batches:
+                    moved = self._moved(batch, self.method)
+                    self.student.learn(moved, self.method.running(self._taught(moved), moved, moved.divisors()))
+
+        return first_not_finite(models, run)
+
+    def _taught(self, batch: Batch) -> Outputs | None:
+        return None if self.teacher is None else self.teacher.teach(batch, lm_head=self.method.taught_positions)
+
+    def _say(self, watch: LossWatch, terms: Terms | None) -> None:
+        for warning in [] if terms is None else watch.add(terms.step, terms.values):
+            warn_main(warning, self.world)
+
+    def _warn_of_small_terms(self, batch: Batch) -> None:
+        """Warn of terms that hardly move the student. Under ZeRO-3 no rank has whole parameters, so nothing is said."""
+        if self.engine.zero_optimization_stage() == 3 or len(self.method.weights) == 1:
+            return
+        moved = self._moved(batch, self.method)
+
+        def teach() -> Outputs | None:
+            with torch.no_grad():
+                return self._taught(moved)
+
+        student = self.student.without_engine()
+        found = term_gradients(self.method, self.student.model, student, teach, moved, moved.divisors())
+        for name, share in small_terms(found).items():
+            warn_main(
+                f"term {name} has {share:.1g} of the gradient at step {_MEASURED_STEP}: {HARDLY_TEACHES}", self.world
+            )
+
     def _moved(self, batch: Batch, method: Method) -> Batch:
         # The label positions are found on the CPU; on a GPU this would synchronise the host with the device.
         return batch.with_label_rows(shift=method.shift).to(self.world.device)
@@ -147,11 +226,6 @@ class Trainer:
         seconds, tokens, positions, means = since.take()
         terms = dict(zip(self.method.weights, means, strict=True))
         loss = sum(self.method.weights[name] * value for name, value in terms.items())
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss is {loss} at step {step}: lower train.learning_rate (now {self.settings.learning_rate}) "
-                f"or train.max_grad_norm; checkpoints up to the last save are in {self.folder / 'checkpoints'}"
-            )
         return {
             "loss": loss,
             "learning_rate": learning_rate(self.settings, step - 1),

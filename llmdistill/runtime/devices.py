@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -50,3 +50,22 @@ def installed_versions(libraries: Sequence[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def to_host_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
+    """Begin to copy a vector to the host; the returned function waits for it and returns its values.
+
+    On a GPU the host waits only for the work that was queued before the copy, not for later work.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return cast(list[float], host.tolist())
+
+    return wait

@@ -1,0 +1,72 @@
+"""Numbers that go wrong in a real run: it names where, keeps its good checkpoint, and goes on with a lower rate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def overflowing(tiny_teacher, tmp_path: Path) -> Path:
+    """The tiny teacher with finite weights whose product is inf, in the third layer."""
+    folder = tmp_path / "teacher"
+    shutil.copytree(tiny_teacher, folder)
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.2.mlp.up_proj.weight"] = torch.full_like(state["model.layers.2.mlp.up_proj.weight"], 3e38)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def said_by(done) -> str:
+    return " ".join(done.stderr.replace("│", "").split())
+
+
+def test_an_overflow_in_the_teacher_is_named_and_nothing_is_saved(launch, settings, overflowing, tmp_path) -> None:
+    run = tmp_path / "run"
+    shape = ("--method", "kd", "--student.factorize.rank", "null", "--student.shape", "2x32x4")
+    student = (*shape, "--teacher.model", str(overflowing))
+    done = launch(*settings, *student, "--ds_config", "zero2", "--output_dir", str(run), ranks=2, code=2)
+    said = said_by(done)
+    assert "step 3 was skipped, because its gradient is not finite" in said
+    assert "on rank 0, 1, in the micro batches of the samples" in said
+    assert "with an output that is not finite is the teacher, in model.layers.2.mlp.up_proj" in said
+    assert not (run / "student").exists()
+    assert {each.name for each in (run / "not_finite").iterdir()} == {"step-1", "step-2", "step-3", "ended.json"}
+    assert len(list((run / "not_finite" / "step-2").glob("rank-*.safetensors"))) == 2
+
+
+def test_a_run_that_burst_goes_on_with_a_lower_learning_rate(launch, settings, tmp_path) -> None:
+    """Without ZeRO, DeepSpeed applies a step of any gradient: the student is ruined, and no checkpoint has it."""
+    stage_0, run = tmp_path / "stage0.json", tmp_path / "run"
+    blocks = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 0}}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+    stage_0.write_text(json.dumps({**blocks, "gradient_clipping": "auto", "optimizer": optimizer}))
+    shared = (*settings, "--ds_config", str(stage_0), "--output_dir", str(run), "--train.steps", "6")
+    schedule = ("--train.schedule", "linear", "--train.warmup_steps", "6", "--train.save_every", "2")
+    done = launch(*shared, *schedule, "--train.learning_rate", "3e37", code=2)
+    assert "which goes on from the last checkpoint" in said_by(done), done.stderr
+    assert not (run / "checkpoints").exists(), "the first step was finite and is not saved after the second"
+    done = launch(*shared, *schedule, "--train.learning_rate", "3.1e37", code=2)
+    assert "train.learning_rate was 3e+37 and is now 3.1e+37" in said_by(done)
+    launch(*shared, *schedule, "--train.learning_rate", "1e-3")
+    (warning,) = json.loads((run / "metrics.json").read_text())["warnings"]
+    assert warning.startswith("the learning rate was 3e+37 until the loss or the gradient was not finite")
+    launch(*shared, *schedule, "--train.learning_rate", "1e-3")  # it is the same run from now on
+    assert "train.learning_rate" in said_by(launch(*shared, *schedule, "--train.learning_rate", "1e-4", code=2))
+
+
+def test_weights_that_overflow_are_not_saved(launch, settings, tmp_path) -> None:
+    """The loss and the gradient of a step are finite, and the weights after it are not."""
+    run = tmp_path / "run"
+    more = ("--train.schedule", "constant", "--train.save_every", "1", "--train.learning_rate", "3e38")
+    more = (*more, "--train.weight_decay", "10")
+    done = launch(*settings, *more, "--ds_config", "zero2", "--output_dir", str(run), code=2)
+    assert "is not finite after step 1, so nothing is saved" in said_by(done), done.stderr
+    assert not list((run / "checkpoints").glob("step-*"))

@@ -1,0 +1,222 @@
+"""Numbers that go wrong: what is reported, kept and refused, and where a value that is not finite comes from."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmdistill.batch import Batch, Outputs
+from llmdistill.errors import UserError
+from llmdistill.methods import build_method
+from llmdistill.methods.makd import MakdConfig
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.taps import Recorder
+from llmdistill.objective import Objective
+from llmdistill.run.finite import FiniteSteps
+from llmdistill.run.loss_watch import LossWatch, small_terms
+from llmdistill.run.origin import first_not_finite
+from llmdistill.run.term_gradients import term_gradients
+from llmdistill.runtime.distributed import World
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+class Engine:
+    norm: float | torch.Tensor | None = 1.0
+
+    def get_global_grad_norm(self) -> float | torch.Tensor | None:
+        return self.norm
+
+
+def make_steps(folder: Path, policy: str = "skip") -> FiniteSteps:
+    return FiniteSteps(
+        engine=Engine(),
+        world=WORLD,
+        terms=["label", "logits"],
+        folder=folder,
+        policy=policy,
+        learning_rate=0.5,
+        origin=lambda step, _batches: f"looked at step {step}",
+    )
+
+
+def batches() -> list[Batch]:
+    ids = torch.arange(12).view(3, 4)
+    return [Batch(ids + n, torch.ones_like(ids), ids, sample_ids=((n,), (10 + n,), (20 + n,))) for n in range(2)]
+
+
+FINE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path: Path) -> None:
+    steps = make_steps(tmp_path)
+    assert steps.applied(1, batches(), FINE) is None
+    wrong = FINE.clone()
+    wrong[1, 1] = math.inf
+    before = steps.applied(2, batches(), wrong)
+    assert before is not None
+    assert (before.step, before.values) == (1, {"label": 4.0, "logits": 6.0})
+    with pytest.raises(UserError) as error:
+        steps.applied(3, batches(), FINE)
+    said = str(error.value)
+    assert "the term logits is inf at step 2: logits on rank 0, in the micro batches of the samples 1, 11, 21" in said
+    assert "looked at step 2" in said
+    assert "a lower train.learning_rate" in said
+    kept = load_file(tmp_path / "not_finite" / "step-2" / "rank-00000.safetensors")
+    assert torch.equal(kept["0/input_ids"], batches()[1].input_ids), "only the micro batch that is wrong is kept"
+    assert not any(name.startswith("1/") for name in kept)
+    assert json.loads((tmp_path / "not_finite" / "ended.json").read_text()) == {"step": 2, "learning_rate": 0.5}
+
+
+@pytest.mark.parametrize("norm", [math.nan, torch.tensor(math.inf)])
+def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path: Path, norm: float) -> None:
+    steps = make_steps(tmp_path)
+    steps.engine.norm = norm
+    steps.applied(1, batches(), FINE)
+    with pytest.raises(UserError, match=r"the norm of the gradient is (nan|inf) at step 1: every term is finite"):
+        steps.settle()
+
+
+def test_a_norm_that_deepspeed_does_not_compute_is_no_error(tmp_path: Path) -> None:
+    steps = make_steps(tmp_path)
+    steps.engine.norm = None
+    steps.applied(1, batches(), FINE)
+    assert steps.settle() is not None
+    assert steps.settle() is None, "a step is read once"
+
+
+def test_skipped_steps_go_on_until_the_third_in_a_row(tmp_path: Path, capsys) -> None:
+    steps, wrong = make_steps(tmp_path), FINE * math.nan
+    for number in (1, 2, 4, 5):
+        if number == 4:
+            steps.applied(3, batches(), FINE)
+        steps.skipped(number, batches(), wrong)
+    assert capsys.readouterr().err.count("was skipped") == 4
+    assert not (tmp_path / "not_finite" / "ended.json").exists()
+    with pytest.raises(UserError, match=r"step 6 was skipped.*label, logits on rank 0.*it is the 3rd in a row"):
+        steps.skipped(6, batches(), wrong)
+    assert (tmp_path / "not_finite" / "ended.json").exists()
+
+
+def test_the_policy_stop_ends_the_run_at_the_first_skipped_step(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"step 1 was skipped.*train\.not_finite is stop"):
+        make_steps(tmp_path, "stop").skipped(1, batches(), FINE * math.nan)
+
+
+def tiny_llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
+
+
+class TestOrigin:
+    """The first of teacher and student, and its module, whose output is not finite."""
+
+    def say(self, break_teacher: str = "", break_student: str = "") -> str:
+        teacher, student = tiny_llama(0), tiny_llama(1)
+        ids = torch.arange(5)[None]
+
+        def run() -> None:
+            teacher(ids), student(ids)
+
+        for model, name in ((teacher, break_teacher), (student, break_student)):
+            if name:  # finite weights whose product overflows
+                model.get_submodule(name).weight.data.fill_(1e38)
+        return first_not_finite({"teacher": teacher, "student": student}, run)
+
+    def test_both_are_finite(self) -> None:
+        assert self.say() == "the outputs of teacher and student are finite"
+
+    def test_the_teacher_is_named_although_the_student_breaks_too(self) -> None:
+        said = self.say("model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj")
+        assert said.endswith("is the teacher, in model.layers.1.mlp.up_proj")
+
+    def test_the_student_is_named_with_its_layer(self) -> None:
+        assert self.say("", "model.layers.0.self_attn.v_proj").endswith(
+            "is the student, in model.layers.0.self_attn.v_proj"
+        )
+
+    def test_a_parameter_is_named_before_any_output(self) -> None:
+        student = tiny_llama(0)
+        student.model.layers[1].mlp.up_proj.weight.data[3, 4] = math.nan
+        said = first_not_finite({"student": student}, lambda: None)
+        assert said == "the student's parameter model.layers.1.mlp.up_proj.weight is not finite"
+
+
+class TestLossWatch:
+    """Warnings about a step's terms."""
+
+    def warnings(self, losses: list[float], weight: float = 1.0) -> list[str]:
+        watch = LossWatch({"label": weight, "rest": 1.0})
+        return [each for step, loss in enumerate(losses, 1) for each in watch.add(step, {"label": 0.0, "rest": loss})]
+
+    def test_a_jump_of_the_loss_is_named_with_its_step(self) -> None:
+        noisy = [2.0 + 0.3 * (-1) ** n for n in range(40)]
+        assert self.warnings(noisy, weight=0.0) == []
+        (said,) = self.warnings([*noisy, 5.0, 2.0], weight=0.0)
+        assert said.startswith("the loss jumped to 5 at step 41, 2.5 times the median of the 40 steps before it")
+
+    def test_a_first_loss_is_no_jump_and_neither_is_one_that_was_there_before(self) -> None:
+        assert self.warnings([1.0] * 10 + [9.0] + [1.0] * 30 + [8.0], weight=0.0) == []
+
+    def test_many_jumps_have_one_cause(self) -> None:
+        assert len(self.warnings([1.0] * 50 + [10.0 * 3**n for n in range(20)], weight=0.0)) == 5
+
+    def test_a_term_that_is_always_zero_is_named_once(self) -> None:
+        (said,) = self.warnings([1.0] * 60)
+        assert said.startswith("term label was 0 in each of the first 20 steps")
+
+    def test_a_term_without_a_weight_is_not_missed(self) -> None:
+        assert self.warnings([1.0] * 60, weight=0.0) == []
+
+    def test_small_terms(self) -> None:
+        assert small_terms({"a": 1.0, "b": 0.002, "c": 0.0005}) == {"c": pytest.approx(0.0005 / 1.0025)}
+        assert small_terms({"a": 0.0, "b": 0.0}) == {}
+
+
+def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
+    """Reference: autograd through the whole model, with each term's weight set to 0 in turn but one."""
+    teacher, student = tiny_llama(0), tiny_llama(1)
+    settings = {"makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5)}
+    method = build_method(["makd"], settings, teacher.config, student.config, Objective(tokens=True, sequences=None))
+    ids = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones_like(ids), ids).with_label_rows(shift=True)
+    teaching = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
+    learner = TappedModel(student, Recorder(student, method.student_taps))
+
+    def teach() -> Outputs:
+        with torch.no_grad():
+            return teaching.teach(batch, lm_head=method.taught_positions)
+
+    found = term_gradients(method, student, learner, teach, batch, batch.divisors())
+    assert found.keys() == {name for name, weight in method.weights.items() if weight != 0}
+    whole = torch.stack([reference(method, student, learner, teach(), batch, None)]).sum()
+    assert whole > 0
+    for name, norm in found.items():
+        assert norm == pytest.approx(float(reference(method, student, learner, teach(), batch, name)), rel=1e-5), name
+    assert max(found.values()) > 10 * min(found.values()), "the terms differ, so that mixing them up would be seen"
+
+
+def reference(method, student, learner, taught, batch, name) -> torch.Tensor:
+    """The norm of the gradient with respect to embeddings that are given to the model in place of its own."""
+    rows = student.model.embed_tokens(batch.input_ids).detach().requires_grad_()
+    weights = {each: weight if name in (None, each) else 0.0 for each, weight in method.weights.items()}
+    running = type(method)(**{**vars_of(method), "weights": weights}).running(taught, batch, batch.divisors())
+    embed, student.model.embed_tokens.forward = student.model.embed_tokens.forward, lambda _ids: rows
+    try:
+        learner.learn(batch, running).total.backward()
+    finally:
+        student.model.embed_tokens.forward = embed
+    assert rows.grad is not None
+    return rows.grad.norm()
+
+
+def vars_of(method) -> dict[str, object]:
+    names = ("layer_terms", "token_terms", "sequence_terms", "shift", "projections")
+    return {name: getattr(method, name) for name in names}
