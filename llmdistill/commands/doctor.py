@@ -20,9 +20,6 @@ from llmdistill.runtime.terminal import quiet_transformers
 if TYPE_CHECKING:
     from llmdistill.runtime.environment import Finding
 
-_OPTIMIZER_BYTES = 12
-"""Bytes of a parameter in a checkpoint beside its weight: fp32 weight and two moments."""
-
 
 def build_parser(prog: str) -> ArgumentParser:
     """Return the parser of the command's own arguments."""
@@ -67,6 +64,7 @@ def findings(config: RunConfig) -> Iterator[Finding]:
 
     from llmdistill.errors import UserError
     from llmdistill.run.checkup import check_run
+    from llmdistill.run.disk import DiskNeed
     from llmdistill.run.plan import make_plans
     from llmdistill.runtime.environment import check_machine
 
@@ -75,9 +73,7 @@ def findings(config: RunConfig) -> Iterator[Finding]:
     needed = None
     try:
         plan = make_plans(config)[-1]
-        weights = plan.sizes["student_params"] * plan.dtype.itemsize
-        state = plan.sizes["student_params"] * _OPTIMIZER_BYTES
-        needed = 2 * weights + config.train.keep_checkpoints * (weights + state)  # untrained and trained student
+        needed = DiskNeed.of(plan).total
     except UserError:
         pass  # the check of the run names it
     yield from check_machine(Path(str(config.output_dir)), needed)

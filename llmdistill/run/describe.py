@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmdistill.config.command_line import to_dict
+from llmdistill.run.disk import DiskNeed
 from llmdistill.run.plan import Plan
 
 
@@ -66,6 +67,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "batch": batch,
         "terms": terms,
         "estimate": estimate(plan),
+        "disk_bytes": DiskNeed.of(plan).total,
         "notes": notes,
         "config": config,
         "ds_config": plan.ds_config,

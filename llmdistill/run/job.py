@@ -22,6 +22,7 @@ from llmdistill.run.best import read_best
 from llmdistill.run.cache import check_cache
 from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.describe import headline
+from llmdistill.run.disk import check_disk
 from llmdistill.run.log import RunLog
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime import signals
@@ -51,6 +52,7 @@ def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
     """Execute a run from its plan unless it is finished, and return its metrics.json; every rank must call it."""
     with claim_folder(plan.asked, world):
         if on_main(lambda: finished_metrics(plan.asked), world) is None:
+            on_main(lambda: check_disk(plan), world)
             execute(plan, data, world)
             gc.collect()  # engines have reference cycles, and several engines would not fit into memory
         metrics = on_main(lambda: finished_metrics(plan.asked), world)

@@ -101,7 +101,7 @@ def kernels() -> Finding:
 
 def disk(folder: Path, needed_bytes: int | None) -> Finding:
     """Whether the disk has room for a run."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    there = nearest(folder)
     if not os.access(there, os.W_OK):
         return Finding("failure", "disk", f"{there} is not writable", "give another --output_dir")
     free = shutil.disk_usage(there).free
@@ -112,3 +112,8 @@ def disk(folder: Path, needed_bytes: int | None) -> Finding:
         remedy = "free some, give another --output_dir, or lower train.keep_checkpoints"
         return Finding("failure", "disk", said, remedy)
     return Finding("ok", "disk", said)
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder itself, or the nearest folder above it that exists."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
