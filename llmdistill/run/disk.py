@@ -63,8 +63,8 @@ def check_disk(plan: Plan) -> None:
     free = shutil.disk_usage(there).free
     if missing > free:
         raise UserError(
-            f"output_dir {plan.folder}: the run needs {_size(missing)} more there ({need}), and {_size(free)} are free on "
-            f"the disk of {there}: free some, choose another output_dir, or lower train.keep_checkpoints"
+            f"output_dir {plan.folder}: the run needs {_size(missing)} more there ({need}), and the disk of {there} "
+            f"has {_size(free)} free: free some, choose another output_dir, or lower train.keep_checkpoints"
         )
 
 
