@@ -4,6 +4,9 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
 
+# In CI each file that is installed must have its hash in scripts/hashes.txt, which knows the files of one platform.
+HAS_HASHES='import platform, sys; sys.exit((sys.version_info[:2], sys.platform, platform.machine()) != ((3, 11), "linux", "x86_64"))'
+
 fail() {
     echo "error: $1" >&2
     exit 2
@@ -33,7 +36,7 @@ check_compiler() {
 install() {
     local python stamp
     # What was installed, as a checksum of what says it: a changed pyproject or constraint installs anew, nothing else does.
-    stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" | cksum)"
+    stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" "$ROOT/scripts/hashes.txt" | cksum)"
     if [ "$(cat "$VENV/.installed" 2>/dev/null || true)" = "$stamp" ]; then
         return
     fi
@@ -46,6 +49,9 @@ install() {
     echo "Installing (a few minutes the first time)"
     # torch first: what comes after then finds its requirement met, whichever build this machine offers.
     "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$(grep '^torch==' "$ROOT/scripts/constraints.txt")"
+    if [ "${CI:-}" = true ] && "$VENV/bin/python" -c "$HAS_HASHES"; then
+        "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r "$ROOT/scripts/hashes.txt"
+    fi
     "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[dev]"
     echo "$stamp" >"$VENV/.installed"
 }

@@ -1,0 +1,88 @@
+"""Writes the hashes and the licences of all that CI installs: python scripts/lock.py, after a change of constraints.
+
+Run it on the platform of CI (Linux on x86-64, Python 3.11), in the environment of scripts/setup.sh. It asks pip which
+files it would install by pyproject.toml and scripts/constraints.txt, installs nothing, and writes scripts/hashes.txt
+and docs/licences.md. torch has no hash, because its build depends on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_OWN = ("torch", "llmdistill")
+_NAMED = 60
+"""A licence longer than this is a whole text; its classifier names it."""
+
+
+def main() -> None:
+    """Ask pip, and write both files."""
+    found = sorted(resolved(), key=lambda each: each["metadata"]["name"].lower())
+    others = [each for each in found if each["metadata"]["name"] not in _OWN]
+    (ROOT / "scripts" / "hashes.txt").write_text(hashes(others), encoding="utf-8")
+    licensed = [each["metadata"] for each in found if each["metadata"]["name"] != "llmdistill"]
+    (ROOT / "docs" / "licences.md").write_text(licences(licensed), encoding="utf-8")
+    print(f"scripts/hashes.txt has {len(others)} files, docs/licences.md {len(licensed)} libraries")
+
+
+def resolved() -> list[dict[str, Any]]:
+    """Return what pip would install into an empty environment, one entry of its report for each file."""
+    constraints = ROOT / "scripts" / "constraints.txt"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        options = ["--dry-run", "--ignore-installed", "--quiet", "--report", str(report), "-c", str(constraints)]
+        command = [sys.executable, "-m", "pip", "install", *options, "torch", "-e", f"{ROOT}[dev]"]
+        subprocess.run(command, check=True)
+        installed: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
+    return installed
+
+
+def hashes(files: Sequence[Mapping[str, Any]]) -> str:
+    """Return a requirements file that pins each file by its version and hash."""
+    lines = [
+        "# Made by scripts/lock.py from scripts/constraints.txt: what CI installs on Linux (x86-64) with Python 3.11.",
+        "# pip compares the hash of each file. torch is installed before them.",
+    ]
+    for each in files:
+        pinned, hashed = each["metadata"], each["download_info"]["archive_info"]["hashes"]["sha256"]
+        lines.append(f"{pinned['name']}=={pinned['version']} --hash=sha256:{hashed}")
+    return "\n".join(lines) + "\n"
+
+
+def licences(libraries: Sequence[Mapping[str, Any]]) -> str:
+    """Return a page with the licence of each library, as its own metadata names it."""
+    lines = [
+        "# Licences of what is installed",
+        "",
+        "What an installation with `scripts/constraints.txt` and the `dev` extra brings, with the licence that each",
+        "library's own metadata names. Made by `python scripts/lock.py`; llmdistill is under the Apache License 2.0.",
+        "",
+        "| library | version | licence |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {each['name']} | {each['version'].partition('+')[0]} | {licence(each['name'])} |" for each in libraries
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def licence(name: str) -> str:
+    """Return the name of an installed library's licence: the expression, else the classifiers, else the short field."""
+    fields = metadata(name)
+    classifiers = [
+        each.rpartition(" :: ")[2] for each in fields.get_all("Classifier", ()) if each.startswith("License")
+    ]
+    short = (fields["License"] or "").strip()
+    named = short if 0 < len(short) <= _NAMED and "\n" not in short else ""
+    return str(fields["License-Expression"] or ", ".join(classifiers) or named or "not named")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What CI installs is pinned by version and hash, and its licences are listed."""
+
+from __future__ import annotations
+
+import re
+
+from support import ROOT
+
+CONSTRAINT = re.compile(r"([\w.-]+)==([\w.+!-]+)")
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    found = [CONSTRAINT.match(line) for line in lines if line and not line.startswith("#")]
+    assert all(found)
+    return {normal(each[1]): each[2] for each in found if each is not None}
+
+
+def test_every_constraint_has_its_hash_and_nothing_else_is_installed() -> None:
+    lines = (ROOT / "scripts/hashes.txt").read_text().splitlines()
+    pinned = {}
+    for line in (each for each in lines if not each.startswith("#")):
+        requirement, hashed = line.split(" --hash=")
+        assert re.fullmatch(r"sha256:[0-9a-f]{64}", hashed), line
+        name, version = requirement.split("==")
+        pinned[normal(name)] = version
+    expected = {name: version for name, version in constraints().items() if name != "torch"}
+    assert pinned == expected
+
+
+def test_every_library_has_its_licence_in_the_docs() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs/licences.md").read_text().splitlines() if " | " in line]
+    listed = {normal(row[0].removeprefix("| ")): row[1] for row in rows[1:]}
+    assert listed == constraints()
