@@ -76,6 +76,6 @@ def test_a_damaged_record_is_one_sentence(tmp_path):
     (tmp_path / "best.json").write_text("{")
     with pytest.raises(UserError, match=r"best\.json: not valid JSON; remove the file"):
         keeper(tmp_path).validated(1, 2.0)
-    (tmp_path / "best.json").write_text(json.dumps({"value": 1.0, "student": "best/gone", "step": 1}))
+    (tmp_path / "best.json").write_text(json.dumps({"value": 1.0, "metric": "loss", "student": "best/gone", "step": 1}))
     keeper(tmp_path).validated(3, 2.0)  # without its folder it is no longer there
     assert read_best(tmp_path)["step"] == 3
