@@ -107,6 +107,7 @@ def _render_all(conversations: Sequence[Messages], tokenizer: PreTrainedTokenize
             _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + CPU_SECONDS)
             answer = _answer(messages, tokenizer)
             file.write(json.dumps(answer) + "\n")
+            file.flush()  # the next one may end this process
             if "error" in answer:
                 return
 

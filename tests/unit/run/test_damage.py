@@ -1,0 +1,125 @@
+"""A flipped bit in any file of a run's folder: the same command names it or makes the file again, and never uses it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from damage import flip, kinds
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from llmdistill.cli import main as command
+from llmdistill.embedded import locate
+from llmdistill.train import main
+
+from support import interrupted_copy
+
+TOKENIZER = locate("embedded:teacher")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A tiny teacher and its data."""
+    folder = tmp_path_factory.mktemp("damage")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vocabulary = LlamaConfig.from_pretrained(TOKENIZER).vocab_size
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "teacher")
+    rows = [{"instruction": f"Where is {n}?", "input": "", "output": f"In town {n % 3}."} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def settings(base: Path) -> list[str]:
+    rows = str(base / "rows.jsonl")
+    of_data = ["--data.train", rows, "--data.valid", rows, "--data.tests", "{}", "--data.max_length", "60"]
+    of_student = ["--student.factorize.rank", "4", "--student.factorize.weighting", "none"]
+    of_training = ["--train.steps", "3", "--train.global_batch_size", "4", "--train.save_every", "1"]
+    of_scoring = ["--scoring.limit", "1", "--scoring.decoding", "greedy", "--scoring.models", "[untrained, student]"]
+    teacher = ["--teacher.model", str(base / "teacher"), "--teacher.dtype", "fp32", "--method", "kd"]
+    others = ["--data.max_prompt_length", "50", "--train.log_every", "1", "--ds_config", "ds_configs/zero1.json"]
+    return [*of_data, *of_student, *of_training, *of_scoring, *teacher, *others]
+
+
+@pytest.fixture(scope="module")
+def finished(base) -> Path:
+    run = base / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE", raising=False)
+        assert main([*settings(base), "--output_dir", str(run)]) == 0
+    return run
+
+
+def unseen(folder: Path, again: Callable[[], tuple[int, str]], *, but: tuple[str, ...] = ()) -> list[str]:
+    """Flip a bit of a file of every kind, in its middle, and do something again; returns the kinds that go unnoticed.
+
+    `again` returns the exit code and all that was said. Each time begins with the folder as it is now.
+    """
+    kept, found = folder.with_name("kept"), []
+    shutil.copytree(folder, kept)
+    for kind, (file, *_) in kinds(folder).items():
+        if kind.startswith(but):
+            continue
+        with flip(file, file.stat().st_size // 2):
+            flipped = file.read_bytes()
+            code, said = again()
+            assert code in (0, 2), kind
+            assert code == 0 or "error: " in said, kind
+            is_named = file.name in "".join(said.replace("│", "").split())
+            is_made_again = code == 0 and file.is_file() and file.read_bytes() != flipped
+            if not (is_named or is_made_again):
+                found.append(kind)
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+    shutil.rmtree(kept)
+    return found
+
+
+@pytest.fixture
+def trains(base, capsys, caplog, monkeypatch) -> Callable[..., tuple[int, str]]:
+    def train(run: Path, *more: str) -> tuple[int, str]:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        capsys.readouterr()
+        caplog.clear()
+        code = main([*settings(base), "--output_dir", str(run), *more])
+        return code, capsys.readouterr().err + caplog.text
+
+    return train
+
+
+def test_every_kind_of_file_of_a_finished_run(finished, trains):
+    assert trains(finished) == (0, trains(finished)[1])
+    assert {"student/model.safetensors", "scores/student.json", "metrics.jsonl", "run.json"} <= kinds(finished).keys()
+    # A finished run reads no checkpoint.
+    assert unseen(finished, lambda: trains(finished), but=("checkpoints",)) == []
+
+
+def test_every_kind_of_file_of_an_unfinished_run(finished, base, trains):
+    run = interrupted_copy(finished, base / "unfinished")
+    assert "checkpoints/step-N/manifest.json" in kinds(run)
+    assert unseen(run, lambda: trains(run)) == []
+
+
+def test_every_kind_of_file_of_a_teachers_cache(finished, base, trains, capsys, monkeypatch):
+    cache = base / "cache"
+
+    def make() -> tuple[int, str]:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        capsys.readouterr()
+        code = command(["cache", *settings(base), "--output", str(cache)])
+        return code, capsys.readouterr().err
+
+    assert make()[0] == 0
+    assert {"cache.json", "shards/N.safetensors"} <= kinds(cache).keys()
+    assert unseen(cache, make) == []
+
+    def use() -> tuple[int, str]:
+        shutil.rmtree(base / "learns", ignore_errors=True)
+        return trains(base / "learns", "--teacher.cache", str(cache), "--scoring.models", "[]")
+
+    assert unseen(cache, use) == []
