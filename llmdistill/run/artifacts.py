@@ -155,7 +155,8 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     _compare(folder, kept, new)
     old, asked = metrics["asked"], plain(scores_asked(config))
     # A trial that became a final run also has scores on the test sets; it still counts as a finished trial.
-    has_all = dict(old.get("tests") or {}).items() >= asked["tests"].items()
+    tests = old.get("tests")
+    has_all = isinstance(tests, dict) and tests.items() >= asked["tests"].items()
     return metrics if has_all and {**old, "tests": None} == {**asked, "tests": None} else None
 
 

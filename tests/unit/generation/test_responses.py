@@ -188,7 +188,7 @@ def test_a_kill_before_the_record_is_written_loses_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(responses, "write_json", die)
+        patch.setattr(responses, "write_record", die)
         generate_responses(str(teacher), str(data), output, SETTINGS)
     assert not side_file(output).exists()
     written = output.read_bytes()

@@ -12,6 +12,7 @@ import torch
 from damage import flip, kinds
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from llmdistill.artifacts import MANIFEST
 from llmdistill.cli import main as command
 from llmdistill.embedded import locate
 from llmdistill.train import main
@@ -40,6 +41,7 @@ def settings(base: Path) -> list[str]:
     of_data = ["--data.train", rows, "--data.valid", rows, "--data.tests", "{}", "--data.max_length", "60"]
     of_student = ["--student.factorize.rank", "4", "--student.factorize.weighting", "none"]
     of_training = ["--train.steps", "3", "--train.global_batch_size", "4", "--train.save_every", "1"]
+    of_training += ["--train.keep_checkpoints", "3"]
     of_scoring = ["--scoring.limit", "1", "--scoring.decoding", "greedy", "--scoring.models", "[untrained, student]"]
     teacher = ["--teacher.model", str(base / "teacher"), "--teacher.dtype", "fp32", "--method", "kd"]
     others = ["--data.max_prompt_length", "50", "--train.log_every", "1", "--ds_config", "ds_configs/zero1.json"]
@@ -56,13 +58,13 @@ def finished(base) -> Path:
 
 
 def unseen(folder: Path, again: Callable[[], tuple[int, str]], *, but: tuple[str, ...] = ()) -> list[str]:
-    """Flip a bit of a file of every kind, in its middle, and do something again; returns the kinds that go unnoticed.
+    """Flip a bit of a file of every kind, in its middle, the last one, and do something again; returns the kinds that go unnoticed.
 
     `again` returns the exit code and all that was said. Each time begins with the folder as it is now.
     """
     kept, found = folder.with_name("kept"), []
     shutil.copytree(folder, kept)
-    for kind, (file, *_) in kinds(folder).items():
+    for kind, (*_, file) in kinds(folder).items():
         if kind.startswith(but):
             continue
         with flip(file, file.stat().st_size // 2):
@@ -101,8 +103,68 @@ def test_every_kind_of_file_of_a_finished_run(finished, trains):
 
 def test_every_kind_of_file_of_an_unfinished_run(finished, base, trains):
     run = interrupted_copy(finished, base / "unfinished")
-    assert "checkpoints/step-N/manifest.json" in kinds(run)
+    assert len(kinds(run)["checkpoints/step-N/manifest.json"]) == 2
     assert unseen(run, lambda: trains(run)) == []
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_bit_for_bit(finished, base, trains):
+    run = interrupted_copy(finished, base / "goes_on")
+    with flip(run / "checkpoints" / "step-2" / MANIFEST, -40):
+        code, said = trains(run)
+    assert code == 0
+    assert "thecheckpointofstep2isdamagedandisnotused" in "".join(said.replace("│", "").split())
+    weights, log = "student/model.safetensors", "metrics.jsonl"
+    assert (run / weights).read_bytes() == (finished / weights).read_bytes()
+    losses = [[json.loads(row)["loss"] for row in (each / log).read_text().splitlines()] for each in (run, finished)]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+
+
+def test_an_edited_score_is_measured_again(finished, trains):
+    file, metrics = finished / "scores" / "student.json", finished / "metrics.json"
+    before = json.loads(metrics.read_text())["student"]
+    edited = json.loads(file.read_text())
+    edited["valid"]["score"]["rougeL"] = 99.0
+    assert before["valid"]["rougeL"] != 99.0
+    file.write_text(json.dumps(edited))
+    code, said = trains(finished)
+    assert code == 0
+    assert "student.json:changedafteritwaswritten" in "".join(said.replace("│", "").split())
+    after = json.loads(metrics.read_text())["student"]
+    assert after["valid"] == before["valid"]
+
+
+def test_the_remedies_work(finished, base, trains):
+    run = base / "mended"
+    shutil.copytree(finished, run)
+    for made in ("student", "untrained"):
+        before = (run / made / "model.safetensors").read_bytes()
+        (run / made / "model.safetensors").write_bytes(b"")
+        assert f"remove {run / made}, and the same command" in trains(run)[1]
+        shutil.rmtree(run / made)
+        assert trains(run)[0] == 0
+        assert (run / made / "model.safetensors").read_bytes() == before
+    (run / "metrics.jsonl").write_text("")
+    assert "remove" in trains(run)[1]
+    (run / MANIFEST).unlink()
+    assert trains(run)[0] == 0
+
+
+def test_a_run_of_an_earlier_version_is_read_with_a_warning(finished, base, trains):
+    run = base / "old"
+    shutil.copytree(finished, run)
+    for manifest in (run / MANIFEST, run / "student" / MANIFEST, run / "untrained" / MANIFEST):
+        manifest.unlink()
+    for record in (run / "run.json", *(run / "scores").iterdir()):
+        kept = json.loads(record.read_text())
+        del kept["content_sha256"]
+        for each in kept.values():
+            each.pop("files", None) if isinstance(each, dict) else None
+        record.write_text(json.dumps(kept))
+    code, said = trains(run)
+    assert code == 0
+    assert f"{run / 'student'} has no manifest.json, so nothing shows that it is as it was written" in said
+    assert f"{run / 'scores' / 'student.json'} has no checksum" in said
 
 
 def test_every_kind_of_file_of_a_teachers_cache(finished, base, trains, capsys, monkeypatch):
