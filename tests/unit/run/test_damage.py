@@ -7,59 +7,18 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-import torch
 from damage import flip, kinds
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmdistill.artifacts import MANIFEST
 from llmdistill.cli import main as command
-from llmdistill.embedded import locate
-from llmdistill.train import main
 
 from support import interrupted_copy
 
-TOKENIZER = locate("embedded:teacher")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    """A tiny teacher and its data."""
-    folder = tmp_path_factory.mktemp("damage")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vocabulary = LlamaConfig.from_pretrained(TOKENIZER).vocab_size
-    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(folder / "teacher")
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "teacher")
-    rows = [{"instruction": f"Where is {n}?", "input": "", "output": f"In town {n % 3}."} for n in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def settings(base: Path) -> list[str]:
-    rows = str(base / "rows.jsonl")
-    of_data = ["--data.train", rows, "--data.valid", rows, "--data.tests", "{}", "--data.max_length", "60"]
-    of_student = ["--student.factorize.rank", "4", "--student.factorize.weighting", "none"]
-    of_training = ["--train.steps", "3", "--train.global_batch_size", "4", "--train.save_every", "1"]
-    of_training += ["--train.keep_checkpoints", "3"]
-    of_scoring = ["--scoring.limit", "1", "--scoring.decoding", "greedy", "--scoring.models", "[untrained, student]"]
-    teacher = ["--teacher.model", str(base / "teacher"), "--teacher.dtype", "fp32", "--method", "kd"]
-    others = ["--data.max_prompt_length", "50", "--train.log_every", "1", "--ds_config", "ds_configs/zero1.json"]
-    return [*of_data, *of_student, *of_training, *of_scoring, *teacher, *others]
-
-
-@pytest.fixture(scope="module")
-def finished(base) -> Path:
-    run = base / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("WORLD_SIZE", raising=False)
-        assert main([*settings(base), "--output_dir", str(run)]) == 0
-    return run
-
 
 def unseen(folder: Path, again: Callable[[], tuple[int, str]], *, but: tuple[str, ...] = ()) -> list[str]:
-    """Flip a bit of a file of every kind, in its middle, the last one, and do something again; returns the kinds that go unnoticed.
+    """Flip a bit of a file of every kind, in its middle, and do something again; returns the kinds that go unnoticed.
 
+    Of checkpoints and the like the last one is taken, which is the one that is read.
     `again` returns the exit code and all that was said. Each time begins with the folder as it is now.
     """
     kept, found = folder.with_name("kept"), []
@@ -80,18 +39,6 @@ def unseen(folder: Path, again: Callable[[], tuple[int, str]], *, but: tuple[str
         shutil.copytree(kept, folder)
     shutil.rmtree(kept)
     return found
-
-
-@pytest.fixture
-def trains(base, capsys, caplog, monkeypatch) -> Callable[..., tuple[int, str]]:
-    def train(run: Path, *more: str) -> tuple[int, str]:
-        monkeypatch.delenv("WORLD_SIZE", raising=False)
-        capsys.readouterr()
-        caplog.clear()
-        code = main([*settings(base), "--output_dir", str(run), *more])
-        return code, capsys.readouterr().err + caplog.text
-
-    return train
 
 
 def test_every_kind_of_file_of_a_finished_run(finished, trains):
@@ -167,13 +114,13 @@ def test_a_run_of_an_earlier_version_is_read_with_a_warning(finished, base, trai
     assert f"{run / 'scores' / 'student.json'} has no checksum" in said
 
 
-def test_every_kind_of_file_of_a_teachers_cache(finished, base, trains, capsys, monkeypatch):
+def test_every_kind_of_file_of_a_teachers_cache(base, settings, trains, capsys, monkeypatch):
     cache = base / "cache"
 
     def make() -> tuple[int, str]:
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         capsys.readouterr()
-        code = command(["cache", *settings(base), "--output", str(cache)])
+        code = command(["cache", *settings, "--output", str(cache)])
         return code, capsys.readouterr().err
 
     assert make()[0] == 0
