@@ -6,7 +6,6 @@ of dicts, a `datasets.Dataset`), texts, a path, or a name: see `llmdistill.data.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.artifacts import new_proven_folder, read_record
 from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
 from llmdistill.data.instruct import Limits
@@ -28,8 +28,9 @@ from llmdistill.factorize.export import export_dense
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import check_calibration_data
-from llmdistill.files import new_folder
 from llmdistill.models.load import load_model
+from llmdistill.report.metrics_log import read_metrics_log
+from llmdistill.run.artifacts import METRICS_FILE
 from llmdistill.run.calibration import measure_weights_on, split_calibration
 from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, save_with_tokenizer, tokenizer_of
 from llmdistill.run.plan import make_plans
@@ -95,7 +96,7 @@ def compress(
     data, of_data = split_calibration(calibration)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
     check_calibration_data(chosen.weighting, data)
-    with nullcontext() if output is None else new_folder(output) as folder:
+    with nullcontext() if output is None else new_proven_folder(output) as folder:
         named = not isinstance(model, PreTrainedModel)
         source = locate(str(model)) if named else None
         teacher = load_model(source, dtype="auto", head="saved") if source is not None else cast(PreTrainedModel, model)
@@ -243,11 +244,10 @@ def distill(
         distil_plans(plans, plans[0].task.read_on_all(plans[0].models, world), world)
         folder = Path(str(config.output_dir))
         trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
-    log = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return Distilled(
         student=trained.eval(),
-        metrics=json.loads((folder / "metrics.json").read_text(encoding="utf-8")),
-        history=[json.loads(line) for line in log],
+        metrics=dict(read_record(folder / METRICS_FILE, remedy="call it again") or {}),
+        history=read_metrics_log(folder),
         folder=folder,
         config=config,
     )

@@ -116,10 +116,11 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
     turn.
 
     Raises:
-        UserError: the example has messages, but there is no chat template, or the template rejects them.
+        UserError: the example has messages, but there is no chat template, or the template rejects them or
+            needs more time, memory or characters than `data.chat` allows.
     """
     if example.messages:
-        return _render_chat(example, tokenizer)
+        return _render_chats([example], tokenizer)[0]
     if example.raw_prompt is not None:
         return example.raw_prompt
     # str.format is not applied to the text of the example, so braces in it stay as they are.
@@ -127,20 +128,21 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
     return template.format(instruction=example.instruction, input=example.input)
 
 
-def _render_chat(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    from jinja2 import TemplateError
+def _render_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Render examples that have messages."""
+    from llmdistill.data.chat import ChatError, render_chats  # only for those that chat
 
-    where = f"{example.source}: " if example.source else ""
+    where = [f"{example.source}: " if example.source else "" for example in examples]
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(
-            f"{where}messages, but the tokenizer has no chat template; "
+            f"{where[0]}messages, but the tokenizer has no chat template; "
             "give one in tokenizer_config.json or rows of instruction, input, output"
         )
-    messages = [{"role": role, "content": content} for role, content in example.messages]
+    chats = [[{"role": role, "content": content} for role, content in example.messages] for example in examples]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise UserError(f"{where}the tokenizer's chat template refuses the messages ({error}); change them") from error
+        return render_chats(chats, tokenizer)
+    except ChatError as error:
+        raise UserError(f"{where[error.index]}the tokenizer's chat template {error}; change one of them") from error
 
 
 def encode_prompts(
@@ -169,9 +171,9 @@ def encode_prompts(
 
 def _prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of each example's prompt, without a limit on their number."""
-    texts = [render_prompt(example, tokenizer) for example in examples]
-    plain = [text for text, example in zip(texts, examples, strict=True) if not example.messages]
-    chats = [text for text, example in zip(texts, examples, strict=True) if example.messages]
+    plain = [render_prompt(example) for example in examples if not example.messages]
+    chatting = [example for example in examples if example.messages]
+    chats = _render_chats(chatting, tokenizer) if chatting else []
     plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
     # A chat template writes the start token itself, and an end token in it belongs to the template.
     chat_ids = iter(tokenizer(chats, add_special_tokens=False, verbose=False)["input_ids"] if chats else [])

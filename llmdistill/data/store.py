@@ -1,7 +1,8 @@
 """Token arrays on disk: made once, found again by what they were made from, and mapped into memory by every process.
 
-    CACHE/KIND/KEY/meta.json    what the arrays were made from, their counts, types and fingerprints; written last
+    CACHE/KIND/KEY/meta.json    what the arrays were made from, their counts and types
     CACHE/KIND/KEY/NAME.bin     the numbers of one array
+    CACHE/KIND/KEY/manifest.json    size and sha256 of each file
 
 All ranks of a node share the pages of a mapped file, so a set of tokens is in the memory of a node once.
 """
@@ -19,9 +20,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder, write_json
-from llmdistill.fingerprints import digest, fingerprint
+from llmdistill.files import write_json
+from llmdistill.fingerprints import digest
 
 _META = "meta.json"
 
@@ -49,11 +51,8 @@ class ArrayWriter:
         self._files[name].write(np.asarray(values, self._dtypes[name]).tobytes())
 
     def record(self) -> dict[str, dict[str, str]]:
-        """Return type and fingerprint of each array, after the block."""
-        return {
-            name: {"dtype": dtype.name, "fingerprint": fingerprint(self._folder / f"{name}.bin")}
-            for name, dtype in self._dtypes.items()
-        }
+        """Return the type of each array."""
+        return {name: {"dtype": dtype.name} for name, dtype in self._dtypes.items()}
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[Any]:
@@ -104,26 +103,22 @@ def store(folder: Path, meta: Mapping[str, Any], write: Callable[[Path], Mapping
             return folder
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        with new_folder(folder) as part:
+        with new_proven_folder(folder) as part:
             write_json(part / _META, {**meta, **write(part)})
-    except (OSError, UserError) as error:
+    except UserError as error:
         if is_whole(folder):
             return folder
-        if isinstance(error, UserError):
+        if not isinstance(error.__cause__, OSError):
             raise
         raise UserError(
-            f"{folder}: tokens cannot be written there ({error}); name another folder as data.cache_dir"
+            f"{folder}: tokens cannot be written there ({error.__cause__}); name another folder as data.cache_dir"
         ) from error
     return folder
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has all arrays as they were written; of large ones only samples are read."""
-    try:
-        arrays = json.loads((folder / _META).read_text(encoding="utf-8"))["arrays"]
-        return all(fingerprint(folder / f"{name}.bin") == each["fingerprint"] for name, each in arrays.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    """Whether a folder has all arrays as they were written: every byte is read, 1.8 GB/s on a core of 2026."""
+    return (folder / MANIFEST).is_file() and manifest_damage(folder) is None
 
 
 def mapped(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -136,6 +131,6 @@ def mapped(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         arrays: dict[str, np.ndarray] = {
             name: np.memmap(folder / f"{name}.bin", each["dtype"], "r") for name, each in meta["arrays"].items()
         }
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: damaged tokens in the cache ({error}); remove the folder") from error
     return meta, arrays

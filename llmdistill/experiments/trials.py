@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from llmdistill.artifacts import read_record
+from llmdistill.artifacts import read_record, write_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, set_value, to_dict
 from llmdistill.errors import UserError
-from llmdistill.files import write_json, write_text
+from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
 from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import finished_metrics, input_fingerprints, shaping_ds_config, shaping_settings
@@ -62,12 +62,12 @@ class Trial:
 
     def seconds(self) -> float | None:
         """Return the total duration of the trial over all its starts, including the scoring; None if it is unknown."""
-        record = read_record(self.folder / "seconds.json", remedy="remove the file")
+        record = read_record(self.folder / "seconds.json", remedy="remove the file", keys={"seconds": float})
         return None if record is None else float(record["seconds"])
 
     def add_seconds(self, seconds: float) -> None:
         """Add the duration of one more start of the trial to its record."""
-        write_json(self.folder / "seconds.json", {"seconds": seconds + (self.seconds() or 0.0)})
+        write_record(self.folder / "seconds.json", {"seconds": seconds + (self.seconds() or 0.0)})
 
 
 @dataclass(frozen=True)

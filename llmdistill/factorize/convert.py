@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmdistill.artifacts import new_proven_folder
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
@@ -24,7 +25,6 @@ from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import Weighted, check_calibration_data
-from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
 from llmdistill.models.importance import Importance, important_parts
@@ -159,7 +159,7 @@ def compress(
     if needs_search(settings, method):
         settings = search(model_dir, settings, device=device)[0].settings
     summary = summarise(model_dir, settings, method, _planned(load_config(model_dir), settings, method, weighted))
-    with new_folder(output_dir) as folder:
+    with new_proven_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
         student = compress_model(model, settings, method, device=device, in_place=True, weighted=weighted)
         student.save_pretrained(folder)
@@ -187,7 +187,7 @@ def make_student(
     config, shape = load_config(teacher_path), parse_shape(settings.shape)
     shaped = shaped_config(config, shape)
     parts = None if settings.init == "random" else _parts(settings, config, shaped, importance)
-    with new_folder(output) as folder:
+    with new_proven_folder(output) as folder:
         student = build_random(shaped, head, seed=seed)
         embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
         if parts is not None:

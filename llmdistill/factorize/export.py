@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.hub import NAME
 from llmdistill.factorize.install import replace
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
-from llmdistill.files import new_folder
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import copy_companions, load_model
 
@@ -62,7 +62,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
         raise UserError(
             f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill"
         )
-    with new_folder(out_dir) as folder:
+    with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
         tolerance = TOLERANCES[model.dtype]
         merge(model)

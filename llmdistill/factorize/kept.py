@@ -1,6 +1,7 @@
 """Factors of weighted matrices in a folder, so that one measurement serves students of many sizes.
 
-statistics.json says what was measured, and one safetensors file for each matrix holds its leading factors.
+statistics.json says what was measured, and one safetensors file for each matrix holds its leading factors; beside it a
+JSON file of the same name has its size and sha256.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from llmdistill.artifacts import compare_records, read_record
+from llmdistill.artifacts import compare_records, read_record, write_record
 from llmdistill.errors import UserError
 from llmdistill.factorize.weighted import WeightedSVD
-from llmdistill.files import write_json
+from llmdistill.files import cannot_write, is_unused
+from llmdistill.fingerprints import file_damage, file_entry
 
 RECORD = "statistics.json"
 _SUFFIX = ".safetensors"
@@ -36,20 +38,26 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         remedy = "choose another folder, or null to keep nothing"
         subject = f"student.factorize.calibration.folder {folder}"
         old = read_record(folder / RECORD, remedy=remedy)
-        if old is None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if old is None and folder.exists() and not (folder.is_dir() and is_unused(folder)):
             raise UserError(f"{subject} is not empty and holds no statistics; {remedy}")
         subject = f"{subject}: it holds statistics of another measurement"
         compare_records(old, record, finished=False, subject=subject, remedy=remedy)
         if old is None:
-            write_json(folder / RECORD, record)
+            write_record(folder / RECORD, record)
 
     def __setitem__(self, name: str, factors: WeightedSVD) -> None:
         """Write the factors of a matrix; a file of this name is replaced when the new one is complete."""
         figures = torch.tensor([factors.energy, factors.scale, factors.tokens, factors.seconds], dtype=torch.float64)
         tensors = {key: getattr(factors, key).contiguous() for key in ("left", "values", "right")}
         part = self.folder / f"{name}.{os.getpid()}.part"
-        save_file({**tensors, "figures": figures}, part)
-        os.replace(part, self.folder / f"{name}{_SUFFIX}")
+        try:
+            save_file({**tensors, "figures": figures}, part)
+            entry = file_entry(part)
+            os.replace(part, self.folder / f"{name}{_SUFFIX}")
+        except (OSError, SafetensorError) as error:
+            part.unlink(missing_ok=True)
+            raise cannot_write(self.folder / f"{name}{_SUFFIX}", error) from error
+        write_record(self.folder / f"{name}.json", entry)
 
     def __getitem__(self, name: str) -> WeightedSVD:
         """Return the factors of a matrix.
@@ -61,17 +69,23 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         file = self.folder / f"{name}{_SUFFIX}"
         if not file.is_file():
             raise KeyError(name)
+        remedy = f"remove {file}, and the matrix is measured again"
+        entry = read_record(self.folder / f"{name}.json", remedy=remedy, keys={"bytes": int, "sha256": str})
+        damage = None if entry is None else file_damage(file, entry)  # versions up to 0.5 wrote no entry
+        if damage is not None:
+            raise UserError(f"{damage}; {remedy}")
         try:
             with safe_open(file, framework="pt") as kept:
                 tensors = {key: kept.get_tensor(key) for key in ("left", "values", "right")}
                 energy, scale, tokens, seconds = kept.get_tensor("figures").tolist()
-        except (SafetensorError, ValueError) as error:
-            raise UserError(f"{file}: not a whole file of factors: remove it, and it is measured again") from error
+        except (SafetensorError, ValueError, RuntimeError) as error:
+            raise UserError(f"{file}: not a whole file of factors: {remedy}") from error
         return WeightedSVD(**tensors, energy=energy, scale=scale, tokens=int(tokens), seconds=seconds)
 
     def __delitem__(self, name: str) -> None:
         """Remove the factors of a matrix."""
         (self.folder / f"{name}{_SUFFIX}").unlink()
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[str]:
         """Return the names of the matrices."""

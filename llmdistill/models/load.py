@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 
+from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, is_head
@@ -116,9 +116,39 @@ def config_with_head(path: str | Path, head: Head, num_classes: int | None) -> P
     return config
 
 
+def folder_damage(folder: Path, part: slice = slice(None)) -> str | None:
+    """Return what is wrong with the files of a folder that has a manifest; None if nothing is, or it has none.
+
+    What was found is kept for the process while no file changes, because a command loads a model several times.
+    `part` is that of `manifest_damage`.
+    """
+    files = sorted((file.name, *_stamp(file)) for file in folder.iterdir())
+    return _folder_damage(folder, (part.start, part.stop, part.step), tuple(files))
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@cache
+def _folder_damage(folder: Path, part: tuple[int, int, int], files: tuple[Any, ...]) -> str | None:
+    return manifest_damage(folder, slice(*part))
+
+
+def check_files(path: str | Path, part: slice = slice(None)) -> None:
+    """Raise a UserError if the folder of a model has a manifest, and a file is not as it was written."""
+    damage = folder_damage(Path(path), part) if Path(path).is_dir() else None
+    if damage is not None:
+        raise UserError(
+            f"{damage}: make the model again or copy it again; if you changed it, remove {Path(path) / MANIFEST}"
+        )
+
+
 def _load_weights(
     path: str | Path, dtype: torch.dtype | str, head: Head, new_head: bool, num_classes: int | None
 ) -> PreTrainedModel:
+    check_files(path)
     config = config_with_head(path, head, num_classes)
     try:
         loaded: Any = auto_class(config, head).from_pretrained(
@@ -225,6 +255,6 @@ def merge_adapter(path: Path | str, output: Path | str, dtype: torch.dtype | Lit
     adapter = adapter_folder(path)
     if adapter is None:
         raise UserError(f"{path}: no adapter there (no {CONFIG_FILE}): give the folder or hub name of one")
-    with new_folder(output) as folder:
+    with new_proven_folder(output) as folder:
         load_model(adapter, dtype=dtype, head="saved").save_pretrained(folder)
         copy_companions(adapter, folder)

@@ -14,13 +14,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.families import is_head
-from llmdistill.models.load import Head, build_meta, config_with_head, downloaded, install_saved, load_model
+from llmdistill.models.load import (
+    Head,
+    build_meta,
+    check_files,
+    config_with_head,
+    downloaded,
+    install_saved,
+    load_model,
+)
 
 
 def load_sharded(
@@ -51,6 +60,7 @@ def load_sharded(
         UserError: as in `load_model`.
     """
     folder = downloaded(path)
+    check_files(folder, slice(dist.get_rank(group), None, dist.get_world_size(group)))  # the ranks share the reading
     config = config_with_head(path, head, num_classes)
     config.dtype = dtype
     model = build_meta(config, head)

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from llmdistill.errors import UserError
+
 METRICS_LOG = "metrics.jsonl"
 """File in the run's folder."""
 
@@ -31,12 +33,27 @@ Log = list[dict[str, float]]
 
 
 def read_metrics_log(folder: Path) -> Log:
-    """Read the rows of a run's log in order; the list is empty if the run trained nothing."""
+    """Read the rows of a run's log in order; the list is empty if the run trained nothing.
+
+    Raises UserError, which names the line, if one is not a row.
+    """
     file = folder / METRICS_LOG
     if not file.is_file():
         return []
-    with file.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    return [row_of(line, f"{file}:{n}") for n, line in enumerate(file.read_bytes().splitlines(), start=1)]
+
+
+def row_of(line: bytes, where: str) -> dict[str, float]:
+    """Read a row of a log; UserError, which begins with `where`, if it is damaged."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+        if not (isinstance(row, dict) and all(isinstance(value, int | float) for value in row.values())):
+            raise TypeError("not an object of numbers")
+        if "step" not in row:
+            raise KeyError("step")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{where}: not a row of a training's log; remove the line, and the run goes on") from error
+    return row
 
 
 def term_names(rows: Sequence[Mapping[str, float]]) -> list[str]:

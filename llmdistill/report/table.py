@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmdistill.files import write_json
+from llmdistill.artifacts import write_record
 from llmdistill.report.metrics_log import Log, term_names
 from llmdistill.report.pages import write_page
 from llmdistill.report.panels import plot_terms
@@ -82,9 +82,9 @@ def _cells(metrics: dict[str, Any], scores: ScoreTable) -> Texts:
 
 
 def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
-    """Write metrics.json and report.md, and print the table of the scored models."""
-    write_json(folder / "metrics.json", metrics)
+    """Write report.md and metrics.json, and print the table of the scored models."""
     if not any(key in metrics for key in MODELS):
+        write_record(folder / "metrics.json", metrics)
         print(f"No model was to be scored; the run is in {folder}.")
         return
     table = _cells(metrics, scores)
@@ -104,6 +104,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         kept=kept_student(metrics["kept"]) if "kept" in metrics else None,
         record=metrics["run"],
     )
+    write_record(folder / "metrics.json", metrics)  # last: a folder with this file is finished
     print_table(scores.title, *table)
     student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
     print(f"{student} table in {folder / 'report.md'}.")

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from llmdistill.artifacts import State, compare_records, plain, read_record
+from llmdistill.artifacts import State, compare_records, plain, read_record, write_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
+from llmdistill.files import cannot_write, is_unused
 from llmdistill.fingerprints import fingerprint
 from llmdistill.run.lowered import rate_warnings, with_lowered_rate
 from llmdistill.runtime.distributed import World, on_main
@@ -44,6 +44,7 @@ _FREE_BLOCKS = (
 )
 """Keys of a DeepSpeed configuration that cannot change the student: how its state is laid out and what is printed. The
 sizes of the batches are those of the run's settings."""
+_REMEDY = "choose another output_dir or remove this one"
 _IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Parameters of the optimizer that choose its implementation, not what it computes."""
 _INPUTS = (("teacher", "model"), ("student", "model"), ("data", "train"))
@@ -125,8 +126,12 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> State:
     """Return the state of the run in a folder; raise UserError if the folder contains a different run."""
     finished = (folder / METRICS_FILE).is_file()
+    try:
+        before = None if old is None else _identity(old)
+    except (KeyError, TypeError, AttributeError) as error:  # a record without checksum, as before version 0.6
+        raise UserError(f"{folder / RUN_FILE}: not the record of a run; {_REMEDY}") from error
     return compare_records(
-        None if old is None else _identity(old),
+        before,
         _identity(new),
         finished=finished,
         subject=f"output_dir {folder}: it holds a run of another configuration",
@@ -135,7 +140,7 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    return read_record(folder / RUN_FILE, remedy="choose another output_dir or remove this one")
+    return read_record(folder / RUN_FILE, remedy=_REMEDY)
 
 
 def run_warnings(folder: Path) -> list[str]:
@@ -147,15 +152,17 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     """Return the metrics of a finished run, None if it is unfinished or lacks scores; a UserError if it is another."""
     assert config.output_dir is not None
     folder = Path(config.output_dir)
-    metrics = read_record(folder / METRICS_FILE, remedy="remove the file, and the run is finished again")
+    remedy = "remove the file, and the run is finished again"
+    metrics = read_record(folder / METRICS_FILE, remedy=remedy, keys={"asked": dict})
     kept = _read(folder)
     if metrics is None or kept is None:
         return None
-    new = run_record(config, kept["world_size"])
+    new = run_record(config, kept.get("world_size", 1))
     _compare(folder, kept, new)
     old, asked = metrics["asked"], plain(scores_asked(config))
     # A trial that became a final run also has scores on the test sets; it still counts as a finished trial.
-    has_all = old["tests"].items() >= asked["tests"].items()
+    tests = old.get("tests")
+    has_all = isinstance(tests, dict) and tests.items() >= asked["tests"].items()
     return metrics if has_all and {**old, "tests": None} == {**asked, "tests": None} else None
 
 
@@ -173,8 +180,11 @@ def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
     folder, locks = Path(config.output_dir), list[IO[str]]()
 
     def claim() -> State:
-        state = _claim(folder, run_record(config, world.size), config.resume)
-        locks.append(_lock(folder))
+        try:
+            state = _claim(folder, run_record(config, world.size), config.resume)
+            locks.append(_lock(folder))
+        except OSError as error:
+            raise cannot_write(folder, error) from error
         return state
 
     try:
@@ -185,15 +195,17 @@ def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
 
 
 def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output_dir {folder}: it is a file; choose another output_dir or remove the file")
     old = _read(folder)
-    if old is None and folder.is_dir() and any(entry.name != INPUTS for entry in folder.iterdir()):
+    if old is None and folder.is_dir() and not is_unused(folder, INPUTS, LOCK_FILE):
         raise UserError(f"output_dir {folder}: the folder is not empty and holds no run; choose another or empty it")
     if old is not None and resume == "never":
         raise UserError(
             f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
         )
     state = _compare(folder, None if old is None else with_lowered_rate(folder, old, record), record)
-    write_json(folder / RUN_FILE, record)
+    write_record(folder / RUN_FILE, record)
     return state
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import read_record
-from llmdistill.files import write_json
+from llmdistill.artifacts import manifest_damage, read_record, write_record
+from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World, on_main
 
 BEST_FILE = "best.json"
@@ -64,15 +64,24 @@ class BestStudent:
 
     def _record(self, step: int, value: float, target: Path) -> None:
         record = {"step": step, "metric": self.metric, "value": value, "student": f"{_FOLDER}/{target.name}"}
-        write_json(self.folder / BEST_FILE, record)
+        write_record(self.folder / BEST_FILE, record)
         for other in target.parent.iterdir():
             if other != target:
                 shutil.rmtree(other)
 
+    def _damage(self, record: Mapping[str, Any]) -> str | None:
+        student = self.folder / record["student"]
+        return manifest_damage(student) if student.is_dir() else f"{student} is missing"
+
     def take(self, output: Path) -> dict[str, Any]:
         """Move the best student to `output` and return its record; every rank must call this method."""
         record = on_main(lambda: read_best(self.folder), self.world)
-        assert record is not None  # the last step is always validated
+        damage = on_main(lambda: None if record is None else self._damage(record), self.world)
+        if record is None or damage is not None:  # the last step is always validated
+            raise UserError(
+                f"{damage or f'{self.folder / BEST_FILE} is missing'}: the best student is lost; remove {self.folder} "
+                "to start the run again"
+            )
 
         def move() -> None:
             (self.folder / record["student"]).replace(output)
@@ -84,4 +93,8 @@ class BestStudent:
 
 def read_best(folder: Path) -> dict[str, Any] | None:
     """Return the record of the best student of a run; None if no validation decided on it."""
-    return read_record(folder / BEST_FILE, remedy="remove the file, and the next validation counts as the best")
+    return read_record(
+        folder / BEST_FILE,
+        remedy="remove the file, and the next validation counts as the best",
+        keys={"step": int, "metric": str, "value": int | float, "student": str},
+    )

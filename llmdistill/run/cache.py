@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from llmdistill.artifacts import compare_records, differences, plain, read_record
+from llmdistill.artifacts import compare_records, differences, plain, read_record, write_record
 from llmdistill.batch import POSITIONS, Positions
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
+from llmdistill.files import is_unused
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.run.artifacts import input_fingerprints
 from llmdistill.run.assemble import request_of
@@ -30,6 +30,7 @@ from llmdistill.teacher.cache_folder import (
     REQUEST_FILE,
     CacheFolder,
     entry_of,
+    is_whole,
     shard_name,
 )
 from llmdistill.teacher.rows import rows_of_samples
@@ -159,17 +160,17 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
 def _claim(job: Job) -> list[int]:
     """Return the shards that must be written; raises UserError if the folder holds something else."""
     remedy = "give another --output, or remove this one"
-    finished = read_record(job.folder / CACHE_FILE, remedy=remedy)
+    finished = read_record(job.folder / CACHE_FILE, remedy=remedy, keys={"files": dict})
     asked = read_record(job.folder / REQUEST_FILE, remedy=remedy) if finished is None else finished
-    if asked is None and job.folder.is_dir() and any(job.folder.iterdir()):
+    if asked is None and job.folder.exists() and not (job.folder.is_dir() and is_unused(job.folder)):
         raise UserError(f"--output {job.folder}: the folder is not empty and holds no teacher's cache; {remedy}")
     subject = f"--output {job.folder}: it holds another cache"
     old = None if asked is None else {key: asked.get(key) for key in job.record}
     compare_records(old, job.record, finished=False, subject=subject, remedy=remedy)
     if finished is None:
-        write_json(job.folder / REQUEST_FILE, job.record)
-    missing = [n for n in range(len(job.shards)) if entry_of(job.folder, shard_name(n), finished) is None]
-    if not missing and job.has_head and entry_of(job.folder, HEAD_FILE, finished) is None:
+        write_record(job.folder / REQUEST_FILE, job.record)
+    missing = [n for n in range(len(job.shards)) if not is_whole(job.folder, shard_name(n), finished)]
+    if not missing and job.has_head and not is_whole(job.folder, HEAD_FILE, finished):
         return [0]  # the head comes with any batch
     return missing
 
@@ -187,7 +188,7 @@ def _finish(job: Job) -> dict[str, Any]:
             "start the command again"
         )
     record = {**job.record, "files": entries}
-    write_json(job.folder / CACHE_FILE, record)
+    write_record(job.folder / CACHE_FILE, record)
     for file in (job.folder / REQUEST_FILE, *((job.folder / name).with_suffix(".json") for name in names)):
         file.unlink(missing_ok=True)
     return record

@@ -19,10 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from llmdistill.artifacts import read_record
+from llmdistill.artifacts import MANIFEST, entries_damage, find_record, write_record
 from llmdistill.errors import UserError
-from llmdistill.files import sync, write_json
-from llmdistill.fingerprints import file_damage, file_entry
+from llmdistill.files import sync
+from llmdistill.fingerprints import file_entry
+from llmdistill.report.metrics_log import METRICS_LOG
 from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.runtime.training_state import (
@@ -35,18 +36,21 @@ from llmdistill.runtime.training_state import (
     set_counters,
 )
 
-MANIFEST = "manifest.json"
 _FORMAT = 1
-_REMEDY = "remove the folder of this step, and the run goes on from the one before it"
+_KEYS = {"step": int, "ranks": int, "state": dict, "parameters": dict, "kinds": list, "files": dict}
+"""What a manifest of this format has."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint."""
+    """A checkpoint with a manifest."""
 
     folder: Path
     step: int
     manifest: dict[str, Any]
+    """Empty if it is damaged."""
+    damage: str | None = None
+    """What is wrong with the manifest."""
 
     @property
     def ranks(self) -> int:
@@ -55,14 +59,28 @@ class Checkpoint:
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints of a run's folder in the order of their steps, without checking the hashes."""
-    found = []
-    for path in (folder / "checkpoints").glob("step-*"):
-        if re.fullmatch(r"step-\d+", path.name):
-            manifest = read_record(path / MANIFEST, remedy=_REMEDY)
-            if manifest is not None:
-                found.append(Checkpoint(path, int(path.name.removeprefix("step-")), manifest))
+    """Return the checkpoints of a run's folder that have a manifest in the order of their steps.
+
+    Their manifests are checked, the hashes of their files are not.
+    """
+    found = [_open(step, path) for step, path in _folders(folder) if (path / MANIFEST).exists()]
     return sorted(found, key=lambda each: each.step)
+
+
+def _folders(folder: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of all that a run has saved, complete or not; other names are the user's own folders."""
+    found = ((re.fullmatch(r"step-([0-9]{1,18})", path.name), path) for path in (folder / "checkpoints").glob("step-*"))
+    return [(int(name[1]), path) for name, path in found if name is not None and path.is_dir()]
+
+
+def _open(step: int, path: Path) -> Checkpoint:
+    file = path / MANIFEST
+    manifest, damage = find_record(file, {"format": int}, proven=True)
+    if manifest is not None and manifest["format"] == _FORMAT:
+        manifest, damage = find_record(file, _KEYS, proven=True)
+        if manifest is not None and manifest["step"] != step:
+            damage = f"{file}: it is of step {manifest['step']}"
+    return Checkpoint(path, step, manifest or {}, damage or (None if manifest else f"{file} is missing"))
 
 
 def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: World) -> None:
@@ -82,12 +100,13 @@ def save_checkpoint(engine: Any, folder: Path, step: int, keep: int, world: Worl
         files = {name: values for entry in entries for name, values in entry.items()}
         about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
         kinds = sorted({each.kind for each in fragments(engine)})
-        write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files})
+        log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
+        write_record(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log})
         sync(target / MANIFEST)
-        complete = checkpoints(folder)
-        kept = {each.folder.name for each in complete[-keep:]}
-        for old in (folder / "checkpoints").glob("step-*"):  # a folder without a manifest is what a kill has left
-            if old.name not in kept:
+        sync(target)  # its name in its folder too, before another checkpoint is removed
+        kept = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]
+        for _, old in _folders(folder):  # a folder without a manifest is what a kill has left
+            if old not in kept:
                 shutil.rmtree(old)
 
     on_main(complete, world)
@@ -175,9 +194,9 @@ def _candidates(folder: Path) -> list[Checkpoint]:
             f"with that version, or remove {other.parent.parent} to start it again"
         )
     for each in found:
-        if each.manifest.get("format") != _FORMAT:
+        if each.damage is None and each.manifest["format"] != _FORMAT:
             raise UserError(
-                f"{each.folder}: a checkpoint of format {each.manifest.get('format')}, this version reads {_FORMAT}: "
+                f"{each.folder}: a checkpoint of format {each.manifest['format']}, this version reads {_FORMAT}: "
                 "finish the run with the version that began it"
             )
     return found
@@ -185,8 +204,9 @@ def _candidates(folder: Path) -> list[Checkpoint]:
 
 def _damage(checkpoint: Checkpoint, world: World) -> str | None:
     """Return what is wrong with the files that this rank checks, None if nothing is; the ranks share the files."""
-    files = list(checkpoint.manifest["files"].items())[world.rank :: world.size]
-    return next(filter(None, (file_damage(checkpoint.folder / name, entry) for name, entry in files)), None)
+    if checkpoint.damage is not None:
+        return checkpoint.damage
+    return entries_damage(checkpoint.folder, checkpoint.manifest["files"], slice(world.rank, None, world.size))
 
 
 def _aside(folder: Path) -> Path:

@@ -10,17 +10,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from llmdistill.artifacts import write_manifest
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.models.configs import load_config
-from llmdistill.report.metrics_log import read_metrics_log
+from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log
 from llmdistill.report.table import finish_report, kept_student, plot_training, run_record
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
 from llmdistill.run.best import read_best
 from llmdistill.run.cache import check_cache
 from llmdistill.run.checkpoints import load_checkpoint
+from llmdistill.run.damage import check_log, check_made
 from llmdistill.run.describe import headline
 from llmdistill.run.disk import check_disk
 from llmdistill.run.log import RunLog
@@ -55,6 +57,8 @@ def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
             on_main(lambda: check_disk(plan), world)
             execute(plan, data, world)
             gc.collect()  # engines have reference cycles, and several engines would not fit into memory
+        else:
+            on_main(lambda: check_made(plan.folder), world)
         metrics = on_main(lambda: finished_metrics(plan.asked), world)
     assert metrics is not None
     return metrics
@@ -79,6 +83,7 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     warnings = [*data.warnings(summaries.get("teacher")), *on_main(lambda: run_warnings(plan.folder), world)]
     for warning in warnings:
         warn_main(warning, world)
+    on_main(lambda: check_made(plan.folder), world)
     untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
     if not plan.method.needs_teacher or plan.is_cached:
         teacher.cache_clear()
@@ -113,6 +118,8 @@ def _train(
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
     checkpoint = load_checkpoint(trainer.engine, plan.folder, world)
     start = 0 if checkpoint is None else checkpoint.step
+    if checkpoint is not None:
+        on_main(lambda: check_log(plan.folder, start, checkpoint.manifest.get("log")), world)
     if checkpoint is not None and checkpoint.ranks != world.size:
         print_main(
             f"Note        step {start} was saved by {checkpoint.ranks} rank(s): on {world.size} the numbers go on "
@@ -127,6 +134,8 @@ def _train(
     with signals.waiting():
         trainer.run(start, log)
     log.close()
+    if world.is_main:
+        write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)
     if report is not None:
         print_main(f"Data        {report}", world)

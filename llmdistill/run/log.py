@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from llmdistill.report.metrics_log import FIGURES, METRICS_LOG
+from llmdistill.files import write_text
+from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, row_of
 from llmdistill.runtime.distributed import World
 
 
@@ -69,10 +70,13 @@ class RunLog:
             self._bar = tqdm(total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), leave=False)
 
     def _drop_rows_after(self, step: int) -> None:
+        """Raises UserError if a row is damaged that is not the last, which a kill can leave unfinished."""
         if self._file.is_file():
-            rows = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [row for row in rows if step > 0 and row.endswith("\n") and json.loads(row)["step"] <= step]
-            self._file.write_text("".join(kept), encoding="utf-8")
+            content = self._file.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1] if step > 0 else b""
+            rows = whole.splitlines(keepends=True)
+            kept = [row for n, row in enumerate(rows, start=1) if row_of(row, f"{self._file}:{n}")["step"] <= step]
+            write_text(self._file, b"".join(kept).decode("utf-8"))
 
     def _append(self, row: dict[str, float]) -> None:
         with self._file.open("a", encoding="utf-8") as file:

@@ -21,7 +21,11 @@ def with_lowered_rate(folder: Path, old: Mapping[str, Any], new: dict[str, Any])
     """
     earlier = list(old.get(_EARLIER, ()))
     before, now = (record["config"]["train"]["learning_rate"] for record in (old, new))
-    ended = read_record(folder / NOT_FINITE / ENDED, remedy="remove the file") if now < before else None
+    ended = (
+        read_record(folder / NOT_FINITE / ENDED, remedy="remove the file", keys={"learning_rate": float})
+        if now < before
+        else None
+    )
     if ended is not None and ended["learning_rate"] == before:
         earlier.append(before)
         old = {**old, "config": {**old["config"], "train": {**old["config"]["train"], "learning_rate": now}}}

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llmdistill.artifacts import new_proven_folder
 from llmdistill.batch import Aspect
 from llmdistill.config import LoraConfig, TrainConfig
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.load import copy_companions
 from llmdistill.runtime.devices import best_dtype, default_device
@@ -205,7 +205,7 @@ def save_student(
             merge_lora(model)
         else:
             model.load_state_dict(state)
-        with new_folder(output) as partial:
+        with new_proven_folder(output) as partial:
             model.save_pretrained(partial)
             copy_companions(source, partial)
     is_there(output / "config.json", world)

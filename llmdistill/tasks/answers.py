@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.artifacts import write_record
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.files import write_json, write_text
+from llmdistill.files import write_text
 from llmdistill.generation.answers_file import prompt_row
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
 from llmdistill.models.load import load_model
@@ -183,5 +184,5 @@ def evaluate_model(
         "sets": scores,
     }
     if output_dir is not None and world.is_main:
-        write_json(output_dir / "metrics.json", result)
+        write_record(output_dir / "metrics.json", result)
     return result

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.artifacts import differences, read_record
-from llmdistill.files import write_json
+from llmdistill.artifacts import differences, entries_damage, entries_of, find_record, write_record
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
+from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import ScoredModel, TaskData
 
 
@@ -39,7 +39,8 @@ class ScoreBook:
         if scores are missing; see `ScoredModel` for the other arguments.
         """
         file = self.folder / "scores" / f"{name}.json"
-        kept = on_main(lambda: _read(file), self.world)
+        predictions = self.folder / "predictions" / name
+        kept = on_main(lambda: self._kept(file, predictions), self.world)
         model = cache(load)
         sets = on_main(lambda: dict(self.data.sets), self.world)  # rank 0 alone reads the files for their fingerprints
         for set_name, asked in sets.items():
@@ -48,19 +49,35 @@ class ScoreBook:
             scored = ScoredModel(
                 model=model(),
                 tokenizer=tokenizer,
-                predictions=self.folder / "predictions" / name,
+                predictions=predictions,
                 world=self.world,
                 sharded=sharded,
             )
-            kept[set_name] = {"asked": asked, "score": self.data.score_set(set_name, scored)}
+            kept.pop(set_name, None)
+            score = self.data.score_set(set_name, scored)
             if self.world.is_main:
-                write_json(file, kept)
+                others = {file for each in kept.values() for file in each.get("files", {})}
+                own = [file for file in _files(predictions) if file not in others]
+                kept[set_name] = {"asked": asked, "score": score, "files": entries_of(predictions, own)}
+                write_record(file, kept)
         kept = broadcast_object(kept)
         summary = self.data.summary({set_name: kept[set_name]["score"] for set_name in sets})
         if self.world.is_main:
             print(self.data.sentence(name, summary), flush=True)
         return {"params": params, **summary}
 
+    def _kept(self, file: Path, predictions: Path) -> dict[str, Any]:
+        """Return what is kept of each set, without what was changed after it was written; a warning names that."""
+        record, damage = find_record(file)
+        found: dict[str, Any] = {}
+        for set_name, kept in (record or {}).items():
+            if isinstance(kept, dict) and {"asked", "score"} <= kept.keys():
+                found[set_name] = kept
+                damage = damage or entries_damage(predictions, kept.get("files", {}))
+        if damage is not None:
+            warn_main(f"{damage}: the model is scored again", self.world)
+        return found if damage is None else {}
 
-def _read(file: Path) -> dict[str, Any]:
-    return read_record(file, remedy="remove the file, and the model is scored again") or {}
+
+def _files(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

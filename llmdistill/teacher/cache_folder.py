@@ -27,10 +27,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmdistill.artifacts import read_record
+from llmdistill.artifacts import entries_damage, read_record, write_record
 from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
 from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.teacher.request import place_of
@@ -39,6 +38,8 @@ CACHE_FILE = "cache.json"
 REQUEST_FILE = "request.json"
 HEAD_FILE = "head.safetensors"
 _REMEDY = "remove the file if it is there, and `llmdistill cache` with the same settings makes it again"
+_KEYS = {"files": dict, "held": dict, "data": dict}
+"""What cache.json has, besides what is only compared."""
 _OPEN_SHARDS = 1024
 """Shards that are mapped at the same time; more would come near the limits of an operating system."""
 
@@ -57,16 +58,23 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], metada
     part.chmod(0o644)  # safetensors lets nobody else read it
     entry = file_entry(part)
     os.replace(part, file)
-    write_json(file.with_suffix(".json"), entry)
+    write_record(file.with_suffix(".json"), entry)
+
+
+def is_whole(folder: Path, name: str, record: Mapping[str, Any] | None) -> bool:
+    """Whether a file is there as it was written; every byte of it is read. The arguments are those of `entry_of`."""
+    entry = entry_of(folder, name, record)
+    return entry is not None and file_damage(folder / name, entry) is None
 
 
 def entry_of(folder: Path, name: str, record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return size and checksum of a file that is there as it was written; None if it must be written.
+    """Return size and checksum of a file that is there in its whole size; None if it must be written.
 
     `record` is the content of cache.json; None if there is none yet.
     """
     file = folder / name
-    entry = read_record(file.with_suffix(".json"), remedy=_REMEDY)  # newer than the record if the file was lost
+    # It is newer than the record if the file was lost.
+    entry = read_record(file.with_suffix(".json"), remedy=_REMEDY, keys={"bytes": int, "sha256": str})
     if entry is None and record is not None:
         entry = record["files"].get(name)
     return entry if entry is not None and file.is_file() and file.stat().st_size == entry["bytes"] else None
@@ -74,7 +82,7 @@ def entry_of(folder: Path, name: str, record: Mapping[str, Any] | None) -> dict[
 
 def read_cache_record(folder: Path) -> dict[str, Any]:
     """Read cache.json; raises UserError if the folder has no finished cache."""
-    record = read_record(folder / CACHE_FILE, remedy="make the cache again with `llmdistill cache`")
+    record = read_record(folder / CACHE_FILE, remedy="make the cache again with `llmdistill cache`", keys=_KEYS)
     if record is None:
         unfinished = (folder / REQUEST_FILE).is_file()
         raise UserError(
@@ -104,14 +112,12 @@ class CacheFolder:
         Raises:
             UserError: a file is missing, truncated or changed; the message names it.
         """
-        names = sorted(self.record["files"])[world.rank :: world.size]
-        on_every(lambda: self._check_files(names), world)
+        on_every(lambda: self._check_files(slice(world.rank, None, world.size)), world)
 
-    def _check_files(self, names: Sequence[str]) -> None:
-        for name in names:
-            damage = file_damage(self.folder / name, self.record["files"][name])
-            if damage is not None:
-                raise UserError(f"{damage}; {_REMEDY}")
+    def _check_files(self, part: slice) -> None:
+        damage = entries_damage(self.folder, self.record["files"], part)
+        if damage is not None:
+            raise UserError(f"{damage}; {_REMEDY}")
 
     def missing(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of examples that are not in the cache, in their order."""

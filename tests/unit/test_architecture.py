@@ -15,7 +15,7 @@ PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generat
 ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "api", "cli"}
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
-    "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
+    "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files", "fingerprints"},
     **{name: ABOVE_PARTS for name in PARTS},
     "losses": ABOVE_PARTS | PARTS - {"losses"},
     "methods": ABOVE_PARTS - {"methods"} | {"runtime", "generation", "tasks", "data", "teacher"},

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +36,75 @@ def test_folder_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "a").write_text("1")
     with pytest.raises(UserError, match="exists and is not empty"), new_folder(tmp_path):
         pass
+
+
+def kill(path: Path) -> None:
+    """Begin a folder in another process, and kill it there."""
+    code = f"import os, signal\nfrom llmdistill.files import new_folder\nwith new_folder({str(path)!r}) as part:\n"
+    code += "    (part / 'a').write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+
+
+def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_path):
+    for _ in range(2):
+        kill(tmp_path / "out")
+    assert len(list(tmp_path.iterdir())) == 1  # the second has removed what the first left
+    for name in (".out.by-user", ".other.abcdefgh"):
+        (tmp_path / name).mkdir()
+    with new_folder(tmp_path / "out") as first:
+        (first / "a").write_text("1")
+        with new_folder(tmp_path / "out") as second:
+            (second / "b").write_text("2")
+        assert (first / "a").read_text() == "1"
+        (tmp_path / "out" / "b").unlink()
+    assert (tmp_path / "out" / "a").read_text() == "1"
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.by-user", ".other.abcdefgh"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    with pytest.raises(UserError, match=r"out: it cannot be written, the disk is full"), new_folder(tmp_path / "out"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+    if isinstance(error, OSError):
+        monkeypatch.setattr(Path, "write_text", fail)
+        with pytest.raises(UserError, match=r"a\.json: it cannot be written, the disk is full"):
+            write_json(tmp_path / "a.json", {})
+
+
+def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    for write in (
+        lambda: write_json(tmp_path / "file" / "a.json", {}),
+        new_folder(tmp_path / "file" / "out").__enter__,
+    ):
+        with pytest.raises(
+            UserError, match=r"it cannot be written \((Not a directory|File exists)\): choose another folder"
+        ):
+            write()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with (
+        pytest.raises(UserError, match=r"out: it cannot be written \(Permission denied\): choose"),
+        new_folder(tmp_path / "out"),
+    ):
+        pass
+
+
+def test_a_user_error_in_the_block_stays_itself(tmp_path):
+    with pytest.raises(UserError, match=r"^mine$"), new_folder(tmp_path / "out"):
+        raise UserError("mine")

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from llmdistill.artifacts import RESULT_FILE, read_result, write_result
+from llmdistill.artifacts import RESULT_FILE, new_proven_folder, read_result, write_result
 from llmdistill.batch import Aspect
 from llmdistill.config import (
     DataConfig,
@@ -30,7 +30,6 @@ from llmdistill.experiments.fine_tuning.results import summarise
 from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, trial_title
-from llmdistill.files import new_folder
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.load import load_model
@@ -228,7 +227,7 @@ class TaskStudy:
             for name in data.submissions.values():  # the files of the previous best model
                 (self.root / SUBMISSION / name).unlink(missing_ok=True)
             shutil.rmtree(best, ignore_errors=True)
-            with new_folder(best) as partial_folder:
+            with new_proven_folder(best) as partial_folder:
                 shutil.copytree(student, partial_folder, dirs_exist_ok=True)
                 write_result(partial_folder / RESULT_FILE, asked, {})
             if not self.config.keep_models:

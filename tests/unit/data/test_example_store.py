@@ -120,12 +120,20 @@ class TestCache:
             del tokenizer.apply_chat_template
         assert days[0] != days[1]
 
-    @pytest.mark.parametrize("name", ["tokens.bin", "bounds.bin"])
+    @pytest.mark.parametrize("name", ["tokens.bin", "bounds.bin", "meta.json", "manifest.json"])
     def test_what_is_damaged_is_made_anew(self, word_tokenizer: Make, tmp_path: Path, name: str) -> None:
         path = write(tmp_path / "a.jsonl")
         folder = store_examples(path, word_tokenizer(), LIMITS)
         written = (folder / name).read_bytes()
-        for damage in (written[:-2], bytes([written[0] ^ 1]) + written[1:]):
+        middle = len(written) // 2
+        flipped = written[:middle] + bytes([written[middle] ^ 1]) + written[middle + 1 :]
+        for damage in (
+            written[:-2],
+            bytes([written[0] ^ 1]) + written[1:],
+            flipped,
+            b"[]",
+            b'{"arrays": {"tokens": 1}}',
+        ):
             (folder / name).write_bytes(damage)
             store_examples(path, word_tokenizer(), LIMITS)
             assert (folder / name).read_bytes() == written

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
+from damage import flip, kinds
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.kept import RECORD, KeptFactors
@@ -77,5 +79,27 @@ def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
 def test_a_damaged_file_is_named(tmp_path):
     kept = KeptFactors(tmp_path, {})
     (tmp_path / f"{NAME}.safetensors").write_bytes(b"damaged!")
-    with pytest.raises(UserError, match=r"up_proj\.safetensors: not a whole file of factors: remove it"):
+    with pytest.raises(UserError, match=r"up_proj\.safetensors: not a whole file of factors: remove"):
         kept[NAME]
+
+
+def test_every_kind_of_file_of_a_calibration_folder(tmp_path):
+    KeptFactors(tmp_path, {"seed": 0})[NAME] = factors()
+    files = [each for (each, *_) in kinds(tmp_path).values()]
+    assert len(files) == 3
+    for file in files:
+        for place in (3, file.stat().st_size // 2, -3):
+            with flip(file, place), pytest.raises(UserError, match=re.escape(str(file))):
+                KeptFactors(tmp_path, {"seed": 0})[NAME]
+    assert KeptFactors(tmp_path, {"seed": 0})[NAME].tokens == 10**9 + 1
+
+
+def test_factors_of_an_earlier_version_have_no_entry(tmp_path):
+    KeptFactors(tmp_path, {})[NAME] = factors()
+    (tmp_path / f"{NAME}.json").unlink()
+    assert KeptFactors(tmp_path, {})[NAME].tokens == 10**9 + 1
+
+
+def test_a_record_that_a_kill_left_half_blocks_no_folder(tmp_path):
+    (tmp_path / f"{RECORD}.part").write_text('{"se')
+    assert not KeptFactors(tmp_path, {"seed": 0})

@@ -4,10 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+from damage import flip
 
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
-from llmdistill.generation.answers_file import check_teacher, read_provenance, side_file
+from llmdistill.generation.answers_file import (
+    append_batch,
+    check_teacher,
+    parts_folder,
+    read_batches,
+    read_provenance,
+    side_file,
+)
 
 
 def write_record(data: Path, **record: object) -> None:
@@ -36,3 +44,20 @@ def test_answers_of_unknown_or_changed_origin_are_said_to_be(teacher: Path, data
     side_file(data).write_text("[")
     with pytest.raises(UserError, match=r"provenance\.json: not valid JSON"):
         read_provenance(data)
+
+
+def test_a_flipped_token_in_a_finished_batch_is_named(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    parts_folder(output).mkdir()
+    append_batch(output, 0, 3, {7: [1, 22, 3]})
+    append_batch(output, 0, 4, {8: [5]})
+    assert read_batches(output) == {3: {7: [1, 22, 3]}, 4: {8: [5]}}
+    file = parts_folder(output) / "rank-0.jsonl"
+    for place in (file.read_text().index("22"), 2, -5):
+        with (
+            flip(file, place),
+            pytest.raises(UserError, match=rf"{file.name}:[12]: not a finished batch; remove the line"),
+        ):
+            read_batches(output)
+    file.write_text('{"batch":3,"rows":{"7":[1,22,3]}}\n')  # as versions up to 0.5 wrote it
+    assert read_batches(output) == {3: {7: [1, 22, 3]}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -173,3 +174,63 @@ def test_what_validates_belongs_to_a_run_that_keeps_its_best_student(parse, tmp_
     else:
         with pytest.raises(UserError, match=said):
             claim(parse("--recipe", "quickstart", *keep, *free))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[1]", "not a JSON object"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b'"text"', "not a JSON object"),
+        (b"{}", "not the record of a run"),
+        (b'{"config": 5, "inputs": {}, "ds_config": {}}', "not the record of a run"),
+        (b'{"config": {"train": 5}, "inputs": [], "ds_config": {}}', "not the record of a run"),
+    ],
+)
+def test_a_record_that_is_none_is_one_sentence(parse, tmp_path, content, said):
+    claim(parse())
+    (tmp_path / "run" / "run.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"run\.json: {said}; choose another output_dir or remove this one$"):
+        claim(parse())
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"asked": 3}', '{"asked": {"tests": 3}}'])
+def test_metrics_of_another_kind_do_not_count(parse, tmp_path, content):
+    claim(parse())
+    (tmp_path / "run" / "metrics.json").write_text(content)
+    if content.endswith("}}"):
+        assert finished_metrics(parse()) is None
+        return
+    with pytest.raises(UserError, match=r"metrics\.json: .*; remove the file, and the run is finished again$"):
+        finished_metrics(parse())
+
+
+def test_what_a_kill_left_half_blocks_no_folder(parse, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json.part").write_text('{"con')
+    (tmp_path / "run" / ".lock").write_text("")
+    assert claim(parse()) is State.NEW
+
+
+def test_a_file_in_place_of_the_folder_is_one_sentence(parse, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(UserError, match=r"^output_dir \S+/run: it is a file; choose another output_dir or remove"):
+        claim(parse())
+    with pytest.raises(
+        UserError, match=r"run/below/run\.json: it cannot be written \(Not a directory\): choose another"
+    ):
+        claim(parse(folder="run/below"))
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(parse, tmp_path, monkeypatch):
+    real = Path.open
+
+    def refuse(self, mode="r", *more, **others):
+        if "w" in mode and self.is_relative_to(tmp_path):
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        return real(self, mode, *more, **others)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"it cannot be written \(Read-only file system\): choose another folder"):
+        claim(parse())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 
+from llmdistill.artifacts import MANIFEST, write_manifest
 from llmdistill.errors import UserError
 from llmdistill.run.best import BestStudent, read_best
 from llmdistill.runtime.distributed import World
@@ -76,6 +78,24 @@ def test_a_damaged_record_is_one_sentence(tmp_path):
     (tmp_path / "best.json").write_text("{")
     with pytest.raises(UserError, match=r"best\.json: not valid JSON; remove the file"):
         keeper(tmp_path).validated(1, 2.0)
-    (tmp_path / "best.json").write_text(json.dumps({"value": 1.0, "student": "best/gone", "step": 1}))
+    (tmp_path / "best.json").write_text(json.dumps({"value": 1.0, "metric": "loss", "student": "best/gone", "step": 1}))
     keeper(tmp_path).validated(3, 2.0)  # without its folder it is no longer there
     assert read_best(tmp_path)["step"] == 3
+
+
+@pytest.mark.parametrize("damage", ["record", "missing", "weights", "manifest"])
+def test_a_damaged_best_student_is_not_taken(tmp_path, damage):
+    best = keeper(tmp_path)
+    best.validated(1, 2.0)
+    student = tmp_path / "best" / "step-1"
+    write_manifest(student)
+    if damage == "record":
+        (tmp_path / "best.json").unlink()
+    elif damage == "missing":
+        shutil.rmtree(student)
+    else:
+        (student / ("weights" if damage == "weights" else MANIFEST)).write_text("9")
+    said = {"record": r"best\.json is missing", "missing": "step-1 is missing", "weights": "weights changed after"}
+    with pytest.raises(UserError, match=rf"{said.get(damage, 'not a JSON object')}.*: the best student is lost"):
+        best.take(tmp_path / "student")
+    assert not (tmp_path / "student").exists()

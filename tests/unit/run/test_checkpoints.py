@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from llmdistill.artifacts import MANIFEST, sealed
 from llmdistill.errors import UserError
-from llmdistill.run.checkpoints import MANIFEST, checkpoints, load_checkpoint, save_checkpoint
+from llmdistill.run.checkpoints import checkpoints, load_checkpoint, save_checkpoint
+from llmdistill.run.damage import check_log
 from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -120,10 +124,83 @@ def test_a_pickled_checkpoint_of_an_earlier_version_is_not_read(tmp_path: Path) 
         load_checkpoint(Engine(), tmp_path, WORLD)
 
 
-def test_a_manifest_that_is_no_json_is_named(tmp_path: Path) -> None:
+MANIFESTS = {
+    "no JSON": (lambda kept: "{", "not valid JSON"),
+    "no object": (lambda kept: "[1]", "not a JSON object"),
+    "nested": (lambda kept: "[" * 100_000, "not valid JSON"),
+    "another step": (lambda kept: kept.replace('"step": 2', '"step": 6'), "changed after it was written"),
+    "another counter": (lambda kept: kept.replace('"step": 2.0', '"step": 3.0'), "changed after it was written"),
+    "another hash": (lambda kept: kept.replace('"sha256": "', '"sha256": "0'), "changed after it was written"),
+    "no checksum": (lambda kept: kept.replace("content_sha256", "content_sha257"), "it has no checksum"),
+    "no keys": (lambda kept: json.dumps(sealed({"format": 1})), "it has no step, or one of another type"),
+    "other types": (lambda kept: json.dumps(sealed({"format": 1, "step": [2]})), "it has no step"),
+}
+"""What becomes of a manifest, and what is said of it."""
+
+
+@pytest.mark.parametrize("how", MANIFESTS)
+def test_a_damaged_manifest_is_a_damaged_checkpoint(tmp_path: Path, capsys, how: str) -> None:
+    engine, (change, wrong) = Engine(), MANIFESTS[how]
+    for step in (1, 2):
+        engine.train(range(step - 1, step))
+        save(tmp_path, engine, step)
+    manifest = tmp_path / "checkpoints" / "step-2" / MANIFEST
+    kept = manifest.read_text()
+    manifest.write_text(change(kept))
+    assert manifest.read_text() != kept
+    found = load_checkpoint(Engine(), tmp_path, WORLD)
+    assert found is not None
+    assert found.step == 1
+    said = "".join(capsys.readouterr().err.replace("│", "").split())
+    assert f"{manifest}:{wrong}".replace(" ", "") in said
+    assert "thecheckpointofstep2isdamagedandisnotused" in said
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-1", "damaged-step-2"}
+    save(tmp_path, engine, 2)
+    assert [each.step for each in checkpoints(tmp_path)] == [1, 2]
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.train(range(1))
+    for step in (1, 2, 3):
+        save(tmp_path, engine, step)
+    (tmp_path / "checkpoints" / "step-3" / MANIFEST).write_text("{")
+    save(tmp_path, engine, 4)
+    assert [each.step for each in checkpoints(tmp_path)] == [2, 4]
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path: Path) -> None:
     engine = Engine()
     engine.train(range(1))
     save(tmp_path, engine, 1)
-    (tmp_path / "checkpoints" / "step-1" / MANIFEST).write_text("{")
-    with pytest.raises(UserError, match=r"manifest\.json: not valid JSON; remove the folder of this step"):
-        load_checkpoint(Engine(), tmp_path, WORLD)
+    shutil.copytree(tmp_path / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-9")
+    found = load_checkpoint(Engine(), tmp_path, WORLD)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_folders_of_other_names_are_the_users_own(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.train(range(1))
+    names = ("step-old", "step-1-backup", "step-٣", f"step-{'9' * 200}")
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for step in (1, 2, 3):
+        save(tmp_path, engine, step, keep=1)
+    assert load_checkpoint(Engine(), tmp_path, WORLD) is not None
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*names, "step-3"}
+
+
+def test_a_manifest_knows_the_log_of_its_step(tmp_path: Path) -> None:
+    engine, log = Engine(), tmp_path / "metrics.jsonl"
+    engine.train(range(1))
+    log.write_text('{"step": 1}\n')
+    save(tmp_path, engine, 1)
+    entry = checkpoints(tmp_path)[0].manifest["log"]
+    log.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    check_log(tmp_path, 1, entry)
+    log.write_text('{"step": 7}\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl: its rows up to step 1 changed after they were written; put"):
+        check_log(tmp_path, 1, entry)
+    log.unlink()
+    check_log(tmp_path, 1, entry)

@@ -71,7 +71,8 @@ def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path: Path)
     kept = load_file(tmp_path / "not_finite" / "step-2" / "rank-00000.safetensors")
     assert torch.equal(kept["0/input_ids"], batches()[1].input_ids), "only the micro batch that is wrong is kept"
     assert not any(name.startswith("1/") for name in kept)
-    assert json.loads((tmp_path / "not_finite" / "ended.json").read_text()) == {"step": 2, "learning_rate": 0.5}
+    ended = json.loads((tmp_path / "not_finite" / "ended.json").read_text())
+    assert (ended["step"], ended["learning_rate"]) == (2, 0.5)
 
 
 @pytest.mark.parametrize("norm", [math.nan, torch.tensor(math.inf)])

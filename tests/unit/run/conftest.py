@@ -1,0 +1,68 @@
+"""A tiny run that the tests of this folder damage and plant code in, through the main job in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from llmdistill.embedded import locate
+from llmdistill.train import main
+
+TOKENIZER = locate("embedded:teacher")
+
+
+@pytest.fixture(scope="package")
+def base(tmp_path_factory) -> Path:
+    """A tiny teacher and its data."""
+    folder = tmp_path_factory.mktemp("damage")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vocabulary = LlamaConfig.from_pretrained(TOKENIZER).vocab_size
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "teacher")
+    rows = [{"instruction": f"Where is {n}?", "input": "", "output": f"In town {n % 3}."} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="package")
+def settings(base: Path) -> list[str]:
+    """The arguments of the run, without its folder."""
+    rows = str(base / "rows.jsonl")
+    of_data = ["--data.train", rows, "--data.valid", rows, "--data.tests", "{}", "--data.max_length", "60"]
+    of_student = ["--student.factorize.rank", "4", "--student.factorize.weighting", "none"]
+    of_training = ["--train.steps", "3", "--train.global_batch_size", "4", "--train.save_every", "1"]
+    of_training += ["--train.keep_checkpoints", "3"]
+    of_scoring = ["--scoring.limit", "1", "--scoring.decoding", "greedy", "--scoring.models", "[untrained, student]"]
+    teacher = ["--teacher.model", str(base / "teacher"), "--teacher.dtype", "fp32", "--method", "kd"]
+    others = ["--data.max_prompt_length", "50", "--train.log_every", "1", "--ds_config", "ds_configs/zero1.json"]
+    return [*of_data, *of_student, *of_training, *of_scoring, *teacher, *others]
+
+
+@pytest.fixture(scope="package")
+def finished(base, settings) -> Path:
+    """The finished run; a test that changes it puts it back."""
+    run = base / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE", raising=False)
+        assert main([*settings, "--output_dir", str(run)]) == 0
+    return run
+
+
+@pytest.fixture
+def trains(settings, capsys, caplog, monkeypatch) -> Callable[..., tuple[int, str]]:
+    """Trains in a folder; returns the exit code and all that was said of mistakes."""
+
+    def train(run: Path, *more: str) -> tuple[int, str]:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        capsys.readouterr()
+        caplog.clear()
+        code = main([*settings, "--output_dir", str(run), *more])
+        return code, capsys.readouterr().err + caplog.text
+
+    return train

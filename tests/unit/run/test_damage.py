@@ -1,0 +1,134 @@
+"""A flipped bit in any file of a run's folder: the same command names it or makes the file again, and never uses it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from damage import flip, kinds
+
+from llmdistill.artifacts import MANIFEST
+from llmdistill.cli import main as command
+
+from support import interrupted_copy
+
+
+def unseen(folder: Path, again: Callable[[], tuple[int, str]], *, but: tuple[str, ...] = ()) -> list[str]:
+    """Flip a bit of a file of every kind, in its middle, and do something again; returns the kinds that go unnoticed.
+
+    Of checkpoints and the like the last one is taken, which is the one that is read.
+    `again` returns the exit code and all that was said. Each time begins with the folder as it is now.
+    """
+    kept, found = folder.with_name("kept"), []
+    shutil.copytree(folder, kept)
+    for kind, (*_, file) in kinds(folder).items():
+        if kind.startswith(but):
+            continue
+        with flip(file, file.stat().st_size // 2):
+            flipped = file.read_bytes()
+            code, said = again()
+            assert code in (0, 2), kind
+            assert code == 0 or "error: " in said, kind
+            is_named = file.name in "".join(said.replace("│", "").split())
+            is_made_again = code == 0 and file.is_file() and file.read_bytes() != flipped
+            if not (is_named or is_made_again):
+                found.append(kind)
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+    shutil.rmtree(kept)
+    return found
+
+
+def test_every_kind_of_file_of_a_finished_run(finished, trains):
+    assert trains(finished) == (0, trains(finished)[1])
+    assert {"student/model.safetensors", "scores/student.json", "metrics.jsonl", "run.json"} <= kinds(finished).keys()
+    # A finished run reads no checkpoint.
+    assert unseen(finished, lambda: trains(finished), but=("checkpoints",)) == []
+
+
+def test_every_kind_of_file_of_an_unfinished_run(finished, base, trains):
+    run = interrupted_copy(finished, base / "unfinished")
+    assert len(kinds(run)["checkpoints/step-N/manifest.json"]) == 2
+    assert unseen(run, lambda: trains(run)) == []
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_bit_for_bit(finished, base, trains):
+    run = interrupted_copy(finished, base / "goes_on")
+    with flip(run / "checkpoints" / "step-2" / MANIFEST, -40):
+        code, said = trains(run)
+    assert code == 0
+    assert "thecheckpointofstep2isdamagedandisnotused" in "".join(said.replace("│", "").split())
+    weights, log = "student/model.safetensors", "metrics.jsonl"
+    assert (run / weights).read_bytes() == (finished / weights).read_bytes()
+    losses = [[json.loads(row)["loss"] for row in (each / log).read_text().splitlines()] for each in (run, finished)]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+
+
+def test_an_edited_score_is_measured_again(finished, trains):
+    file, metrics = finished / "scores" / "student.json", finished / "metrics.json"
+    before = json.loads(metrics.read_text())["student"]
+    edited = json.loads(file.read_text())
+    edited["valid"]["score"]["rougeL"] = 99.0
+    assert before["valid"]["rougeL"] != 99.0
+    file.write_text(json.dumps(edited))
+    code, said = trains(finished)
+    assert code == 0
+    assert "student.json:changedafteritwaswritten" in "".join(said.replace("│", "").split())
+    after = json.loads(metrics.read_text())["student"]
+    assert after["valid"] == before["valid"]
+
+
+def test_the_remedies_work(finished, base, trains):
+    run = base / "mended"
+    shutil.copytree(finished, run)
+    for made in ("student", "untrained"):
+        before = (run / made / "model.safetensors").read_bytes()
+        (run / made / "model.safetensors").write_bytes(b"")
+        assert f"remove {run / made}, and the same command" in trains(run)[1]
+        shutil.rmtree(run / made)
+        assert trains(run)[0] == 0
+        assert (run / made / "model.safetensors").read_bytes() == before
+    (run / "metrics.jsonl").write_text("")
+    assert "remove" in trains(run)[1]
+    (run / MANIFEST).unlink()
+    assert trains(run)[0] == 0
+
+
+def test_a_run_of_an_earlier_version_is_read_with_a_warning(finished, base, trains):
+    run = base / "old"
+    shutil.copytree(finished, run)
+    for manifest in (run / MANIFEST, run / "student" / MANIFEST, run / "untrained" / MANIFEST):
+        manifest.unlink()
+    for record in (run / "run.json", *(run / "scores").iterdir()):
+        kept = json.loads(record.read_text())
+        del kept["content_sha256"]
+        for each in kept.values():
+            each.pop("files", None) if isinstance(each, dict) else None
+        record.write_text(json.dumps(kept))
+    code, said = trains(run)
+    assert code == 0
+    assert f"{run / 'student'} has no manifest.json, so nothing shows that it is as it was written" in said
+    assert f"{run / 'scores' / 'student.json'} has no checksum" in said
+
+
+def test_every_kind_of_file_of_a_teachers_cache(base, settings, trains, capsys, monkeypatch):
+    cache = base / "cache"
+
+    def make() -> tuple[int, str]:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        capsys.readouterr()
+        code = command(["cache", *settings, "--output", str(cache)])
+        return code, capsys.readouterr().err
+
+    assert make()[0] == 0
+    assert {"cache.json", "shards/N.safetensors"} <= kinds(cache).keys()
+    assert unseen(cache, make) == []
+
+    def use() -> tuple[int, str]:
+        shutil.rmtree(base / "learns", ignore_errors=True)
+        return trains(base / "learns", "--teacher.cache", str(cache), "--scoring.models", "[]")
+
+    assert unseen(cache, use) == []
