@@ -5,12 +5,21 @@ from __future__ import annotations
 import signal
 
 
+_LONGEST = 3000
+"""Characters of a message; its end, which holds the remedy, is always kept."""
+
+
 class UserError(ValueError):
     """An error in the user's input.
 
     The message is one sentence: what is wrong, where (key or ``file:line``), the value, and the remedy.
     Commands print it without a traceback and exit with code 2.
     """
+
+    def __init__(self, message: str) -> None:
+        """Escape what would break the sentence, such as a newline in a name, and cut what would make it very long."""
+        line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 500]} ... {line[-500:]}")
 
     everywhere = False
     """Whether every rank is known to raise the same error, so that rank 0 alone prints it."""
@@ -44,6 +53,14 @@ class FieldError(ValueError):
     The message begins with the name of the field. The settings may be used alone or as part of a run configuration, so
     the code that builds them adds the prefix that the user types before the name.
     """
+
+
+def check_most(settings: object, most: float, *keys: str, prefix: str = "", why: str) -> None:
+    """Raise a ValueError if one of these settings is above its largest value; a setting may be None."""
+    for key in keys:
+        value = getattr(settings, key)
+        if value is not None and value > most:
+            raise ValueError(f"{prefix}{key} is {value}: give {most} or less, {why}")
 
 
 def check_least(

@@ -43,14 +43,58 @@ def sync(path: Path) -> None:
             os.close(descriptor)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON value of a model's folder. Raises UserError, which names the line, if the file is not valid JSON."""
+_TOO_DEEP = re.compile(r"(?:[\[{][^\[\]{}]{0,99}){400}")
+_TOO_LONG = re.compile(r"\d{4300}")  # Python reads no longer whole number, because the time grows with its square
+
+
+def parse_json(text: str) -> Any:
+    """Read a JSON value of somebody else's.
+
+    Raises:
+        json.JSONDecodeError: it is not valid JSON, or one of the values that Python reads by other exceptions or passes
+            on to the libraries that fail with them: too many levels, too long a number, half of a surrogate pair.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", text, _place(_TOO_DEEP, text)) from error
+    except ValueError as error:
+        raise json.JSONDecodeError("a number with too many digits", text, _place(_TOO_LONG, text)) from error
+    half = has_half_surrogate(value) if "\\ud" in text or "\\uD" in text else False
+    if half:
+        place = max(text.find("\\ud"), text.find("\\uD"))
+        raise json.JSONDecodeError("a \\ud... escape without its other half, which is no character", text, place)
+    return value
+
+
+def _place(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.search(text)
+    return 0 if found is None else found.start()
+
+
+def has_half_surrogate(value: Any) -> bool:
+    """Whether a text in a plain JSON value has half of a surrogate pair, which no file and no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def read_json(path: Path, *, shown: str | None = None) -> Any:
+    """Read a JSON value of a model's folder or of a configuration. A UserError names the line that is not valid JSON.
+
+    `shown` is the path as the user gave it.
+    """
+    name = shown or str(path)
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
+        raise UserError(f"{name}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: mend or replace it") from error
+        raise UserError(f"{name}: not UTF-8 text: mend or replace it") from error
 
 
 @contextmanager
