@@ -22,13 +22,13 @@ from llmdistill.config.command_line import changed
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
+from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.export import export_dense
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import check_calibration_data
-from llmdistill.files import new_folder
+from llmdistill.files import json_lines, new_folder
 from llmdistill.models.load import load_model
 from llmdistill.run.calibration import measure_weights_on, split_calibration
 from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, save_with_tokenizer, tokenizer_of
@@ -243,11 +243,10 @@ def distill(
         distil_plans(plans, plans[0].task.read_on_all(plans[0].models, world), world)
         folder = Path(str(config.output_dir))
         trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
-    log = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return Distilled(
         student=trained.eval(),
         metrics=json.loads((folder / "metrics.json").read_text(encoding="utf-8")),
-        history=[json.loads(line) for line in log],
+        history=json_lines(folder / "metrics.jsonl"),
         folder=folder,
         config=config,
     )
@@ -295,6 +294,8 @@ def evaluate(
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
     sets = {str(name): each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}
+    for name in sets:
+        check_name(name, "data")  # its predictions are kept under it
     kinds = {name: kind or _kind_of(each) for name, each in sets.items()}
     folder = None if output is None else Path(output)
     if "task" in kinds.values():

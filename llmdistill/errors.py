@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 
-
 _LONGEST = 3000
 """Characters of a message; its end, which holds the remedy, is always kept."""
 
@@ -71,3 +70,21 @@ def check_least(
         value = getattr(settings, key)
         if value is not None and value < least:
             raise error(f"{prefix}{key} is {value}: give {least} or more")
+
+
+_LONGEST_NAME = 200
+"""Bytes of a name that becomes that of a file: most file systems have 255, and endings are added."""
+
+
+def check_name(name: object, key: str) -> None:
+    """Raise a UserError if a name that becomes a file's own would lie in another folder, or is no file's name."""
+    text = str(name)
+    if not text or text.startswith(".") or {"/", "\\"} & set(text) or not text.isprintable():
+        raise UserError(
+            f"{key} has the name {text!r}: it becomes a file's, so give one without /, \\ and line ends that does not "
+            "begin with a dot"
+        )
+    if len(text.encode()) > _LONGEST_NAME:
+        raise UserError(
+            f"{key} has the name {text[:40]!r}... of {len(text.encode())} bytes: give {_LONGEST_NAME} at most"
+        )

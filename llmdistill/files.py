@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,12 +21,80 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
+def check_folder(path: Path, key: str) -> None:
+    """Raise a UserError if a folder cannot be made or written: a file is in its way, or the disk is read-only."""
+    folder = path.absolute()
+    long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)
+    if long is not None:
+        raise UserError(f"{key} has the name {long[:40]!r}... of {len(os.fsencode(long))} bytes: give 255 at most")
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not os.path.isdir(there):
+        raise UserError(f"{key} {path}: {there} is a file; give another folder, or move the file away")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key} {path}: {there} is read-only here; give another folder, or its permissions")
+
+
+def json_lines(path: Path) -> list[Any]:
+    """Read the values of a JSONL file that this program wrote; only newlines end a line, which texts cannot hold."""
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT)
+_OF_PLACE = (*_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+
+def refused_by_system(error: BaseException) -> UserError | None:
+    """Return the sentence for a file or folder that the operating system refuses; None for any other exception.
+
+    A full disk is named with its free bytes, also where a library has put the system's error into words of its own.
+    """
+    number, place = getattr(error, "errno", None), getattr(error, "filename", None)
+    if not isinstance(error, OSError) and os.strerror(errno.ENOSPC) in str(error):
+        number = errno.ENOSPC
+    if number not in _OF_PLACE:
+        return None
+    said = os.strerror(number).lower()
+    shown = "a file" if place is None else os.fsdecode(place)
+    if number not in _DISK:
+        return UserError(f"{shown}: the system refuses it ({said}); give another path, or mend its permissions")
+    about = "" if place is None else f", {_about_disk(os.path.abspath(os.fsdecode(place)))}"
+    return UserError(
+        f"{shown}: {said}{about}: free some, or give another folder; what is finished stays, and the same command goes "
+        "on from there"
+    )
+
+
+def _about_disk(path: str) -> str:
+    disk = path
+    while not os.path.ismount(disk):
+        disk = os.path.dirname(disk)
+    usage = shutil.disk_usage(disk)
+    return f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e9:,.1f} GB are free on the disk at {disk}"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file; create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with _named(part):
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the path in an error of the system while it is written, which has no name where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        if os.strerror(errno.ENOSPC) in str(error):  # safetensors has an exception of its own
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -109,7 +178,8 @@ def new_folder(path: Path | str) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
-        yield partial
+        with _named(final):
+            yield partial
         partial.chmod(0o755)
         partial.replace(final)
     finally:

@@ -139,6 +139,8 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     try:
         return parser.parse_args(_bracketed(parser, arguments))
     except _NOT_PARSED as error:
+        for key, value in overrides.given_flags(arguments).items():
+            check_plain(value, key)  # the parser does not name the key of a number that is too large
         raise UserError(one_sentence(str(error))) from error
 
 
@@ -242,6 +244,8 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
 def _parse_values(parser: ArgumentParser, values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> Any:
     """Parse values by dotted key; a UserError if a key is unknown, or a value does not fit."""
     check_keys(parser, values, prefix=prefix)
+    for key, value in values.items():
+        check_plain(value, f"{prefix}{key}")
     try:
         return parser.parse_object({**defaults, **values})
     except _NOT_PARSED as error:

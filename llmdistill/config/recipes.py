@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.strict import check_keys, check_sections, flattened
+from llmdistill.config.strict import check_keys, check_plain, check_sections, flattened
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
@@ -70,6 +70,8 @@ def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
     flat = flattened(values)
     check_keys(parser, flat, where=f"{path}: ")
     check_sections(parser, flat, where=f"{path}: ")
+    for key, value in flat.items():
+        check_plain(value, f"{path}: {key}")
     return values
 
 
@@ -81,4 +83,6 @@ def _check_size(values: dict[str, Any], path: Path) -> None:
             return
         each = left.pop()
         left += [*each.values()] if isinstance(each, dict) else each if isinstance(each, list) else []
-    raise UserError(f"{path}: it has more than {_MOST_VALUES} values: write those that aliases (*NAME) repeat only once")
+    raise UserError(
+        f"{path}: it has more than {_MOST_VALUES} values: write those that aliases (*NAME) repeat only once"
+    )

@@ -11,7 +11,6 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from llmdistill.errors import UserError
-from llmdistill.files import has_half_surrogate
 
 
 def check_keys(parser: ArgumentParser, keys: Iterable[str], *, where: str = "", prefix: str = "") -> None:
@@ -42,7 +41,9 @@ def check_sections(parser: ArgumentParser, values: dict[str, Any], *, where: str
     for key, value in values.items():
         if key in sections and not isinstance(value, dict):
             given = "null" if value is None else _short(repr(value))
-            raise UserError(f"{where}{key} is {given}: a section holds settings, such as {key}: {{...}}; mend it or leave it out")
+            raise UserError(
+                f"{where}{key} is {given}: a section holds settings, such as {key}: {{...}}; mend it or leave it out"
+            )
 
 
 _MOST_BITS = 63
@@ -54,7 +55,7 @@ def check_plain(value: Any, key: str) -> None:
         raise UserError(f"{key} is {value}: give a finite number")
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise UserError(f"{key} has {value.bit_length()} bits: give a number of at most {_MOST_BITS} bits")
-    if isinstance(value, str) and ("\0" in value or has_half_surrogate(value)):
+    if isinstance(value, str) and not _is_text(value):
         raise UserError(f"{key} is {_short(ascii(value))}: it holds what is no character; give plain text")
     if isinstance(value, Mapping):
         for name, each in value.items():
@@ -63,6 +64,14 @@ def check_plain(value: Any, key: str) -> None:
     elif isinstance(value, (list, tuple)):
         for each in value:
             check_plain(each, key)
+
+
+def _is_text(value: str) -> bool:
+    """Whether the system takes a text as a path or a word, and a file in UTF-8 holds it."""
+    try:
+        return b"\0" not in value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
 
 
 def _short(text: str) -> str:
@@ -99,9 +108,12 @@ def one_sentence(message: str) -> str:
         kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
         given = "null" if value.group(1) == "None" else repr(_short(value.group(1)))  # as YAML and --help write it
         return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}"
-    section = re.search(r'key "([\w.]+)": Unable to load config (.*?)(?: - |$)', message, re.DOTALL)
+    section = re.search(r'key "([\w.]+)":\s+Unable to load config ([^\n]*)', message)
     if section is not None:
         return f"{section.group(1)}: {_short(section.group(2))} does not fit; expected settings such as {{...}}"
+    digits = re.search(r'key "([\w.]+)":\s+Exceeds the limit', message)
+    if digits is not None:
+        return f"{digits.group(1)}: a number with too many digits; give a smaller one"
     required = re.search(r'"([\w.]+)" is required', message)
     if required is not None:
         return f"--{required.group(1)} is missing: give it on the command line or in the recipe"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.training import MOST_LEARNING_RATE, WHY_MOST
+from llmdistill.errors import check_name
 
 ProtocolName = Literal["makd", "minilm", "minilmv2", "kroneckerbert", "custom"]
 
@@ -69,6 +70,8 @@ class GridConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
+        for name in self.out_of_domain:
+            check_name(name, f"{self.prefix}out_of_domain")
         for key in ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer"):
             value = getattr(self, key)
             if value is not None and value < 1:

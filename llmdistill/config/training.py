@@ -98,7 +98,9 @@ class TrainConfig:
         """Raise a ValueError if AdamW cannot compute with a number."""
         check_most(self, MOST_LEARNING_RATE, "learning_rate", "min_learning_rate", prefix="train.", why=WHY_MOST)
         if any(not 0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"train.betas is {list(self.betas)}: give two numbers from 0 to below 1, (0.9, 0.999) usual")
+            raise ValueError(
+                f"train.betas is {list(self.betas)}: give two numbers from 0 to below 1, (0.9, 0.999) usual"
+            )
         if not self.eps > 0:
             raise ValueError(f"train.eps is {self.eps}: give a number over 0, 1e-8 is usual")
         if self.weight_decay * self.learning_rate > 1:

@@ -117,7 +117,7 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
 
 
 def check_machine(plan: Plan, world: World) -> None:
-    """Raise a UserError if this machine or DeepSpeed does not support a setting, and warn if the losses will be slow."""
+    """Raise a UserError if this machine or DeepSpeed does not support a setting, and warn if losses will be slow."""
     check_ds_config(plan.ds_config, plan.config.ds_config)
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)

@@ -72,7 +72,9 @@ class _Watched(dict[str, Any]):
         """Whether a class of DeepSpeed has taken the block as a whole: then it checks the keys itself."""
         self.last = self.place = ""
         """Of the root: the last of its own keys that was read, and the block that was then taken as a whole."""
-        blocks = {key: _Watched(v, path, f"{prefix}{key}.", self.root) for key, v in block.items() if isinstance(v, dict)}
+        blocks = {
+            key: _Watched(v, path, f"{prefix}{key}.", self.root) for key, v in block.items() if isinstance(v, dict)
+        }
         super().__init__({**block, **blocks})
 
     def _note(self, key: object) -> None:
@@ -128,7 +130,13 @@ class _Watched(dict[str, Any]):
                 yield from value.unread()
 
 
-_KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int, float), float: (int, float), str: (str,), dict: (dict,)}
+_KINDS: dict[type, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int, float),
+    float: (int, float),
+    str: (str,),
+    dict: (dict,),
+}
 _NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a text", dict: "a block"}
 
 
