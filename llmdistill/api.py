@@ -22,7 +22,7 @@ from llmdistill.config.command_line import changed
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
+from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.export import export_dense
 from llmdistill.factorize.plan import summarise
@@ -295,6 +295,8 @@ def evaluate(
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
     sets = {str(name): each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}
+    for name in sets:
+        check_name(name, "data")  # its predictions are kept under it
     kinds = {name: kind or _kind_of(each) for name, each in sets.items()}
     folder = None if output is None else Path(output)
     if "task" in kinds.values():

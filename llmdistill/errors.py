@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 
+_LONGEST = 3000
+"""Characters of a message; its end, which holds the remedy, is always kept."""
+
 
 class UserError(ValueError):
     """An error in the user's input.
@@ -11,6 +14,11 @@ class UserError(ValueError):
     The message is one sentence: what is wrong, where (key or ``file:line``), the value, and the remedy.
     Commands print it without a traceback and exit with code 2.
     """
+
+    def __init__(self, message: str) -> None:
+        """Escape what would break the sentence, such as a newline in a name, and cut what would make it very long."""
+        line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 500]} ... {line[-500:]}")
 
     everywhere = False
     """Whether every rank is known to raise the same error, so that rank 0 alone prints it."""
@@ -46,6 +54,14 @@ class FieldError(ValueError):
     """
 
 
+def check_most(settings: object, most: float, *keys: str, prefix: str = "", why: str) -> None:
+    """Raise a ValueError if one of these settings is above its largest value; a setting may be None."""
+    for key in keys:
+        value = getattr(settings, key)
+        if value is not None and value > most:
+            raise ValueError(f"{prefix}{key} is {value}: give {most} or less, {why}")
+
+
 def check_least(
     settings: object, least: float, *keys: str, prefix: str = "", error: type[ValueError] = ValueError
 ) -> None:
@@ -54,3 +70,21 @@ def check_least(
         value = getattr(settings, key)
         if value is not None and value < least:
             raise error(f"{prefix}{key} is {value}: give {least} or more")
+
+
+_LONGEST_NAME = 200
+"""Bytes of a name that becomes that of a file: most file systems have 255, and endings are added."""
+
+
+def check_name(name: object, key: str) -> None:
+    """Raise a UserError if a name that becomes a file's own would lie in another folder, or is no file's name."""
+    text = str(name)
+    if not text or text.startswith(".") or {"/", "\\"} & set(text) or not text.isprintable():
+        raise UserError(
+            f"{key} has the name {text!r}: it becomes a file's, so give one without /, \\ and line ends that does not "
+            "begin with a dot"
+        )
+    if len(text.encode()) > _LONGEST_NAME:
+        raise UserError(
+            f"{key} has the name {text[:40]!r}... of {len(text.encode())} bytes: give {_LONGEST_NAME} at most"
+        )

@@ -25,6 +25,70 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
+def check_writable(path: Path, key: str) -> None:
+    """Raise a UserError if a folder cannot be made or written: a file is in its way, or the disk is read-only."""
+    folder = path.absolute()
+    long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)
+    if long is not None:
+        raise UserError(f"{key} has the name {long[:40]!r}... of {len(os.fsencode(long))} bytes: give 255 at most")
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not os.path.isdir(there):
+        raise UserError(f"{key} {path}: {there} is a file; give another folder, or move the file away")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key} {path}: {there} is read-only here; give another folder, or its permissions")
+
+
+def json_lines(path: Path) -> list[Any]:
+    """Read the values of a JSONL file that this program wrote; only newlines end a line, which texts cannot hold."""
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT)
+_OF_PLACE = (
+    *_DISK,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.EIO,
+)
+
+
+def refused_by_system(error: BaseException, path: Path | None = None) -> UserError | None:
+    """Return the sentence for a file or folder that the operating system refuses; None for any other exception.
+
+    A full disk is named with its free bytes, also where a library has put the system's error into words of its own.
+    `path` is what was read or written, by default what the error names.
+    """
+    number = getattr(error, "errno", None)
+    place = getattr(error, "filename", None) if path is None else path
+    if not isinstance(error, OSError) and os.strerror(errno.ENOSPC) in str(error):
+        number = errno.ENOSPC
+    if number not in _OF_PLACE:
+        return None
+    said = os.strerror(number).lower()
+    shown = "a file" if place is None else os.fsdecode(place)
+    if number not in _DISK:
+        return UserError(f"{shown}: the system refuses it ({said}): choose another path, or mend its permissions")
+    about = "" if place is None else f", {_about_disk(os.path.abspath(os.fsdecode(place)))}"
+    return UserError(
+        f"{shown}: {said}{about}: free some, or give another folder; what is finished stays, and the same command goes "
+        "on from there"
+    )
+
+
+def _about_disk(path: str) -> str:
+    disk = path
+    while not os.path.ismount(disk):
+        disk = os.path.dirname(disk)
+    usage = shutil.disk_usage(disk)
+    return f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e9:,.1f} GB are free on the disk at {disk}"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file; create its folder if necessary. Raises UserError if it cannot be written."""
     part = path.with_name(f"{path.name}{_PART}")
@@ -37,11 +101,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def cannot_write(path: Path, error: Exception) -> UserError:
-    """Return the UserError for an error of the disk or of permissions while a file or folder was written."""
-    if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
-        return UserError(f"{path}: it cannot be written, the disk is full: make room there and start the command again")
-    reason = getattr(error, "strerror", None) or error
-    return UserError(f"{path}: it cannot be written ({reason}): choose another folder, or make this one writable")
+    """Return the sentence for an error of the system while a file or folder was written."""
+    refused = refused_by_system(error, path)
+    return UserError(f"{path}: it cannot be written ({error}): choose another folder") if refused is None else refused
 
 
 def is_unused(folder: Path, *others: str) -> bool:
@@ -64,14 +126,58 @@ def sync(path: Path) -> None:
             os.close(descriptor)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON value of a model's folder. Raises UserError, which names the line, if the file is not valid JSON."""
+_TOO_DEEP = re.compile(r"(?:[\[{][^\[\]{}]{0,99}){400}")
+_TOO_LONG = re.compile(r"\d{4300}")  # Python reads no longer whole number, because the time grows with its square
+
+
+def parse_json(text: str) -> Any:
+    """Read a JSON value of somebody else's.
+
+    Raises:
+        json.JSONDecodeError: it is not valid JSON, or one of the values that Python reads by other exceptions or passes
+            on to the libraries that fail with them: too many levels, too long a number, half of a surrogate pair.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", text, _place(_TOO_DEEP, text)) from error
+    except ValueError as error:
+        raise json.JSONDecodeError("a number with too many digits", text, _place(_TOO_LONG, text)) from error
+    half = has_half_surrogate(value) if "\\ud" in text or "\\uD" in text else False
+    if half:
+        place = max(text.find("\\ud"), text.find("\\uD"))
+        raise json.JSONDecodeError("a \\ud... escape without its other half, which is no character", text, place)
+    return value
+
+
+def _place(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.search(text)
+    return 0 if found is None else found.start()
+
+
+def has_half_surrogate(value: Any) -> bool:
+    """Whether a text in a plain JSON value has half of a surrogate pair, which no file and no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def read_json(path: Path, *, shown: str | None = None) -> Any:
+    """Read a JSON value of a model's folder or of a configuration. A UserError names the line that is not valid JSON.
+
+    `shown` is the path as the user gave it.
+    """
+    name = shown or str(path)
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
+        raise UserError(f"{name}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: mend or replace it") from error
+        raise UserError(f"{name}: not UTF-8 text: mend or replace it") from error
 
 
 @contextmanager
@@ -96,10 +202,10 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             os.close(lock)
+    except UserError:
+        raise
     except Exception as error:
-        # safetensors raises an exception of its own for a full disk.
-        is_of_disk = isinstance(error, OSError) or os.strerror(errno.ENOSPC) in str(error)
-        if is_of_disk and not isinstance(error, UserError):
+        if isinstance(error, OSError) or refused_by_system(error) is not None:
             raise cannot_write(final, error) from error
         raise
 

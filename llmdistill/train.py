@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmdistill.config import command_line
+from llmdistill.files import check_writable
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import exit_code
 
@@ -87,6 +88,7 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
     from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node
     from llmdistill.runtime.terminal import quiet_libraries
 
+    check_writable(plans[-1].folder, "--output_dir")
     if launched_ranks_of_node() == launched_ranks():  # another node may have no data, only the tokens that rank 0 makes
         plans[0].task.check_files()
     if tasks is not None:

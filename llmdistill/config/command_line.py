@@ -20,7 +20,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
-from llmdistill.config.strict import check_keys, flattened, nearest, one_sentence
+from llmdistill.config.strict import check_keys, check_plain, flattened, nearest, one_sentence
 from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
@@ -28,6 +28,9 @@ DEFAULT_RECIPE = "quickstart"
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 _Config = TypeVar("_Config")
+
+_NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionError)
+"""What jsonargparse raises for values that do not fit."""
 
 _EXTENDS = (
     "Only in a recipe: the recipe that it extends, by the name of a shipped one or by a path relative to this recipe. "
@@ -78,11 +81,14 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
     Raises UserError if a key is unknown, a value does not fit, or a recipe does not exist.
     """
     arguments = list(arguments)
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--recipe", default=DEFAULT_RECIPE)
     first.add_argument("--extends")
     # The recipe is parsed first, wherever it stands, so that the command line always overrides it.
-    flags, rest = first.parse_known_args(arguments)
+    try:
+        flags, rest = first.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from error
     if flags.extends is not None:
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
     path = recipe_path(flags.recipe)
@@ -126,11 +132,15 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
     Raises UserError if a key is unknown, or a value does not fit.
     """
+    for word in arguments:
+        check_plain(word, "the command line")
     flags = [word[2:].split("=")[0] for word in arguments if word.startswith("--") and word != "--"]
     check_keys(parser, [flag for flag in flags if flag != "print_config"], prefix="--")
     try:
         return parser.parse_args(_bracketed(parser, arguments))
-    except (ArgumentError, ValueError, TypeError) as error:
+    except _NOT_PARSED as error:
+        for key, value in overrides.given_flags(arguments).items():
+            check_plain(value, key)  # the parser does not name the key of a number that is too large
         raise UserError(one_sentence(str(error))) from error
 
 
@@ -182,7 +192,11 @@ def build(
         if field.name in given:
             value = given[field.name]
             # The type of a nested section is the default factory of its field.
-            built[field.name] = build(value, part, prefix=f"{prefix}{field.name}.") if is_dataclass(part) else value
+            if is_dataclass(part):
+                built[field.name] = build(value, part, prefix=f"{prefix}{field.name}.")
+            else:
+                check_plain(value, f"{prefix}{field.name}")
+                built[field.name] = value
     if "betas" in built:
         built["betas"] = tuple(built["betas"])
     if methods is not None:
@@ -230,9 +244,11 @@ def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config
 def _parse_values(parser: ArgumentParser, values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> Any:
     """Parse values by dotted key; a UserError if a key is unknown, or a value does not fit."""
     check_keys(parser, values, prefix=prefix)
+    for key, value in values.items():
+        check_plain(value, f"{prefix}{key}")
     try:
         return parser.parse_object({**defaults, **values})
-    except (ArgumentError, ValueError, TypeError) as error:
+    except _NOT_PARSED as error:
         raise UserError(f"{prefix}{one_sentence(str(error))}") from error
 
 

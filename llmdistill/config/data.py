@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmdistill.errors import check_least
+from llmdistill.errors import check_least, check_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,8 @@ class TaskConfig:
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
         check_least(self, 1, "limit", "stride", "max_question_length", "max_answer_length", prefix="data.task.")
+        for name in self.out_of_domain:
+            check_name(name, "data.task.out_of_domain")
         if self.languages is not None and (not self.languages or len(set(self.languages)) < len(self.languages)):
             raise ValueError(f"data.task.languages is {self.languages}: give one or more, each once, such as en,de")
 
@@ -194,7 +196,9 @@ class DataConfig:
     """Settings if kind is task."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError if the limits contradict each other."""
+        """Raise a ValueError if the limits contradict each other, or a set's name cannot be that of a file."""
+        for name in self.tests:
+            check_name(name, "data.tests")
         if self.kind == "text":
             self._check_text()
         elif self.kind == "task":

@@ -66,5 +66,5 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
 def _read(value: str) -> Any:
     try:
         return yaml.safe_load(value)
-    except yaml.YAMLError:
+    except Exception:  # the readers of YAML's types raise exceptions of many types
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.strict import check_keys, flattened
+from llmdistill.config.strict import check_keys, check_plain, check_sections, flattened
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
 """Folder of the shipped recipes. Files whose name begins with _ are no recipes; recipes extend them."""
+
+
+_MOST_VALUES = 100_000
 
 
 def recipe_names() -> list[str]:
@@ -27,7 +31,7 @@ def recipe_path(name_or_path: str) -> Path:
     if name_or_path in recipe_names():
         return RECIPES / f"{name_or_path}.yaml"
     path = Path(name_or_path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises an error for a name that is too long
         raise UserError(
             f"--recipe {name_or_path}: neither a file nor a shipped recipe; shipped are {', '.join(recipe_names())}"
         )
@@ -44,7 +48,7 @@ def extended(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
     last, found = path, {path: _read(parser, path)}
     while (base := found[last].get("extends")) is not None:
         file = recipe_path(base) if base in recipe_names() else last.parent / str(base)
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise UserError(f"{last}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
         if any(file.samefile(other) for other in found):
             raise UserError(f"{last}: extends {base}, which itself builds on this one: take one extends out")
@@ -56,11 +60,29 @@ def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
     """The settings in the file of a recipe; a UserError if it is not YAML or has an unknown key."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # the readers of YAML's types raise exceptions of many types
         where = getattr(error, "problem_mark", None)
         line = f":{where.line + 1}" if where is not None else ""
         raise UserError(f"{path}{line}: not valid YAML; mend it or choose another --recipe") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: a recipe is a mapping of settings, as in the shipped ones; this is not")
-    check_keys(parser, flattened(values), where=f"{path}: ")
+    _check_size(values, path)
+    flat = flattened(values)
+    check_keys(parser, flat, where=f"{path}: ")
+    check_sections(parser, flat, where=f"{path}: ")
+    for key, value in flat.items():
+        check_plain(value, f"{path}: {key}")
     return values
+
+
+def _check_size(values: dict[str, Any], path: Path) -> None:
+    """Raise a UserError for a file of too many values, which aliases can also make without end."""
+    left: list[Any] = [values]
+    for _ in range(_MOST_VALUES):
+        if not left:
+            return
+        each = left.pop()
+        left += [*each.values()] if isinstance(each, dict) else each if isinstance(each, list) else []
+    raise UserError(
+        f"{path}: it has more than {_MOST_VALUES} values: write those that aliases (*NAME) repeat only once"
+    )

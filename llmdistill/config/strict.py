@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -27,6 +28,54 @@ def check_keys(parser: ArgumentParser, keys: Iterable[str], *, where: str = "", 
         parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
         if key not in known and not any(known.get(parent, False) for parent in parents):
             raise UserError(f"{where}{prefix}{key}: there is no such setting{nearest(key, known, prefix)}")
+
+
+def check_sections(parser: ArgumentParser, values: dict[str, Any], *, where: str) -> None:
+    """Raise a UserError if the value of a section, by its dotted key, is not a mapping of settings."""
+    sections = {
+        option.removeprefix("--").rsplit(".", depth)[0]
+        for action in parser._actions
+        for option in action.option_strings
+        for depth in range(1, option.count(".") + 1)
+    }
+    for key, value in values.items():
+        if key in sections and not isinstance(value, dict):
+            given = "null" if value is None else _short(repr(value))
+            raise UserError(
+                f"{where}{key} is {given}: a section holds settings, such as {key}: {{...}}; mend it or leave it out"
+            )
+
+
+_MOST_BITS = 63
+
+
+def check_plain(value: Any, key: str) -> None:
+    """Raise a UserError for a value of a setting that no setting takes: nan, inf, a huge number, or broken text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key} is {value}: give a finite number")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise UserError(f"{key} has {value.bit_length()} bits: give a number of at most {_MOST_BITS} bits")
+    if isinstance(value, str) and not _is_text(value):
+        raise UserError(f"{key} is {_short(ascii(value))}: it holds what is no character; give plain text")
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            check_plain(name, f"a key of {key}")
+            check_plain(each, f"{key}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            check_plain(each, key)
+
+
+def _is_text(value: str) -> bool:
+    """Whether the system takes a text as a path or a word, and a file in UTF-8 holds it."""
+    try:
+        return b"\0" not in value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-10:]}"
 
 
 def nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
@@ -57,8 +106,14 @@ def one_sentence(message: str) -> str:
     expected = re.findall(r"Expected an? ([^\n]*?)(?:\. Got|\n|$)", message)
     if key is not None and value is not None:
         kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
-        given = "null" if value.group(1) == "None" else repr(value.group(1))  # as YAML and --help write it
+        given = "null" if value.group(1) == "None" else repr(_short(value.group(1)))  # as YAML and --help write it
         return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}"
+    section = re.search(r'key "([\w.]+)":\s+Unable to load config ([^\n]*)', message)
+    if section is not None:
+        return f"{section.group(1)}: {_short(section.group(2))} does not fit; expected settings such as {{...}}"
+    digits = re.search(r'key "([\w.]+)":\s+Exceeds the limit', message)
+    if digits is not None:
+        return f"{digits.group(1)}: a number with too many digits; give a smaller one"
     required = re.search(r'"([\w.]+)" is required', message)
     if required is not None:
         return f"--{required.group(1)} is missing: give it on the command line or in the recipe"

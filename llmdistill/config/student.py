@@ -45,7 +45,7 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
         check_least(self, 1, "examples", "micro_batch_size", prefix="student.factorize.calibration.")
-        check_least(self, 0, "held_out", prefix="student.factorize.calibration.")
+        check_least(self, 0, "held_out", "seed", prefix="student.factorize.calibration.")
         if self.memory <= 0:
             raise ValueError(f"student.factorize.calibration.memory is {self.memory}: give a number over 0")
 
@@ -134,6 +134,8 @@ class LoraConfig:
         """Raise a ValueError if a number is out of its range."""
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"student.lora.rank is {self.rank}: give 1 or more, or leave it out to train all weights")
+        if not self.alpha > 0:
+            raise ValueError(f"student.lora.alpha is {self.alpha}: give a number over 0, 16 is usual")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"student.lora.dropout is {self.dropout}: give a number from 0 to below 1")
 

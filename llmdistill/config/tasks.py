@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
+from llmdistill.config.training import MOST_LEARNING_RATE, WHY_MOST
+from llmdistill.errors import check_name
 
 ProtocolName = Literal["makd", "minilm", "minilmv2", "kroneckerbert", "custom"]
 
@@ -68,6 +70,8 @@ class GridConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""
+        for name in self.out_of_domain:
+            check_name(name, f"{self.prefix}out_of_domain")
         for key in ("batch_size", "micro_batch_size", "max_length", "limit", "tsne_layer"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -77,6 +81,9 @@ class GridConfig:
         if self.weight_decay is not None and self.weight_decay < 0:
             raise ValueError(f"{self.prefix}weight_decay {self.weight_decay}: give 0 or more")
         self._check_list("learning_rates", self.learning_rates, wanted="all over 0", over=0)
+        if any(rate > MOST_LEARNING_RATE for rate in self.learning_rates or []):
+            rates = list(self.learning_rates or [])
+            raise ValueError(f"{self.prefix}learning_rates {rates}: give {MOST_LEARNING_RATE} or less, {WHY_MOST}")
         self._check_list("epochs", self.epochs, wanted="all 1 or more", least=1)
         self._check_list("seeds", self.seeds, wanted="none below 0", least=0)
 

@@ -6,11 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmdistill.errors import check_least
+from llmdistill.errors import check_least, check_most
 
 DEFAULT_STEPS = 1000
 """The number of steps if neither steps nor epochs is given."""
 
+
+MOST_LEARNING_RATE = 10.0
+"""The largest learning rate."""
+WHY_MOST = "because a step of AdamW changes each weight by about the learning rate, and weights are mostly below 1"
 
 LOG_LINES = 4
 """The number of log lines if log_every is null."""
@@ -78,6 +82,7 @@ class TrainConfig:
         sizes = ("steps", "epochs", "global_batch_size", "micro_batch_size")
         rhythms = ("log_every", "validate_every", "save_every", "keep_checkpoints")
         check_least(self, 1, *sizes, *rhythms, prefix="train.")
+        self._check_optimizer()
         rates = ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm")
         check_least(self, 0, *rates, prefix="train.")
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
@@ -91,6 +96,21 @@ class TrainConfig:
             raise ValueError(
                 f"train.epochs is {self.epochs} and train.steps {self.steps}: both say how long to train; leave one "
                 f"out (a recipe's is undone by --train.epochs null, or by --train.steps {DEFAULT_STEPS}, the default)"
+            )
+
+    def _check_optimizer(self) -> None:
+        """Raise a ValueError if AdamW cannot compute with a number."""
+        check_most(self, MOST_LEARNING_RATE, "learning_rate", "min_learning_rate", prefix="train.", why=WHY_MOST)
+        if any(not 0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"train.betas is {list(self.betas)}: give two numbers from 0 to below 1, (0.9, 0.999) usual"
+            )
+        if not self.eps > 0:
+            raise ValueError(f"train.eps is {self.eps}: give a number over 0, 1e-8 is usual")
+        if self.weight_decay * self.learning_rate > 1:
+            raise ValueError(
+                f"train.weight_decay is {self.weight_decay} and train.learning_rate {self.learning_rate}: a step takes "
+                "their product off each weight, more than all of it; give a smaller weight_decay, 0.01 is usual"
             )
 
     def with_steps(self, steps: int) -> TrainConfig:

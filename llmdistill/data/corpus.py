@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -186,13 +187,13 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[i
 def text_files(reference: str | Path) -> list[Path] | None:
     """The files of a text in order, or None if the text is not local; a UserError if they do not exist."""
     path = Path(reference)
-    if path.is_dir():
+    if os.path.isdir(path):
         inside = [each.relative_to(path) for each in sorted(path.rglob("*")) if each.is_file()]
         files = [path / each for each in inside if not any(part.startswith(".") for part in each.parts)]
         if not files:
             raise UserError(f"{reference}: a folder without files; put the text in or name a file")
         return files
-    if path.exists():
+    if os.path.exists(path):
         return [path]
     if path.is_absolute() or path.suffix.lower() == ".txt":
         raise UserError(

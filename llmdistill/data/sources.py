@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from llmdistill.data.examples import Example, parse_row
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import write_text
+from llmdistill.files import has_half_surrogate, parse_json, write_text
 from llmdistill.fingerprints import digest
 
 Rows = Iterator[tuple[dict[str, Any], str]]
@@ -89,7 +90,7 @@ def no_example(reference: str | Path) -> UserError:
 def open_rows(reference: str | Path, *, streaming: bool) -> Rows:
     """Read the rows of a file or of a data set on the hub; see `read_examples` and `stream_rows`."""
     path = Path(reference)
-    if path.exists():
+    if os.path.exists(path):  # Path.exists raises an error for a name that is too long
         return READERS.get(path.suffix.lower(), _jsonl_rows)(path)
     in_set = _HUB_FILE.fullmatch(str(reference))
     kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
@@ -120,7 +121,7 @@ def _jsonl_rows(path: Path) -> Rows:
 
 def _json_object(line: str, source: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{source}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
     if not isinstance(row, dict):
@@ -130,7 +131,7 @@ def _json_object(line: str, source: str) -> dict[str, Any]:
 
 def _json_rows(path: Path) -> Rows:
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = parse_json(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # the file is JSONL with the ending .json
             yield from _jsonl_rows(path)
@@ -245,7 +246,20 @@ def _numbered(
 
 def unreadable(path: Path, kind: str, error: Exception) -> UserError:
     """The error for a file that cannot be read as text or as a table."""
+    if isinstance(error, UnicodeDecodeError) and path.is_file():
+        return UserError(f"{path}{_line_of_bytes(path)}: cannot be read as {kind} ({error.reason}); save it as UTF-8")
     return UserError(f"{path}: cannot be read as {kind} ({_line(error)}); give a readable file")
+
+
+def _line_of_bytes(path: Path) -> str:
+    """Return ":N" for the first line that is not UTF-8."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return f":{number}"
+    return ""
 
 
 def _line(error: Exception) -> str:
@@ -291,15 +305,26 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
         where = f"{name}: row {number}"
         if not isinstance(row, Mapping):
             raise UserError(f"{where}: a {type(row).__name__}, not a dict; give rows with instruction and output")
+        _check_text(row, where)
         examples.append(parse_row(row, where))
     if not examples:
         raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     return examples
 
 
+def _check_text(row: Mapping[str, Any] | str, where: str) -> None:
+    """Raise a UserError for a text in memory that no file and no tokenizer takes."""
+    if has_half_surrogate(row if isinstance(row, str) else dict(row)):
+        raise UserError(f"{where}: it holds half of a surrogate pair, which is no character; mend the text")
+
+
 def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, *, field: str = "text") -> Path:
     """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`."""
-    rows = ({field: row} if isinstance(row, str) else dict(row) for row in data)
+    rows: list[dict[str, Any]] = []
+    row: Any
+    for number, row in enumerate(data, start=1):
+        _check_text(row, f"data: row {number}")
+        rows.append({field: row} if isinstance(row, str) else dict(row))
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     path = folder / f"data-{digest(text)[:16]}.jsonl"
     if not path.is_file():

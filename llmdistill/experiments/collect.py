@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from llmdistill.experiments.comparison import Findings, Study, size_label
 from llmdistill.experiments.launcher import shown_command
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.experiments.variants import Start
+from llmdistill.files import json_lines
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import downloaded
 from llmdistill.report.metrics_log import read_metrics_log, term_names
@@ -217,7 +217,7 @@ def _prompt(row: Mapping[str, Any]) -> str:
 def _predictions(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return json_lines(file)
 
 
 def _warnings(findings: Findings) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -33,7 +34,7 @@ def is_adapter(path: str | Path) -> bool:
 
 def adapter_folder(path: str | Path) -> Path | None:
     """The local folder of an adapter, downloaded if `path` is a hub name; None if it is none, or the hub is silent."""
-    if Path(path).exists():
+    if os.path.exists(path):
         return Path(path) if (Path(path) / CONFIG_FILE).is_file() else None
     return _hub_adapter(str(path))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from textwrap import shorten
 from typing import cast
@@ -36,9 +37,9 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 def local_folder(path: str | Path) -> Path | None:
     """The folder at a path, or None if the path can only be a name on the hub; raises UserError if it is neither."""
     folder = Path(path)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises an error for a name that is too long
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise UserError(f"{path} is a file: give the folder that holds config.json")
     looks_like_hub_name = not folder.is_absolute() and len(folder.parts) <= 2 and str(path)[:1] not in (".", "~")
     if not looks_like_hub_name:
@@ -58,5 +59,5 @@ def _check_config_file(file: Path) -> None:
 def not_loaded(path: str | Path, what: str, error: Exception) -> UserError:
     """The error for a part of a model (config, tokenizer, weights) that transformers could not load."""
     reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
-    where = "" if Path(path).is_dir() else " is no folder here, and the hub did not give it"
+    where = "" if os.path.isdir(path) else " is no folder here, and the hub did not give it"
     return UserError(f"{path}{where}: its {what} cannot be loaded ({reason}): check the name, the files, the network")

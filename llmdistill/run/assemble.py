@@ -34,6 +34,7 @@ from llmdistill.run.plan import Plan
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
 from llmdistill.runtime.terminal import warn_main
@@ -116,7 +117,8 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
 
 
 def check_machine(plan: Plan, world: World) -> None:
-    """Raise a UserError if this machine does not support a setting of the run, and warn if its losses will be slow."""
+    """Raise a UserError if this machine or DeepSpeed does not support a setting, and warn if losses will be slow."""
+    check_ds_config(plan.ds_config, plan.config.ds_config)
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
         check_compile(world.device, student_stage=stage, teacher_sharding=plan.config.teacher.sharding)

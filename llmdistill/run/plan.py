@@ -27,7 +27,8 @@ from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_
 from llmdistill.objective import Objective
 from llmdistill.run.checks import check_can_cache, check_keep_best, check_teacher_head, check_weighting
 from llmdistill.runtime.devices import TORCH_DTYPES
-from llmdistill.runtime.ds_config import read_ds_config
+from llmdistill.runtime.ds_check import check_ds_config, check_zero
+from llmdistill.runtime.ds_config import is_shipped, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 from llmdistill.runtime.launch import launched_ranks
 from llmdistill.tasks import make_task
@@ -171,6 +172,10 @@ def make_plan(
     ds_config = read_ds_config(config.ds_config)
     split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
     resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
+    if not is_shipped(config.ds_config):  # the check loads DeepSpeed
+        check_ds_config(resolved, config.ds_config)
+    if config.teacher.is_sharded and config.teacher.zero:
+        check_zero({**config.teacher.zero, "stage": 3}, "teacher.zero")
     entry = METHODS[config.method]
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
     if before is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from llmdistill.errors import UserError
+from llmdistill.files import read_json
 
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 """The DeepSpeed configuration of a run that does not name one."""
@@ -26,10 +28,10 @@ def ds_config_path(name_or_path: str) -> Path:
     Raises UserError if the file does not exist.
     """
     path = Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises an error for a name that is too long
         return path
     shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
-    if str(path.parent) in (".", "ds_configs") and shipped.is_file():
+    if str(path.parent) in (".", "ds_configs") and os.path.isfile(shipped):
         return shipped
     names = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
     raise UserError(f"--ds_config {name_or_path}: neither a file nor a shipped configuration; shipped are {names}")
@@ -40,21 +42,33 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
     Raises UserError if the file does not exist, is not a JSON object, or sets a part that this program owns.
     """
-    file = ds_config_path(path)
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        line = getattr(error, "lineno", 1)
-        raise UserError(
-            f"{path}:{line}: not valid JSON ({getattr(error, 'msg', 'not text')}); mend the DeepSpeed configuration"
-        ) from error
+    config = read_json(ds_config_path(path), shown=path)
     if not isinstance(config, dict):
         raise UserError(f"{path}:1: a DeepSpeed configuration is a JSON object, this is a {type(config).__name__}")
     if "scheduler" in config:
         raise UserError(f"{path}: scheduler: the learning rate is the run's (train.schedule); remove the block")
-    if config.get("fp16", {}).get("enabled", False):
+    if _block(config, "fp16", path).get("enabled", False):
         raise UserError(f"{path}: fp16.enabled: half precision is bf16 here; remove the block and enable bf16")
+    _block(config, "bf16", path)
+    stage = _block(config, "zero_optimization", path).get("stage", 0)
+    if stage not in (0, 1, 2, 3) or type(stage) is not int:
+        raise UserError(f"{path}: zero_optimization.stage is {stage!r}: give 0, 1, 2 or 3")
     return config
+
+
+def is_shipped(name_or_path: str) -> bool:
+    """Whether a DeepSpeed configuration is one that ships with the package, which needs no further check."""
+    return ds_config_path(name_or_path).parent.samefile(SHIPPED)
+
+
+def _block(config: dict[str, Any], key: str, path: str, prefix: str = "") -> dict[str, Any]:
+    """Return a block of a configuration, an empty one if it is missing. Raises UserError if the value is no block."""
+    block = config.get(key, {})
+    if not isinstance(block, dict):
+        raise UserError(
+            f"{path}: {prefix}{key} is {json.dumps(block)[:60]}: expected a block such as {{...}}; mend or remove it"
+        )
+    return block
 
 
 def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) -> dict[str, Any]:
@@ -72,8 +86,9 @@ def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) 
         if parents[:1] == [_OPTIONAL] and _OPTIONAL not in resolved:
             continue
         block = resolved
-        for parent in parents:
-            block = block.setdefault(parent, {})
+        for depth, parent in enumerate(parents):
+            inner = _block(block, parent, path, "".join(f"{each}." for each in parents[:depth]))
+            block = block.setdefault(parent, inner)
         given = block.get(name, "auto")
         if given == "auto":
             block[name] = value

@@ -33,7 +33,7 @@ def check_hosts(flags: Sequence[str]) -> None:
     # --include and --exclude choose among the hosts in DeepSpeed's own way.
     if "--no_ssh" in words or "--include" in given or "--exclude" in given:
         return
-    asked = hosts[: int(given["--num_nodes"])] if given.get("--num_nodes", "").isdigit() else hosts
+    asked = hosts[: int(given["--num_nodes"])] if given.get("--num_nodes", "").isdecimal() else hosts
     with ThreadPoolExecutor(max_workers=64) as pool:
         said = dict(zip(asked, pool.map(_ask, asked), strict=True))
     silent = {host: reason for host, reason in said.items() if reason is not None}
@@ -53,8 +53,12 @@ def read_hosts(file: Path) -> list[str]:
     """
     if not file.is_file():
         raise UserError(f"--hostfile {file}: there is no such file; write a line such as 'node1 slots=8' for each node")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--hostfile {file}: not UTF-8 text: mend or replace it") from error
     hosts: list[str] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from llmdistill.errors import RankError, Stopped, UserError
+from llmdistill.files import refused_by_system
 from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
 
@@ -52,8 +53,12 @@ def _code_of(job: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except Exception as error:
+        refused = refused_by_system(error)
         if several:
-            return _ended_rank(error)
+            return _ended_rank(error if refused is None else refused)
+        if refused is not None:
+            print(f"error: {refused}", file=sys.stderr, flush=True)
+            return 2
         remedy = _out_of_memory(error)
         if remedy is None:
             raise

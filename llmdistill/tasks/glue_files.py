@@ -74,6 +74,9 @@ GLUE: tuple[str, ...] = tuple(TABLES["tasks"])
 TASKS: dict[str, GlueTask] = {name: _task(fields) for name, fields in {**TABLES["tasks"], **TABLES["others"]}.items()}
 """The tasks on sentences and pairs of sentences by name: those of GLUE, and others."""
 
+_MOST_DIGITS = 18
+"""Digits of the number of an example, which fits into 64 bits."""
+
 BEST_SCORE = 5.0
 """The maximum score of STS-B; the minimum is 0."""
 
@@ -197,8 +200,9 @@ def _example(task: GlueTask, split: Split, row: dict[str, str], number: int, pla
     if not split.startswith("test"):
         return PairExample(first, second, _target(task, row[task.label], place), number)
     text = row.get(task.index, str(number))  # the lines of MRPC's original file have no numbers
-    if not text.isdecimal():
-        raise UserError(f"{place}: {task.index} {text!r}, expected a whole number; take GLUE's own test file")
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        shown = repr(text if len(text) <= 40 else f"{text[:37]}...")
+        raise UserError(f"{place}: {task.index} {shown}, expected a whole number; take GLUE's own test file")
     return PairExample(first, second, None, int(text))
 
 

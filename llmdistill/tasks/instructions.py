@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,6 +21,7 @@ from llmdistill.data.sources import check_first_row, read_examples
 from llmdistill.data.stream import StreamLoader, check_stream
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.files import json_lines
 from llmdistill.fingerprints import fingerprint
 from llmdistill.generation.answers_file import check_teacher
 from llmdistill.models.families import family_of
@@ -291,8 +291,7 @@ class InstructionData(TaskData):
 
 def _chance(predictions: Path) -> dict[str, Any]:
     """Compare the answers in the file of predictions with chance; this needs at least two questions."""
-    with predictions.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = json_lines(predictions)
     if len(rows) < 2:
         return {"chance": None, "above_chance": True}
     answers = [next(iter(row["predictions"].values())) for row in rows]

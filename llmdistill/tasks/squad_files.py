@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,6 +13,7 @@ from llmdistill.config.data import TaskConfig
 from llmdistill.data.sources import benchmark_rows
 from llmdistill.data.windows import Answer, QuestionExample
 from llmdistill.errors import UserError
+from llmdistill.files import parse_json
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.squad_metrics import LANGUAGES
 
@@ -255,7 +255,7 @@ def _question(row: Mapping[str, Any], place: str) -> QuestionExample:
         and isinstance(starts, list)
         and len(texts) == len(starts)
         and all(isinstance(each, str) for each in texts)
-        and all(isinstance(each, int) and each >= 0 for each in starts)
+        and all(isinstance(each, int) and 0 <= each < 2**31 for each in starts)
     )
     if not is_right:
         raise UserError(
@@ -273,7 +273,7 @@ def _file_rows(path: Path) -> _Rows:
         UserError: the file does not exist, or has another format.
     """
     try:
-        articles = json.loads(path.read_text(encoding="utf-8-sig"))["data"]
+        articles = parse_json(path.read_text(encoding="utf-8-sig"))["data"]
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; take the official download, whole, or none for the hub's") from error
     except (OSError, ValueError) as error:

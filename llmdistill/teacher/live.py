@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from llmdistill.errors import UserError
 from llmdistill.models.heads import lm_head_parameters
 from llmdistill.models.load import Head, load_model
 from llmdistill.models.sharded import keep_gathered
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.runtime.distributed import World, node_group, node_ranks
+from llmdistill.runtime.ds_check import check_zero
 from llmdistill.runtime.ds_config import NO_TIMERS
 
 
@@ -64,7 +64,7 @@ def load_teacher(
         "zero_optimization": {**(zero or {}), "stage": 3},
         **NO_TIMERS,
     }
-    _check_zero(ds_config["zero_optimization"])
+    check_zero(ds_config["zero_optimization"], "teacher.zero")
     group = node_group(world) if len(ranks) < world.size else None
     model = load_sharded(path, ds_config=ds_config, dtype=dtype, head=head, group=group)
     model.eval().requires_grad_(False)
@@ -72,16 +72,3 @@ def load_teacher(
     engine.eval()
     keep_gathered(lm_head_parameters(engine.module))
     return LiveTeacher(engine.module, engine)
-
-
-def _check_zero(settings: dict[str, Any]) -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    try:
-        DeepSpeedZeroConfig(**settings)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        key = ".".join(map(str, wrong["loc"]))
-        said = wrong["msg"][:1].lower() + wrong["msg"][1:]
-        raise UserError(f"teacher.zero: DeepSpeed refuses {key} ({said}); correct or remove it") from error

@@ -217,7 +217,7 @@ def test_a_file_in_place_of_the_folder_is_one_sentence(parse, tmp_path):
     with pytest.raises(UserError, match=r"^output_dir \S+/run: it is a file; choose another output_dir or remove"):
         claim(parse())
     with pytest.raises(
-        UserError, match=r"run/below/run\.json: it cannot be written \(Not a directory\): choose another"
+        UserError, match=r"run/below/run\.json: the system refuses it \(not a directory\): choose another"
     ):
         claim(parse(folder="run/below"))
     assert (tmp_path / "run").read_text() == "mine"
@@ -232,5 +232,5 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(parse, tmp_path, monkey
         return real(self, mode, *more, **others)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"it cannot be written \(Read-only file system\): choose another folder"):
+    with pytest.raises(UserError, match=r"the system refuses it \(read-only file system\): choose another path"):
         claim(parse())

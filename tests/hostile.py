@@ -1,0 +1,155 @@
+"""Input that nobody meant: what readers and parsers are tried with, and the one outcome besides success."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from llmdistill.errors import UserError
+
+CASES = int(os.environ.get("LLMDISTILL_CASES", "20"))
+"""Cases of each property; 400 makes more than 10,000 of all together."""
+SECONDS = 60
+"""A case that takes longer hangs."""
+tried = {"cases": 0, "refused": 0}
+
+
+def tries(*, share: float = 1, **strategies: Any) -> Any:
+    """Decorate a property: it is tried with `share` of the cases, the same ones in each run of the short form."""
+    chosen = settings(
+        max_examples=max(1, round(CASES * share)),
+        deadline=None,
+        derandomize=CASES <= 20,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return lambda test: chosen(given(**strategies)(test))
+
+
+def outcome(call: Callable[[], Any]) -> str | None:
+    """Return the one sentence by which input is refused; None if it is taken. Nothing else may happen."""
+    tried["cases"] += 1
+    before = signal.signal(signal.SIGALRM, _hangs)
+    signal.alarm(SECONDS)
+    try:
+        call()
+    except UserError as error:
+        said = str(error)
+        assert said.strip()
+        assert said.isprintable(), said
+        tried["refused"] += 1
+        return said
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return None
+
+
+def _hangs(number: int, frame: FrameType | None) -> None:
+    pytest.fail(f"it takes more than {SECONDS} s")
+
+
+TEXTS = [
+    *(
+        "",
+        " ",
+        ".",
+        "..",
+        "../x",
+        "/",
+        "/etc/passwd",
+        "a/b",
+        "a\nb",
+        "a\u2028b",
+        "a\x00b",
+        "\x1b[31m",
+        "-1",
+        "--x",
+        "~",
+    ),
+    *(
+        "nan",
+        "inf",
+        "1e3",
+        "1e400",
+        "0x10",
+        "²",
+        "٣",
+        "1_0",
+        "9" * 20,
+        "9" * 5000,
+        "null",
+        "true",
+        "[",
+        "{",
+        "a: b",
+        "*",
+    ),
+    *("\ud800", "\udcff", "\ufeff", "é" * 150, "n" * 400, "embedded:nothing", "hf://datasets/", "a:b:c:d", "%", "%s"),
+]
+NUMBERS = [
+    *(0, -1, 1, 2, 7, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400),
+    *(0.0, -0.0, 0.5, 1.5, -1e-9, 5e-324, 1e38, 1e308, float("nan"), float("inf"), float("-inf")),
+]
+SCALARS = st.one_of(st.sampled_from(TEXTS), st.sampled_from(NUMBERS), st.none(), st.booleans(), st.text(max_size=20))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from([*TEXTS, "a", "b", "enabled"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+"""Plain JSON values."""
+
+_PIECES = [
+    *(
+        b"\x00",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b"\xe2\x80\xa8",
+        b"\xef\xbb\xbf",
+        b"\r",
+        b"\n",
+        b"\t",
+        b'"',
+        b"\\",
+        b",",
+        b"{",
+        b"]",
+    ),
+    *(b"\\ud800", b"NaN", b"Infinity", b"-1", b"1e999", b"null", b"true", b"[]", b"{}", b"9" * 5000, b"[" * 28000),
+    *(b'{"a":' * 2000, b"x" * 70_000, b" " * 200, b"&a [*a]", b"!!timestamp x", b"!!python/name:os.system "),
+]
+
+
+def damaged(content: bytes, seed: int) -> bytes:
+    """Return the bytes of a file after one to four changes: bytes that are changed, removed, doubled or put in."""
+    dice = random.Random(seed)
+    data = bytearray(content)
+    for _ in range(dice.randint(1, 4)):
+        place, length = dice.randint(0, len(data)), dice.choice((1, 1, 2, 8, 40))
+        match dice.randint(0, 5):
+            case 0 if place < len(data):
+                data[place] ^= 1 << dice.randint(0, 7)
+            case 1:
+                del data[place : place + length]
+            case 2:
+                data[place:place] = data[place : place + length]
+            case 3:
+                del data[place:]
+            case 4:
+                data[place : place + length] = bytes(dice.randrange(256) for _ in range(length))
+            case _:
+                data[place : place + dice.choice((0, 1, 4))] = dice.choice(_PIECES)
+    return bytes(data)
+
+
+SEEDS = st.integers(min_value=0, max_value=2**32)
