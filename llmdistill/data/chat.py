@@ -114,7 +114,9 @@ def _render_all(conversations: Sequence[Messages], tokenizer: PreTrainedTokenize
 
 def _answer(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     try:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        text = str(
+            tokenizer.apply_chat_template([dict(each) for each in messages], tokenize=False, add_generation_prompt=True)
+        )
     except MemoryError:
         return {"error": f"needs more than {MEMORY_BYTES >> 20} MB of memory for one conversation"}
     except Exception as error:  # a template can raise anything

@@ -123,11 +123,11 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
 
 
-def _compare(folder: Path, old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> State:
+def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any]) -> State:
     """Return the state of the run in a folder; raise UserError if the folder contains a different run."""
     finished = (folder / METRICS_FILE).is_file()
     try:
-        before = None if old is None else _identity(old)
+        before = None if old is None else _identity(with_lowered_rate(folder, old, new))
     except (KeyError, TypeError, AttributeError) as error:  # a record without checksum, as before version 0.6
         raise UserError(f"{folder / RUN_FILE}: not the record of a run; {_REMEDY}") from error
     return compare_records(
@@ -204,7 +204,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
         raise UserError(
             f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
         )
-    state = _compare(folder, None if old is None else with_lowered_rate(folder, old, record), record)
+    state = _compare(folder, old, record)
     write_record(folder / RUN_FILE, record)
     return state
 

@@ -347,4 +347,4 @@ def test_what_the_system_refuses_is_a_sentence_of_every_command(
     assert exit_code(job) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: /nnn")
-    assert said.endswith("the system refuses it (file name too long); give another path, or mend its permissions\n")
+    assert said.endswith("the system refuses it (file name too long): choose another path, or mend its permissions\n")
