@@ -12,14 +12,14 @@ import os
 import resource
 import select
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, str]]
+Messages = list[dict[str, str]]
 
 CPU_SECONDS = 5
 """For one conversation; an ordinary template takes less than a millisecond."""
@@ -114,9 +114,7 @@ def _render_all(conversations: Sequence[Messages], tokenizer: PreTrainedTokenize
 
 def _answer(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     try:
-        text = str(
-            tokenizer.apply_chat_template([dict(each) for each in messages], tokenize=False, add_generation_prompt=True)
-        )
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except MemoryError:
         return {"error": f"needs more than {MEMORY_BYTES >> 20} MB of memory for one conversation"}
     except Exception as error:  # a template can raise anything

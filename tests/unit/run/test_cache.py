@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from llmdistill.artifacts import write_record
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
@@ -34,7 +35,7 @@ from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher import cache_folder
-from llmdistill.teacher.cache_folder import CacheFolder
+from llmdistill.teacher.cache_folder import CacheFolder, read_cache_record
 from llmdistill.teacher.cached import CachedTeacher
 
 from stand_in_vllm import install
@@ -495,11 +496,11 @@ def test_a_run_is_identified_by_the_content_of_its_cache(planned, broken):
     config = planned("--teacher.cache", str(broken))[0].config
     before = run_record(config, 1)["inputs"]
     assert before["teacher.cache"].startswith("sha256:")
-    record = json.loads((broken / "cache.json").read_text())
-    (broken / "cache.json").write_text(json.dumps(record | {"model": "moved"}))
+    record = read_cache_record(broken)
+    write_record(broken / "cache.json", record | {"model": "moved"})
     assert run_record(config, 1)["inputs"] == before
     record["files"]["head.safetensors"]["sha256"] = "0"
-    (broken / "cache.json").write_text(json.dumps(record))
+    write_record(broken / "cache.json", record)
     assert run_record(config, 1)["inputs"] != before
 
 
