@@ -82,7 +82,7 @@ class MachineConfig:
 
 def parse_bytes(text: str, *, field: str) -> int:
     """Return the bytes that a text such as 80GB, 1.5 TB or 24GiB names; raises FieldError if it has another form."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text, re.ASCII)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)\s*", text, re.ASCII)
     size = None if match is None else float(match[1]) * _UNITS.get(match[2].upper(), 0)
     if not size:
         raise FieldError(f"{field} is {text!r}: give a number with one of the units {', '.join(_NAMES)}, such as 80GB")

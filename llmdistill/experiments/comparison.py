@@ -9,7 +9,7 @@ from typing import Any
 
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.equal_params import check_starts, equal_size
+from llmdistill.experiments.equal_params import check_starts, equal_size, is_rank
 from llmdistill.experiments.equal_tokens import steps_for_equal_tokens
 from llmdistill.experiments.grid import choose, points
 from llmdistill.experiments.launcher import Launcher, shown_command
@@ -181,17 +181,17 @@ class Study:
 
 def size_label(size: str) -> str:
     """Return the text of a further size, which is a rank or a number of parameters."""
-    return f"rank {size}" if size.isdigit() else size
+    return f"rank {size}" if is_rank(size) else size
 
 
 def _other_size(size: str) -> dict[str, Any]:
     """Return the settings of a further size for the recipe's own start, by dotted key."""
     return {
-        "student.factorize.rank": int(size) if size.isdigit() else None,
-        "student.factorize.target_params": None if size.isdigit() else size,
+        "student.factorize.rank": int(size) if is_rank(size) else None,
+        "student.factorize.target_params": None if is_rank(size) else size,
         "student.factorize.ranks": None,
         # A rank for all matrices leaves no ranks to choose.
-        **({"student.factorize.allocation": "uniform"} if size.isdigit() else {}),
+        **({"student.factorize.allocation": "uniform"} if is_rank(size) else {}),
     }
 
 

@@ -11,6 +11,11 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.plan import summarise
 
 
+def is_rank(size: str) -> bool:
+    """Return whether the size of a student is a rank; any other is a number of parameters, as in target_params."""
+    return size.isdecimal() and len(size) < 10
+
+
 def check_starts(recipe: RunConfig) -> None:
     """Check that the recipe's student can be made from every start.
 
@@ -51,7 +56,7 @@ def equal_size(recipe: RunConfig, size: str | None = None) -> dict[str, Any]:
     """
     factorize = replace(recipe.student.factorize, weighting="none", allocation="uniform")
     if size is not None:
-        rank, target = (int(size), None) if size.isdigit() else (None, size)
+        rank, target = (int(size), None) if is_rank(size) else (None, size)
         factorize = replace(factorize, rank=rank, ranks=None, target_params=target)
     target_params = summarise(locate(str(recipe.teacher.model)), factorize)["student_params"]
     sizes = {"rank": None, "ranks": None, "target_params": target_params}

@@ -44,7 +44,7 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
         return tuple(named[text])
     layers: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part.strip(), re.ASCII)
+        match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", part.strip(), re.ASCII)
         low, high = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
         if not 1 <= low <= high <= num_layers:
             raise UserError(

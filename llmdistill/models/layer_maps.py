@@ -55,7 +55,7 @@ def mapped_layers(
                 "for each layer of the student"
             )
         return _MAPS[text](student_depth, teacher_depth)
-    if re.fullmatch(r"\d+\s*(,\s*\d+\s*)*", text, re.ASCII) is None:
+    if re.fullmatch(r"\d{1,9}\s*(,\s*\d{1,9}\s*)*", text, re.ASCII) is None:
         raise UserError(
             f"{key} {spec!r} names no layers: give {', '.join([*_MAPS, *more])}, or numbers from 1 such as 1,3,5"
         )

@@ -22,9 +22,9 @@ import yaml
 from hostile import SEEDS, TEXTS, VALUES, damaged, outcome, tried, tries
 from question_files import rows, write_file
 
-from llmdistill.config import RunConfig, TaskConfig
+from llmdistill.config import FactorizeConfig, RunConfig, TaskConfig
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.command_line import build, changed, parse_run, run_parser
+from llmdistill.config.command_line import build, changed, checked, parse_run, run_parser
 from llmdistill.config.generation import ResponseConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.config.tasks import FineTuningConfig
@@ -32,13 +32,17 @@ from llmdistill.data.corpus import _read_segments, text_files
 from llmdistill.data.examples import parse_row
 from llmdistill.data.sources import examples_of, open_rows, read_examples
 from llmdistill.embedded import locate
+from llmdistill.factorize.plan import summarise
 from llmdistill.methods import METHODS
+from llmdistill.methods.layers import parse_layers
 from llmdistill.models.configs import load_config
+from llmdistill.models.layer_maps import mapped_layers
+from llmdistill.models.shapes import parse_shape
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
 from llmdistill.runtime.hosts import read_hosts
-from llmdistill.tasks import squad_files, writing_files
+from llmdistill.tasks import squad_files, task_key, writing_files
 from llmdistill.tasks.chunk_files import read_sentences
 from llmdistill.tasks.glue_files import read_split
 from llmdistill.tasks.out_of_domain import read_further, table_rows
@@ -176,6 +180,33 @@ def test_damaged_ds_configs(tmp_path_factory: pytest.TempPathFactory, seed: int)
     file = tmp_path_factory.getbasetemp() / "ds.json"
     file.write_bytes(damaged((SHIPPED / "zero2_offload.json").read_bytes(), seed))
     outcome(lambda: read_whole(str(file)))
+
+
+# Settings whose text has a form of its own: sizes, shapes and layers.
+
+
+def planned(**settings: Any) -> None:
+    summarise(locate("embedded:teacher"), FactorizeConfig(**settings), "kronecker" if "shapes" in settings else "svd")
+
+
+FORMS: dict[str, Callable[[str], Any]] = {
+    "shape": parse_shape,
+    "layers of a copy": lambda text: mapped_layers(text, student_depth=3, teacher_depth=6, key="student.layers"),
+    "layers of a method": lambda text: parse_layers(text, 6, key="makd.layers"),
+    "memory": lambda text: checked(MachineConfig, {"gpu_memory": text}),
+    "target_params": lambda text: planned(target_params=text),
+    "ranks": lambda text: planned(ranks={text: 4}),
+    "shapes": lambda text: planned(shapes={"*": text}),
+    "max_flops": lambda text: planned(shapes={"*": "2x2"}, max_flops=text),
+    "task": task_key,
+}
+PARTS = [*("9" * 5_000, "9" * 400, "12", "0", "-1", "1.5", "²", "٣"), *("x", ",", "-", "%", "B", "GB", "MiB", " ", "*")]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@tries(share=0.5, parts=st.lists(st.sampled_from(PARTS), max_size=6))
+def test_texts_with_a_form(name: str, parts: list[str]) -> None:
+    outcome(lambda: FORMS[name]("".join(parts)))
 
 
 # Rows.
