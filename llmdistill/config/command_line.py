@@ -195,6 +195,8 @@ def build(
             if is_dataclass(part):
                 built[field.name] = build(value, part, prefix=f"{prefix}{field.name}.")
             else:
+                if value is None and "None" not in str(field.type):
+                    raise UserError(f"{prefix}{field.name} is null: give a value, or leave it out")
                 check_plain(value, f"{prefix}{field.name}")
                 built[field.name] = value
     if "betas" in built:

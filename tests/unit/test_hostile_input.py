@@ -12,7 +12,7 @@ import pytest
 
 import llmdistill
 from llmdistill.config import DataConfig, TaskConfig, TrainConfig
-from llmdistill.config.command_line import build, parse_run
+from llmdistill.config.command_line import build, changed, parse_run
 from llmdistill.data.pairs import PairExample
 from llmdistill.data.sources import examples_of, read_examples, write_rows
 from llmdistill.errors import UserError, check_name
@@ -200,6 +200,13 @@ def test_a_line_end_in_a_name_does_not_break_the_sentence() -> None:
     refuses("--recipe a\\nb: neither", parse_run, ["--recipe", "a\nb"], METHODS)
     assert len(str(UserError("x" * 10**6 + "the remedy"))) < 5_000
     assert str(UserError("x" * 10**6 + "the remedy")).endswith("the remedy")
+
+
+def test_null_for_a_number_in_python() -> None:
+    for value in (TrainConfig(), METHODS["kd"].defaults()):
+        key = "eps" if isinstance(value, TrainConfig) else "beta"
+        with pytest.raises(UserError, match=f"^part.{key} is null: give a value"):
+            changed(value, {key: None}, key="part")
 
 
 @pytest.mark.parametrize("kind", [DataConfig, TaskConfig])
