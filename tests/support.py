@@ -132,7 +132,7 @@ class Job:
     """A program that a RankServer runs."""
 
     def __init__(self, server: RankServer, command: list[str], group: int, output: Path, errors: Path) -> None:
-        self._server, self._command, self._group, self._output, self.errors = server, command, group, output, errors
+        self._server, self._command, self.group, self.output, self.errors = server, command, group, output, errors
 
     def is_over(self) -> bool:
         """Whether it has ended by itself."""
@@ -145,7 +145,7 @@ class Job:
         except AssertionError:
             self._end_group()
             raise
-        texts = [file.read_text() if file.is_file() else "" for file in (self._output, self.errors)]
+        texts = [file.read_text() if file.is_file() else "" for file in (self.output, self.errors)]
         return subprocess.CompletedProcess(self._command, code, *texts)
 
     def kill(self) -> None:
@@ -155,7 +155,7 @@ class Job:
 
     def _end_group(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._group, signal.SIGKILL)
+            os.killpg(self.group, signal.SIGKILL)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

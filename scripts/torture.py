@@ -1,0 +1,133 @@
+"""Tortures the commands and prints a page of figures: kills, signals, flipped bytes, bad inputs, full disks, long runs.
+
+    scripts/torture.sh               # under 30 minutes on two cores
+    scripts/torture.sh --quick       # about a minute
+    scripts/torture.sh --only kills --seed 1 --case 17     # one case again, as a failure names it
+
+Every case is drawn from the seed and its number, so a failure can be repeated. Exit code 1 if there is any failure.
+The last line is JSON with the figures and the failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torture_bytes import bytes_flipped
+from torture_disk import disk
+from torture_kills import kills
+from torture_memory import memory
+from torture_runs import ROOT, Shop, Tally
+from torture_signals import signals
+
+PROPERTY_TESTS = "tests/unit/test_properties.py"
+"""Tests of all parsers and readers with inputs that hypothesis draws; they say how many they tried."""
+CASES = {True: "20", False: "400"}
+"""Of each property, in the quick form and in the long one, which makes more than 10,000 of all together."""
+SECTIONS = ("kills", "signals", "bytes", "disk", "inputs", "memory")
+
+
+def inputs(quick: bool) -> Tally:
+    """Run the property tests of all readers and parsers."""
+    tally = Tally("inputs")
+    if not (ROOT / PROPERTY_TESTS).exists():
+        tally.notes.append(f"{PROPERTY_TESTS} is not there: no inputs were tried")
+        return tally
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", PROPERTY_TESTS],
+        cwd=ROOT,
+        env={**os.environ, "LLMDISTILL_CASES": CASES[quick]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = re.search(r"[\d,]+ inputs tried.*", done.stdout)
+    tally.add("inputs", said[0] if said else "none were counted")
+    if done.returncode != 0:
+        failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        tally.failures += [f"inputs ({line[:300]})" for line in failed or [done.stdout[-300:]]]
+    return tally
+
+
+def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[], Tally]]:
+    """The work of each section, by its name."""
+    quick, case = arguments.quick, arguments.case
+
+    def cases(short: int, long: int) -> int:
+        return (short if quick else long) if arguments.cases is None else arguments.cases
+
+    def numbers(short: int, long: int) -> Sequence[int]:
+        return range(cases(short, long)) if case is None else [case]
+
+    of_all_bytes = None if case is not None or not (quick or arguments.cases) else cases(6, 0)
+    return {
+        "kills": lambda: kills(shop, numbers(6, 110)),
+        "signals": lambda: signals(shop, numbers(2, 20), launcher=not quick and case is None),
+        "bytes": lambda: bytes_flipped(shop, each=2, numbers=None if case is None else [case], limit=of_all_bytes),
+        "disk": lambda: disk(shop, numbers(4, 48), () if quick or case is not None else (100, 250, 400)),
+        "inputs": lambda: inputs(quick),
+        "memory": lambda: memory(shop, arguments.steps or (200 if quick else 10_000)),
+    }
+
+
+def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
+    """All figures, then all failures with the commands that repeat them."""
+    width = max(len(what) for tally in tallies for what, _ in [*tally.figures, ("", "")])
+    lines = [f"Torture with seed {seed} in {seconds / 60:.1f} minutes", ""]
+    for tally in tallies:
+        lines += [f"{what:{width}}  {value}" for what, value in tally.figures]
+        lines += [f"  note: {note}" for note in tally.notes]
+    failures = [failure for tally in tallies for failure in tally.failures]
+    lines += ["", f"{len(failures)} failures" + (":" if failures else "")]
+    return "\n".join([*lines, *(f"  scripts/torture.sh --seed {seed} --only {failure}" for failure in failures)])
+
+
+def main() -> int:
+    """Run the sections one after the other, print the page and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cases of each section, about a minute")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="this section alone; can be repeated")
+    parser.add_argument("--seed", type=int, default=1, help="of all that is drawn")
+    parser.add_argument("--case", type=int, help="this case alone; needs --only")
+    parser.add_argument("--cases", type=int, help="how many of each section, of which --quick takes few")
+    parser.add_argument("--steps", type=int, help="of the long run: 10,000, or 200 with --quick")
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="runs at the same time")
+    parser.add_argument(
+        "--folder", type=Path, help="place of the runs, whose failed ones are kept; default: a temporary"
+    )
+    arguments = parser.parse_args()
+    if arguments.case is not None and not arguments.only:
+        parser.error("--case needs --only: a number is that of a section's case")
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="torture-")) if arguments.folder is None else arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["LLMDISTILL_CACHE"] = str(folder / "tokens-of-runs")
+    shop = Shop(folder, seed=arguments.seed, workers=arguments.workers)
+    tallies = []
+    try:
+        for name, work in sections(shop, arguments).items():
+            if arguments.only is None or name in arguments.only:
+                start = time.monotonic()
+                tallies.append(work())
+                print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        shop.close()
+    print(page(tallies, time.monotonic() - began, arguments.seed))
+    failures = [failure for tally in tallies for failure in tally.failures]
+    if failures:
+        print(f"The folders of failures are in {folder}")
+    figures = {what.strip(): value for tally in tallies for what, value in tally.figures}
+    print(json.dumps({"seed": arguments.seed, "figures": figures, "failures": failures}))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""One process under torture: `torture_child.py FAULT.json PROGRAM ARGUMENTS` arms a fault and runs the program.
+
+The fault strikes in one rank, at a mark (the n-th call of a function that begins a phase, and a while later) or at a
+change (just before the n-th time that this rank changes something in the watched folders), so that no folder can be
+left in a state that is never tried. FAULT.json has the fields of `Fault`.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import safetensors.torch
+from rank_server import run_program
+from safetensors import SafetensorError
+
+MARKS = {
+    "start": "llmdistill.experiments.distillation:claim_folder",
+    "factorising": "llmdistill.run.assemble:measure_weights",
+    "calibrating": "llmdistill.factorize.weigh:measured",
+    "caching": "llmdistill.run.cache_shards:_taught",
+    "training": "llmdistill.run.trainer:global_counts",
+    "saving": "llmdistill.run.checkpoints:save_file",
+    "student": "llmdistill.run.assemble:save_student",
+    "scoring": "llmdistill.run.assemble:load_scored",
+    "generating": "llmdistill.generation.responses:answer_batch",
+    "comparing": "llmdistill.experiments.launcher:_start",
+    "exporting": "llmdistill.factorize.export:merge",
+}
+"""The function whose calls begin each phase, where the phase looks it up."""
+_PHASES = (
+    (r"/cal/", "calibrating"),
+    (r"/checkpoints(/|$)", "saving"),
+    (r"/(metrics\.jsonl|tensorboard|best)", "training"),
+    (r"/(scores|predictions|metrics\.json|report|ranks)", "scoring"),
+    (r"/\.?student(\.|/|$)", "student"),
+    (r"/(\.?untrained|weighting|spectra)", "factorising"),
+    (r"/\.?(cache)(/|$)", "caching"),
+    (r"/answers", "generating"),
+    (r"/\.?dense", "exporting"),
+)
+_ERRORS = {"full": errno.ENOSPC, "read-only": errno.EROFS, "failing": errno.EIO}
+"""What a disk says; SafetensorError has only the text."""
+
+
+@dataclass
+class Fault:
+    """What strikes, where and when."""
+
+    kind: str = "none"
+    """kill, a name of a signal, launcher (SIGKILL for the parent), a key of _ERRORS, or none."""
+    rank: int = 0
+    mark: str = ""
+    call: int = 1
+    delay: float = 0.0
+    """Seconds after the mark's call."""
+    change: int = 0
+    """Before this change, from 1; 0 for a fault at a mark."""
+    torn: bool = False
+    """The change is done by half first."""
+    watched: list[str] = field(default_factory=list)
+    """Folders whose changes count."""
+    folder: str = ""
+    """Where `struck` is written when the fault strikes, and changes-R.json with all changes of rank R at the end."""
+
+
+class Torture:
+    """The armed fault of this process."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault, self._changes, self._lock = fault, list[list[str]](), threading.RLock()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self._inside = self._broken = False
+
+    def arm(self) -> None:
+        """Listen to what this process changes, and to its marks if the fault is at one and for this rank."""
+        sys.addaudithook(self._heard)
+        for module, name in ((safetensors.torch, "serialize_file"), (os, "fsync")):
+            setattr(module, name, self._asked(getattr(module, name)))
+        if self._fault.mark and self._fault.kind != "none" and self._fault.rank == self.rank:
+            self._arm_mark()
+
+    def write_changes(self) -> None:
+        """Leave the list of changes."""
+        if self._fault.folder:
+            Path(self._fault.folder, f"changes-{self.rank}.json").write_text(json.dumps(self._changes))
+
+    def _arm_mark(self) -> None:
+        where, _, name = MARKS[self._fault.mark].partition(":")
+        module, calls = importlib.import_module(where), [0]
+        works: Callable[..., Any] = getattr(module, name)
+
+        def marked(*given: Any, **named: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == self._fault.call:
+                if self._fault.delay == 0:
+                    self._strike(f"mark {self._fault.mark}")
+                else:
+                    late = threading.Timer(self._fault.delay, self._strike, (f"mark {self._fault.mark}",))
+                    late.daemon = True
+                    late.start()
+            return works(*given, **named)
+
+        setattr(module, name, marked)
+
+    def _asked(self, works: Callable[..., Any]) -> Callable[..., Any]:
+        """Stands before a function that changes a file and raises no audit event."""
+
+        def asked(*given: Any, **named: Any) -> Any:
+            if works.__name__ == "fsync":
+                self._change("fsync", os.readlink(f"/proc/self/fd/{given[0]}"))
+            else:
+                self._change("write", str(given[1]), lambda: _write_half(works, given, named))
+            return works(*given, **named)
+
+        return asked
+
+    def _heard(self, event: str, given: tuple[Any, ...]) -> None:
+        if self._inside:
+            return
+        if event == "open" and isinstance(given[0], (str, bytes)):
+            path, mode, flags = os.fsdecode(given[0]), given[1], given[2]
+            if (mode is not None and set(mode) & set("wax+")) or (mode is None and flags & (os.O_WRONLY | os.O_RDWR)):
+                self._change(f"open {mode}", path, lambda: _append_half(path, mode or "w"))
+        elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
+            folder = given[1] if event in ("os.remove", "os.rmdir") and given[1] != -1 else None
+            name = os.fsdecode(given[0]) if not isinstance(given[0], int) else os.readlink(f"/proc/self/fd/{given[0]}")
+            path = name if folder is None else f"{os.readlink(f'/proc/self/fd/{folder}')}/{name}"
+            self._change(event, path)
+
+    def _change(self, event: str, path: str, half: Callable[[], None] | None = None) -> None:
+        """Count a change of a watched folder; strike if it is the one."""
+        # TensorBoard's thread opens its file a hundred times; a folder that is there is not made.
+        if "/tensorboard/" in path or (event == "os.mkdir" and os.path.isdir(path)):
+            return
+        if not any(os.path.abspath(path).startswith(f"{folder}/") for folder in self._fault.watched):
+            return
+        with self._lock:
+            self._changes.append([event, path])
+            due = self._fault.change == len(self._changes) and self._fault.rank == self.rank
+            if self._broken or (due and self._fault.kind in _ERRORS):
+                self._break(event, path)
+            elif due and self._fault.kind != "none":
+                self._inside = True
+                if self._fault.torn and half is not None:
+                    half()
+                self._inside = False
+                self._strike(f"{event} {path}")
+
+    def _break(self, event: str, path: str) -> None:
+        """The disk fails from now on, but lets remove."""
+        if not self._broken:
+            self._say(f"{event} {path}")
+        self._broken = True
+        number = _ERRORS[self._fault.kind]
+        if event == "write":
+            raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+        if self._fault.kind == "read-only" or event not in ("os.remove", "os.rmdir"):
+            raise OSError(number, os.strerror(number), path)
+
+    def _say(self, what: str) -> None:
+        if self._fault.folder:
+            self._inside = True
+            Path(self._fault.folder, "struck").write_text(json.dumps([what, time.time()]))
+            self._inside = False
+
+    def _strike(self, what: str) -> None:
+        self._say(what)
+        kind = self._fault.kind
+        if kind == "launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.Signals[kind])
+
+
+def phase_of(change: list[str]) -> str:
+    """The phase in which a change of a run's folder happens, by its path."""
+    return next((phase for pattern, phase in _PHASES if re.search(pattern, change[1])), "start")
+
+
+def _append_half(path: str, mode: str) -> None:
+    with open(path, "ab" if "a" in mode else "wb") as file:
+        file.write(b'{"step": 3, "lo')
+
+
+def _write_half(works: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    works(*given, **named)
+    os.truncate(given[1], os.path.getsize(given[1]) // 2)
+
+
+class ForkedTrial:
+    """Stands for subprocess.Popen where a study starts a trial: a fork, which has the libraries loaded."""
+
+    def __init__(self, command: list[str], *, stdout: Any, env: dict[str, str], preexec_fn: Any, **_: Any) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(command[2:], stdout.fileno(), env, preexec_fn)
+
+    def _run(self, words: list[str], output: int, env: dict[str, str], prepare: Callable[[], None]) -> NoReturn:
+        os.setsid()
+        prepare()
+        for number in (1, 2):
+            os.dup2(output, number)
+        os.environ.clear()
+        os.environ.update(env)
+        end_process(run_program(words[0], words[1:]))
+
+    def poll(self) -> int | None:
+        """As Popen's."""
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self) -> int:
+        """As Popen's."""
+        while self.poll() is None:
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+
+def _start_trial(command: list[str], **named: Any) -> Any:
+    if command[:2] == [sys.executable, "-m"]:
+        return ForkedTrial(command, **named)
+    return subprocess.Popen(command, **named)
+
+
+def end_process(code: int) -> NoReturn:
+    """End a forked process, as Python's end does, but without what the server registered for its own."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> int:
+    """Arm the fault and run the program; a launched program's --local_rank is dropped."""
+    file, program, *arguments = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    launcher = importlib.import_module("llmdistill.experiments.launcher")
+    launcher.subprocess = type("Forking", (), {**vars(subprocess), "Popen": staticmethod(_start_trial)})  # type: ignore[attr-defined]
+    torture = Torture(Fault(**json.loads(Path(file).read_text())))
+    torture.arm()
+    try:
+        return run_program(program, arguments)
+    finally:
+        torture.write_changes()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

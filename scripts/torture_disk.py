@@ -1,0 +1,106 @@
+"""A disk that is full, read-only or failing at any change: one sentence, and the run goes on when it is well again."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from torture_child import Fault, phase_of
+from torture_runs import SCENARIOS, Shop, Tally, in_parallel, verdict
+
+KINDS = ("full", "full", "read-only", "failing")
+
+
+@dataclass
+class Outcome:
+    """What came of a case."""
+
+    number: int
+    what: str
+    wrong: list[str] = field(default_factory=list)
+    traceback: bool = False
+    struck: bool = False
+
+
+def attempt(shop: Shop, number: int) -> Outcome:
+    """Let a change fail, and all after it; then repeat the command on a disk that works."""
+    dice = shop.random("disk", number)
+    scenario = list(SCENARIOS.values())[number % len(SCENARIOS)]
+    ranks, kind = scenario.ranks[0], dice.choice(KINDS)
+    changes = shop.changes(scenario, ranks, 0)
+    place = dice.randint(1, len(changes))
+    phase = phase_of(changes[place - 1])
+    outcome = Outcome(number, f"{scenario.name}, {kind} at change {place} ({phase}: {' '.join(changes[place - 1])})")
+    folder = shop.folder / "disk" / str(number)
+    folder.mkdir(parents=True)
+    try:
+        done = shop.run(scenario, folder, ranks=ranks, fault=Fault(kind, change=place))
+        outcome.struck = done.struck is not None
+        outcome.traceback = "Traceback" in done.said
+        if outcome.struck and done.code == 0 and phase != "scoring":
+            outcome.wrong += [f"it ended with 0: {each}" for each in verdict(shop, scenario, ranks, folder)]
+        if outcome.traceback:
+            outcome.wrong.append(f"a traceback: {done.reason}")
+        done = shop.run(scenario, folder, ranks=ranks)
+        outcome.wrong += [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
+    except (AssertionError, RuntimeError) as error:
+        outcome.wrong.append(str(error)[:300])
+    if not outcome.wrong:
+        shutil.rmtree(folder)
+    return outcome
+
+
+def really_full(shop: Shop, kilobytes: int) -> Outcome:
+    """A file system of that size for the run's folder, which is then enlarged."""
+    scenario, outcome = SCENARIOS["train"], Outcome(kilobytes, f"a file system of {kilobytes} kB")
+    folder = shop.folder / "disk" / f"full-{kilobytes}"
+    folder.mkdir(parents=True)
+    if not _mount(folder, f"size={kilobytes}k"):
+        return outcome
+    try:
+        done = shop.run(scenario, folder, ranks=1)
+        outcome.struck = done.code != 0
+        outcome.traceback = "Traceback" in done.said
+        if outcome.traceback:
+            outcome.wrong.append(f"a traceback: {done.reason}")
+        _mount(folder, "remount,ro")
+        done = shop.run(scenario, folder, ranks=1)
+        if done.code == 0 or "Traceback" in done.said:
+            outcome.wrong.append(f"read-only: {done.reason}")
+        _mount(folder, "remount,rw,size=64m")
+        done = shop.run(scenario, folder, ranks=1)
+        outcome.wrong += [done.reason] if done.code != 0 else verdict(shop, scenario, 1, folder)
+    except (AssertionError, RuntimeError) as error:
+        outcome.wrong.append(str(error)[:300])
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
+    return outcome
+
+
+def _mount(folder: Path, options: str) -> bool:
+    """Whether a file system in memory could be mounted: that needs the administrator's rights."""
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def disk(shop: Shop, numbers: Sequence[int], sizes: Sequence[int]) -> Tally:
+    """Injected faults with these numbers, and real file systems of these sizes in kB."""
+    outcomes: list[Outcome] = in_parallel(
+        shop, [*(partial(attempt, shop, number) for number in numbers), *(partial(really_full, shop, k) for k in sizes)]
+    )
+    tally = Tally("disk")
+    struck = [each for each in outcomes if each.struck]
+    survived = sum(all(wrong.startswith("a traceback") for wrong in each.wrong) for each in struck)
+    tally.add("faults of the disk", f"{len(struck)}, of which {survived} survived")
+    kinds = Counter(each.what.split(",")[1].split()[0] if "," in each.what else "small file system" for each in struck)
+    tally.add("  by kind", ", ".join(f"{kind} {count}" for kind, count in kinds.items()))
+    tally.add("  met by a traceback", sum(each.traceback for each in outcomes))
+    for each in outcomes:
+        if each.wrong:
+            tally.failures.append(f"disk --case {each.number} ({each.what}): {'; '.join(each.wrong[:3])}")
+    return tally

@@ -1,0 +1,110 @@
+"""Compares what a disturbed run leaves with what an undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+_VOLATILE = ("seconds", "per_second", "finished", "started", "peak_memory", "share", "command", "hardware", "versions")
+"""Parts of keys whose values differ from run to run: times, and where and when it ran."""
+_DIGEST = re.compile(r"-[0-9a-f]{8}\b")
+PAGES = (".png", ".svg", ".md", ".html", ".lock", ".log", ".txt")
+"""Ends of names of files that are drawn or printed for people, and read by no command."""
+
+
+def differences(expected: Path, found: Path, *, noise: float = 0.0) -> list[str]:
+    """What differs between the results in two folders, in words; `noise` is the relative difference allowed of floats.
+
+    Times, pages and the events of TensorBoard are not compared, but the files must be the same.
+    """
+    first, second = _names(expected), _names(found)
+    wrong = [f"{name} is missing" for name in sorted(first.keys() - second.keys())]
+    for name in sorted(first.keys() & second.keys()):
+        if not name.endswith(PAGES) and _differs([(first[name], expected), (second[name], found)], noise):
+            wrong.append(f"{name} differs")
+    return wrong
+
+
+def left_behind(expected: Path, found: Path) -> list[str]:
+    """Files that an undisturbed run does not leave."""
+    return sorted(_names(found).keys() - _names(expected).keys())
+
+
+def _names(folder: Path) -> dict[str, Path]:
+    """The files of a folder by their names; the name of a study's run ends with a digest of where it is."""
+    files = [file for file in folder.rglob("*") if file.is_file() and "tfevents" not in file.name]
+    return {_DIGEST.sub("-#", str(file.relative_to(folder))): file for file in files}
+
+
+def _differs(files: list[tuple[Path, Path]], noise: float) -> bool:
+    """Whether two files differ, each of which is given with its folder."""
+    one, other = (file for file, _ in files)
+    if one.suffix == ".safetensors":
+        return not _equal_tensors(one, other, noise)
+    if one.name == "manifest.json" and noise:
+        return False  # hashes of files that are compared themselves
+    if one.suffix not in (".json", ".jsonl", ".yaml", ".command"):
+        return one.read_bytes() != other.read_bytes()
+    texts = [
+        _DIGEST.sub("-#", file.read_text(encoding="utf-8", errors="replace").replace(str(folder), "@"))
+        for file, folder in files
+    ]
+    if texts[0] == texts[1] or not one.suffix.startswith(".json"):
+        return texts[0] != texts[1]
+    lines = [text.splitlines() if one.suffix == ".jsonl" else [text] for text in texts]
+    try:
+        values = [[_stable(json.loads(line)) for line in each] for each in lines]
+    except json.JSONDecodeError:
+        return True
+    return not _close(values[0], values[1], noise)
+
+
+def _equal_tensors(one: Path, other: Path, noise: float) -> bool:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if one.read_bytes() == other.read_bytes():
+        return True
+    try:
+        first, second = load_file(one), load_file(other)
+    except SafetensorError:
+        return False
+    if first.keys() != second.keys():
+        return False
+    pairs = [(name, first[name], second[name]) for name in first if name != "figures"]
+    return all(
+        torch.equal(a, b) if noise == 0 or not a.is_floating_point() else torch.allclose(a, b, rtol=noise, atol=noise)
+        for _, a, b in pairs
+    )
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stable(each) for key, each in value.items() if not any(part in key for part in _VOLATILE)}
+    return [_stable(each) for each in value] if isinstance(value, list) else value
+
+
+def _close(one: Any, other: Any, noise: float) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_close(one[key], other[key], noise) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_close(a, b, noise) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float) and isinstance(other, float) and noise:
+        return math.isclose(one, other, rel_tol=100 * noise, abs_tol=noise)
+    return bool(one == other)
+
+
+def logged_steps(folder: Path) -> list[int]:
+    """The steps of a run's log, in order."""
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def move_records(folder: Path, original: Path, *, besides: Path | None = None) -> None:
+    """Make a copied folder one that was made where it is: records name the folder that they were made in."""
+    for path in folder.rglob("*.json"):
+        if path != besides:
+            path.write_text(path.read_text(encoding="utf-8").replace(str(original), str(folder)), encoding="utf-8")

@@ -1,0 +1,321 @@
+"""What is tortured: commands on tiny models, each in a folder of its own, and what an undisturbed one leaves.
+
+Ranks are forked from processes that have imported everything (tests/rank_server.py), so that a run costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from torture_child import Fault
+from torture_results import differences, logged_steps
+
+from support import MAIN_JOB, ROOT, RankServer
+
+CHILD = str(ROOT / "scripts" / "torture_child.py")
+CLI = "llmdistill.cli"
+STEPS = 5
+NOISE = 1e-5
+"""Largest relative difference of two fp32 results of two ranks."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command that is disturbed and repeated."""
+
+    name: str
+    program: str
+    arguments: Callable[[Shop, Path], list[str]]
+    """Of its folder."""
+    phases: tuple[str, ...]
+    """Those of torture_child.MARKS that it comes through and for which it is taken."""
+    ranks: tuple[int, ...] = (1, 2)
+    """Numbers of ranks with which it runs; 0 without a launcher."""
+
+
+@dataclass
+class Done:
+    """How a run ended."""
+
+    code: int
+    output: str
+    errors: str
+    struck: str | None
+    """Where the fault struck; None if it did not."""
+    grace: float
+    """Seconds from the fault to the end of the last process."""
+
+    @property
+    def said(self) -> str:
+        """All that it printed."""
+        return self.output + self.errors
+
+    @property
+    def reason(self) -> str:
+        """The last line with something to say."""
+        lines = [line for line in self.said.splitlines() if line.strip()]
+        errors = [line for line in lines if "rror" in line]
+        return f"exit code {self.code}: {(errors or lines or ['nothing was printed'])[-1][:300]}"
+
+
+@dataclass
+class Tally:
+    """What a section tried and found."""
+
+    name: str
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    """Lines of the page: what, and how many."""
+    failures: list[str] = field(default_factory=list)
+    """Each with the command that repeats it."""
+    notes: list[str] = field(default_factory=list)
+    """What is worth knowing and no failure."""
+
+    def add(self, what: str, value: object) -> None:
+        """Add a line."""
+        self.figures.append((what, str(value)))
+
+
+class Shop:
+    """The place of work: processes to fork from, models, data, and the references."""
+
+    def __init__(self, folder: Path, *, seed: int, servers: Sequence[RankServer] = (), workers: int = 1) -> None:
+        self.folder, self.seed = folder, seed
+        self.workers = workers
+        self._own = [] if servers else [RankServer(_made(folder / f"server-{n}")) for n in range(workers)]
+        self._free: queue.Queue[RankServer] = queue.Queue()
+        for server in (*servers, *self._own):
+            self._free.put(server)
+        self._references: dict[tuple[str, int], Path] = {}
+        self._locks: dict[tuple[str, int], threading.Lock] = {}
+        self._lock = threading.Lock()
+        self.teacher = make_teacher(folder / "teacher")
+
+    def close(self) -> None:
+        """End the servers that this shop has started."""
+        for server in self._own:
+            server.close()
+
+    def random(self, section: str, number: int) -> random.Random:
+        """The dice of a case, which do not depend on the cases before it."""
+        return random.Random(f"{self.seed}/{section}/{number}")
+
+    def run(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        *,
+        ranks: int,
+        fault: Fault | None = None,
+        more: Sequence[str] = (),
+        watch: Callable[[int], None] | None = None,
+    ) -> Done:
+        """Run a scenario's command in its folder.
+
+        Args:
+            scenario: the command.
+            folder: its folder; beside it another one, FOLDER.fault, tells what the fault did.
+            ranks: how many; 0 without a launcher.
+            fault: what strikes it.
+            more: further arguments.
+            watch: called with the number of its process group when it has started.
+
+        Raises:
+            AssertionError: it does not end.
+            RuntimeError: one of its processes does not end.
+        """
+        own = _made(folder.parent / f"{folder.name}.fault")
+        armed = replace(fault or Fault(), folder=str(own), watched=[str(folder)])
+        (own / "fault.json").write_text(json.dumps(asdict(armed)))
+        (own / "struck").unlink(missing_ok=True)
+        words = [str(own / "fault.json"), scenario.program, *scenario.arguments(self, folder), *more]
+        with self._server() as server:
+            job = server.start(words, ranks=ranks, program=CHILD, folder=ROOT)
+            if watch is not None:
+                watch(job.group)
+            try:
+                ended = job.wait()
+            except AssertionError:
+                server.receive()  # the code of the job, which it has killed
+                raise
+            wait_for_group(job.group)
+            now = time.time()
+        struck = json.loads((own / "struck").read_text()) if (own / "struck").is_file() else [None, now]
+        # What orphans say comes after the job's end.
+        texts = [file.read_text() if file.is_file() else "" for file in (job.output, job.errors)]
+        return Done(ended.returncode, *texts, struck[0], now - struck[1])
+
+    def changes(self, scenario: Scenario, ranks: int, rank: int) -> list[list[str]]:
+        """All changes that a rank makes in an undisturbed run's folder."""
+        folder = self.reference(scenario, ranks)
+        file = folder.parent / f"{folder.name}.fault" / f"changes-{rank}.json"
+        return json.loads(file.read_text()) if file.is_file() else []
+
+    def reference(self, scenario: Scenario, ranks: int) -> Path:
+        """The folder of an undisturbed run, which is made at the first call."""
+        key = (scenario.name, ranks)
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._references:
+                folder = _made(self.folder / "references" / f"{scenario.name}-{ranks}")
+                done = self.run(scenario, folder, ranks=ranks)
+                if done.code != 0:
+                    raise RuntimeError(f"{scenario.name} on {ranks} ranks fails undisturbed: {done.said[-3000:]}")
+                self._references[key] = folder
+            return self._references[key]
+
+    @contextmanager
+    def _server(self) -> Iterator[RankServer]:
+        server = self._free.get()
+        try:
+            yield server
+        finally:
+            self._free.put(server)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def make_teacher(folder: Path) -> Path:
+    """A random Llama of four tiny layers with the embedded tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from llmdistill.embedded import locate
+
+    source = locate("embedded:teacher")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    words = LlamaConfig.from_pretrained(source).vocab_size
+    LlamaForCausalLM(LlamaConfig(vocab_size=words, initializer_range=0.2, **sizes, **heads)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder)
+    return folder
+
+
+def _settings(shop: Shop) -> list[str]:
+    values = {
+        "teacher.model": shop.teacher,
+        "student.factorize.rank": 6,
+        "data.train": "embedded:train",
+        "data.max_prompt_length": 96,
+        "data.max_length": 104,
+        "data.tests": '{"seen": "embedded:seen"}',
+        "train.steps": STEPS,
+        "train.global_batch_size": 4,
+        "train.learning_rate": 1e-3,
+        "train.save_every": 2,
+        "train.log_every": 1,
+        "train.dtype": "fp32",
+        "scoring.limit": 4,
+        "scoring.decoding": "greedy",
+        "scoring.batch_size": 4,
+    }
+    return ["--ds_config", "ds_configs/zero2.json", *(f"--{key}={value}" for key, value in values.items())]
+
+
+def _train(shop: Shop, folder: Path) -> list[str]:
+    return [*_settings(shop), "--scoring.models=[student]", "--output_dir", str(folder / "run")]
+
+
+def _weighted(shop: Shop, folder: Path) -> list[str]:
+    settings = {"rank": "null", "target_params": "85%", "weighting": "gradients", "allocation": "loss"}
+    calibration = {"calibration.examples": 8, "calibration.folder": folder / "cal"}
+    words = [f"--student.factorize.{key}={value}" for key, value in (settings | calibration).items()]
+    return [*_settings(shop), *words, "--scoring.models=[]", "--train.steps=2", "--output_dir", str(folder / "run")]
+
+
+def _cache(shop: Shop, folder: Path) -> list[str]:
+    words = ["--method", "kd", "--scoring.models=[]", "--cache.shard_tokens", "20000"]
+    return ["cache", *_settings(shop), *words, "--output", str(folder / "cache")]
+
+
+def _generate(shop: Shop, folder: Path) -> list[str]:
+    words = ["--model", str(shop.teacher), "--data", "embedded:train", "--limit", "48", "--batch_size", "4"]
+    lengths = ["--max_prompt_length", "128", "--max_length", "144", "--dtype", "fp32", "--engine", "hf"]
+    return ["generate", *words, *lengths, "--output", str(folder / "answers.jsonl")]
+
+
+def _compare(shop: Shop, folder: Path) -> list[str]:
+    words = ["--methods", "none,sft,seqkd", "--seeds", "1", "--learning_rates", "1e-3", "--train.steps=3"]
+    return ["compare", *_settings(shop), *words, "--output_dir", str(folder / "study")]
+
+
+def _export(shop: Shop, folder: Path) -> list[str]:
+    student = shop.reference(SCENARIOS["train"], 1) / "run" / "student"
+    return ["export", "--dense", "--model", str(student), "--output", str(folder / "dense")]
+
+
+SCENARIOS = {
+    each.name: each
+    for each in (
+        Scenario("train", MAIN_JOB, _train, ("start", "training", "saving", "student", "scoring")),
+        Scenario("weighted", MAIN_JOB, _weighted, ("factorising", "calibrating")),
+        Scenario("cache", CLI, _cache, ("caching",)),
+        Scenario("generate", CLI, _generate, ("generating",)),
+        Scenario("compare", CLI, _compare, ("comparing",), (0,)),
+        Scenario("export", CLI, _export, ("exporting",), (0,)),
+    )
+}
+
+
+def alive(group: int) -> list[int]:
+    """The processes of a group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            values = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(values[2]) == group and values[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for_group(group: int, seconds: float = 60) -> None:
+    """Wait until no process of a group runs; raises RuntimeError for orphans that do not end."""
+    patience = time.monotonic() + seconds
+    while processes := alive(group):
+        if time.monotonic() > patience:
+            for process in processes:
+                os.kill(process, 9)
+            raise RuntimeError(f"{len(processes)} processes still ran {seconds:.0f} seconds after their launcher's end")
+        time.sleep(0.02)
+
+
+def verdict(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
+    """What is wrong with a folder after all, against the undisturbed run's; empty if nothing is."""
+    wrong = differences(shop.reference(scenario, ranks), folder, noise=NOISE if ranks > 1 else 0.0)
+    log = folder / "run" / "metrics.jsonl"
+    if log.is_file() and logged_steps(folder / "run") != logged_steps(shop.reference(scenario, ranks) / "run"):
+        wrong.append(f"metrics.jsonl has the steps {logged_steps(folder / 'run')}")
+    return wrong
+
+
+def in_parallel(shop: Shop, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of jobs, as many at a time as the shop has workers; tells on standard error how far it is."""
+    found: list[Any] = []
+    with ThreadPoolExecutor(shop.workers) as pool:
+        for future in [pool.submit(job) for job in jobs]:
+            found.append(future.result())
+            print(f"{len(found)} of {len(jobs)}: {found[-1]}"[:400], file=sys.stderr, flush=True)
+    return found
