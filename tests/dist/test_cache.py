@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from llmdistill.artifacts import read_record, write_record
 from llmdistill.report.metrics_log import read_metrics_log
 
 from support import interrupted_copy, largest_difference
@@ -71,8 +72,9 @@ def test_a_resumed_run_is_bit_equal_and_knows_another_cache(trained, alone, laun
     words = (*settings, *ASKED, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
     launch(*words, "--teacher.cache", str(alone))
     assert largest_difference(folder, whole) == 0
-    record = (folder / "run.json").read_text()
-    (folder / "run.json").write_text(record.replace('"teacher.cache": "sha256:', '"teacher.cache": "sha256:0'))
+    record = read_record(folder / "run.json", remedy="")
+    record["inputs"]["teacher.cache"] = "sha256:0"
+    write_record(folder / "run.json", record)
     said = launch(*words, "--teacher.cache", str(alone), code=2).stderr
     assert "content of teacher.cache was sha256:0" in said
 
