@@ -410,7 +410,7 @@ class TestBadInput:
     def test_not_utf_8(self, tmp_path: Path, cache: Path) -> None:
         path = tmp_path / "latin.txt"
         path.write_bytes("caf\xe9\n".encode("latin-1"))
-        with pytest.raises(UserError, match=rf"^{path}: cannot be read as UTF-8 text \(UnicodeDecodeError"):
+        with pytest.raises(UserError, match=rf"^{path}:1: cannot be read as UTF-8 text \(invalid continuation byte"):
             tokenise(path, letters())
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, parse_run, scores_asked
@@ -347,7 +346,7 @@ def test_the_report_of_starts_counts_their_calibration(make_study):
 def test_choice_needs_validation(make_study):
     study = make_study(StandIn())
     recipe = build(
-        {**yaml.safe_load(json.dumps(_plain(study.recipe))), "data": {**_plain(study.recipe)["data"], "valid": None}},
+        {**json.loads(json.dumps(_plain(study.recipe))), "data": {**_plain(study.recipe)["data"], "valid": None}},
         RunConfig,
         METHODS,
     )

@@ -121,7 +121,7 @@ def test_export_is_a_whole_folder(tmp_path: Path, auto: Any, config: PreTrainedC
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
     files = {path.name for path in (tmp_path / "dense").iterdir()}
     companions = {"generation_config.json"} if auto is AutoModelForCausalLM else set()
-    assert files == {"config.json", "model.safetensors", "tokenizer.json"} | companions
+    assert files == {"config.json", "model.safetensors", "tokenizer.json", "manifest.json"} | companions
 
 
 @METHODS

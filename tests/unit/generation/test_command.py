@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmdistill.cli import main
-from llmdistill.generation.answers_file import side_file
+from llmdistill.generation.answers_file import read_provenance
 
 LIMITS = ("--max_prompt_length", "60", "--max_length", "70", "--dtype", "fp32", "--engine", "hf")
 
@@ -18,7 +18,8 @@ def test_the_command_writes_answers_and_says_what_to_know(
     arguments = ["--model", str(teacher), "--data", str(data), "--output", str(output), "--decoding", "greedy", *LIMITS]
     assert main(["generate", *arguments, "--limit", "3", "--batch_size", "2"]) == 0
     printed = capsys.readouterr().out
-    record = json.loads(side_file(output).read_text())
+    record = read_provenance(output)
+    assert record is not None
     assert len(output.read_text().splitlines()) == 3
     assert f"3 answers of {teacher} ({record['teacher_fingerprint']}) are in {output}" in printed
     assert f"{record['unfinished_answers']} were cut at 10 tokens before their end" in printed

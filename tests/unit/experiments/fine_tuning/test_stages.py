@@ -12,6 +12,7 @@ import torch
 from question_files import write_tasks
 from safetensors.torch import load_file, save_file
 
+from llmdistill.artifacts import write_manifest
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.experiments.two_stages.plan import plan_tasks
@@ -56,6 +57,7 @@ def first_stage(encoder, tmp_path) -> Path:
     weights = load_file(run / "student/model.safetensors")
     weights["bert.embeddings.position_embeddings.weight"] += 0.01
     save_file(weights, run / "student/model.safetensors", metadata={"format": "pt"})
+    write_manifest(run / "student")
     return run
 
 
