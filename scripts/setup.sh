@@ -50,7 +50,8 @@ install() {
     # torch first: what comes after then finds its requirement met, whichever build this machine offers.
     "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$(grep '^torch==' "$ROOT/scripts/constraints.txt")"
     if [ "${CI:-}" = true ] && "$VENV/bin/python" -c "$HAS_HASHES"; then
-        "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r "$ROOT/scripts/hashes.txt"
+        # The list is complete, and pip would refuse that one library asks for another with an extra.
+        "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --require-hashes --no-deps -r "$ROOT/scripts/hashes.txt"
     fi
     "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[dev]"
     echo "$stamp" >"$VENV/.installed"
