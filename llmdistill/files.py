@@ -25,13 +25,18 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
+def nearest(folder: Path) -> Path:
+    """Return the folder itself, or the nearest folder above it that exists."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+
+
 def check_writable(path: Path, key: str) -> None:
     """Raise a UserError if a folder cannot be made or written: a file is in its way, or the disk is read-only."""
     folder = path.absolute()
     long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)
     if long is not None:
         raise UserError(f"{key} has the name {long[:40]!r}... of {len(os.fsencode(long))} bytes: give 255 at most")
-    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    there = nearest(folder)
     if not os.path.isdir(there):
         raise UserError(f"{key} {path}: {there} is a file; give another folder, or move the file away")
     if not os.access(there, os.W_OK | os.X_OK):

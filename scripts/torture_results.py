@@ -8,8 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-_VOLATILE = ("seconds", "per_second", "finished", "started", "peak_memory", "share", "command", "hardware", "versions")
-"""Parts of keys whose values differ from run to run: times, and where and when it ran."""
+from llmdistill.artifacts import write_record
+
+_VOLATILE = (
+    *("seconds", "per_second", "finished", "started", "peak_memory", "share", "command", "hardware", "versions"),
+    "content_sha256",
+)
+"""Parts of keys whose values differ from run to run: times, where and when it ran, and the checksums of all this."""
 _DIGEST = re.compile(r"-[0-9a-f]{8}\b")
 PAGES = (".png", ".svg", ".md", ".html", ".lock", ".log", ".txt")
 """Ends of names of files that are drawn or printed for people, and read by no command."""
@@ -44,7 +49,7 @@ def _differs(files: list[tuple[Path, Path]], noise: float) -> bool:
     one, other = (file for file, _ in files)
     if one.suffix == ".safetensors":
         return not _equal_tensors(one, other, noise)
-    if one.name == "manifest.json" and noise:
+    if one.name == "manifest.json":
         return False  # hashes of files that are compared themselves
     if one.suffix not in (".json", ".jsonl", ".yaml", ".command"):
         return one.read_bytes() != other.read_bytes()
@@ -106,5 +111,12 @@ def logged_steps(folder: Path) -> list[int]:
 def move_records(folder: Path, original: Path, *, besides: Path | None = None) -> None:
     """Make a copied folder one that was made where it is: records name the folder that they were made in."""
     for path in folder.rglob("*.json"):
-        if path != besides:
-            path.write_text(path.read_text(encoding="utf-8").replace(str(original), str(folder)), encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        if path == besides or str(original) not in text:
+            continue
+        content = json.loads(text.replace(str(original), str(folder)))
+        if isinstance(content, dict) and "content_sha256" in content:
+            del content["content_sha256"]
+            write_record(path, content)
+        else:
+            path.write_text(json.dumps(content), encoding="utf-8")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmdistill.errors import UserError
+from llmdistill.files import nearest
 from llmdistill.run.plan import Plan
-from llmdistill.runtime.environment import nearest
 
 _STATE_BYTES = 12
 """Bytes of a trained parameter in a checkpoint: its fp32 weight and Adam's two moments."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from llmdistill.files import nearest
 from llmdistill.losses.fused.triton import OLDEST_TRITON, available
 from llmdistill.runtime.devices import has_compiler, installed_versions
 
@@ -112,8 +113,3 @@ def disk(folder: Path, needed_bytes: int | None) -> Finding:
         remedy = "free some, give another --output_dir, or lower train.keep_checkpoints"
         return Finding("failure", "disk", said, remedy)
     return Finding("ok", "disk", said)
-
-
-def nearest(folder: Path) -> Path:
-    """Return the folder itself, or the nearest folder above it that exists."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
