@@ -12,9 +12,9 @@ from llmdistill.artifacts import write_record
 
 _VOLATILE = (
     *("seconds", "per_second", "finished", "started", "peak_memory", "share", "command", "hardware", "versions"),
-    "content_sha256",
+    "sha256",
 )
-"""Parts of keys whose values differ from run to run: times, where and when it ran, and the checksums of all this."""
+"""Parts of keys whose values differ from run to run: times, where and when it ran, and the hashes of what holds them."""
 _DIGEST = re.compile(r"-[0-9a-f]{8}\b")
 PAGES = (".png", ".svg", ".md", ".html", ".lock", ".log", ".txt")
 """Ends of names of files that are drawn or printed for people, and read by no command."""
