@@ -14,7 +14,7 @@ _VOLATILE = (
     *("seconds", "per_second", "finished", "started", "peak_memory", "share", "command", "hardware", "versions"),
     "sha256",
 )
-"""Parts of keys whose values differ from run to run: times, where and when it ran, and hashes of files that have them."""
+"""Parts of keys whose values differ from run to run: times, where and when it ran, and hashes of files with them."""
 _DIGEST = re.compile(r"-[0-9a-f]{8}\b")
 PAGES = (".png", ".svg", ".md", ".html", ".lock", ".log", ".txt")
 """Ends of names of files that are drawn or printed for people, and read by no command."""

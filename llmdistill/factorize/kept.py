@@ -52,12 +52,12 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         part = self.folder / f"{name}.{os.getpid()}.part"
         try:
             save_file({**tensors, "figures": figures}, part)
-            entry = file_entry(part)
+            # The entry first: factors that are there after a kill always have theirs.
+            write_record(self.folder / f"{name}.json", file_entry(part))
             os.replace(part, self.folder / f"{name}{_SUFFIX}")
         except (OSError, SafetensorError) as error:
             part.unlink(missing_ok=True)
             raise cannot_write(self.folder / f"{name}{_SUFFIX}", error) from error
-        write_record(self.folder / f"{name}.json", entry)
 
     def __getitem__(self, name: str) -> WeightedSVD:
         """Return the factors of a matrix.

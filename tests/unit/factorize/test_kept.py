@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -74,6 +75,20 @@ def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
         kept[NAME] = factors()
     assert NAME not in KeptFactors(tmp_path, {})
     assert not kept
+
+
+def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypatch):
+    kept, write = KeptFactors(tmp_path, {}), os.replace
+
+    def killed(part, file):
+        if str(file).endswith(f"{NAME}.json"):
+            raise KeyboardInterrupt
+        write(part, file)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        kept[NAME] = factors()
+    assert NAME not in KeptFactors(tmp_path, {}), "nothing would show that these factors are whole"
 
 
 def test_a_damaged_file_is_named(tmp_path):
