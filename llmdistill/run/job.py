@@ -54,7 +54,6 @@ def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
     """Execute a run from its plan unless it is finished, and return its metrics.json; every rank must call it."""
     with claim_folder(plan.asked, world):
         if on_main(lambda: finished_metrics(plan.asked), world) is None:
-            on_main(lambda: check_disk(plan), world)
             execute(plan, data, world)
             gc.collect()  # engines have reference cycles, and several engines would not fit into memory
         else:
@@ -67,6 +66,8 @@ def run_plan(plan: Plan, data: TaskData, world: World) -> dict[str, Any]:
 def execute(plan: Plan, data: TaskData, world: World) -> None:
     """Execute the run in its claimed folder; finished parts are not repeated. Every rank must call this function."""
     began = time.perf_counter()
+    on_main(lambda: check_made(plan.folder), world)
+    on_main(lambda: check_disk(plan), world)
     print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
     scored, summaries = plan.scored, {}
@@ -83,7 +84,6 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     warnings = [*data.warnings(summaries.get("teacher")), *on_main(lambda: run_warnings(plan.folder), world)]
     for warning in warnings:
         warn_main(warning, world)
-    on_main(lambda: check_made(plan.folder), world)
     untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
     if not plan.method.needs_teacher or plan.is_cached:
         teacher.cache_clear()

@@ -199,7 +199,8 @@ class Trainer:
 
     def _warn_of_small_terms(self, batch: Batch) -> None:
         """Warn of terms that hardly move the student. Under ZeRO-3 no rank has whole parameters, so nothing is said."""
-        if self.engine.zero_optimization_stage() == 3 or len(self.method.weights) == 1:
+        # The student's own answers are no labels, so the terms on labels have no gradient in such a batch.
+        if self.engine.zero_optimization_stage() == 3 or len(self.method.weights) == 1 or batch.own_answers:
             return
         moved = self._moved(batch, self.method)
 

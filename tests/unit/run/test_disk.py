@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,9 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.run.disk import DiskNeed, check_disk
+from llmdistill.run.job import execute
 from llmdistill.run.plan import Plan, make_plans
+from llmdistill.runtime.distributed import World
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -56,3 +59,13 @@ def test_a_run_without_room_is_refused_with_its_parts(tmp_path: Path, monkeypatc
     held.parent.mkdir(parents=True)
     held.write_bytes(b"\0")
     check_disk(plan)  # what an earlier start has written is not needed again
+
+
+def test_the_main_job_looks_before_it_scores_and_not_again_after_the_training(tmp_path: Path, monkeypatch) -> None:
+    plan = make_plan(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))
+    data: Any = None  # nothing of it is used before
+    with pytest.raises(UserError, match=r"output_dir .*: the run needs"):
+        execute(plan, data, World.alone())
+    (tmp_path / "student").mkdir()
+    check_disk(plan)
