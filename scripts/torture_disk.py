@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from torture_child import Fault, phase_of
-from torture_runs import SCENARIOS, Shop, Tally, in_parallel, verdict
+from torture_runs import SCENARIOS, Shop, Tally, in_parallel, repeated, verdict
 
 KINDS = ("full", "full", "read-only", "failing")
 
@@ -46,8 +46,7 @@ def attempt(shop: Shop, number: int) -> Outcome:
             outcome.wrong += [f"it ended with 0: {each}" for each in verdict(shop, scenario, ranks, folder)]
         if outcome.traceback:
             outcome.wrong.append(f"a traceback: {done.reason}")
-        done = shop.run(scenario, folder, ranks=ranks)
-        outcome.wrong += [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
+        outcome.wrong += repeated(shop, scenario, ranks, folder)
     except (AssertionError, RuntimeError) as error:
         outcome.wrong.append(str(error)[:300])
     if not outcome.wrong:
@@ -73,8 +72,7 @@ def really_full(shop: Shop, kilobytes: int) -> Outcome:
         if done.code == 0 or "Traceback" in done.said:
             outcome.wrong.append(f"read-only: {done.reason}")
         _mount(folder, "remount,rw,size=64m")
-        done = shop.run(scenario, folder, ranks=1)
-        outcome.wrong += [done.reason] if done.code != 0 else verdict(shop, scenario, 1, folder)
+        outcome.wrong += repeated(shop, scenario, 1, folder)
     except (AssertionError, RuntimeError) as error:
         outcome.wrong.append(str(error)[:300])
     finally:

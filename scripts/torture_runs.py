@@ -311,6 +311,12 @@ def verdict(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[st
     return wrong
 
 
+def repeated(shop: Shop, scenario: Scenario, ranks: int, folder: Path) -> list[str]:
+    """Give the command again; what is wrong then with its end or with the folder."""
+    done = shop.run(scenario, folder, ranks=ranks)
+    return [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
+
+
 def in_parallel(shop: Shop, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     """The results of jobs, as many at a time as the shop has workers; tells on standard error how far it is."""
     found: list[Any] = []

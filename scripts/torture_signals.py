@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torture_child import Fault
 from torture_results import logged_steps
-from torture_runs import ROOT, SCENARIOS, Shop, Tally, in_parallel, verdict
+from torture_runs import ROOT, SCENARIOS, Shop, Tally, in_parallel, repeated
 
 from support import environment, launch_command
 
@@ -51,8 +51,7 @@ def attempt(shop: Shop, number: int) -> Outcome:
         outcome.struck, outcome.grace = done.struck is not None, done.grace
         if outcome.struck:
             outcome.wrong += _wrong_end(name, done.code, done.errors, folder / "run")
-        done = shop.run(scenario, folder, ranks=ranks)
-        outcome.wrong += [done.reason] if done.code != 0 else verdict(shop, scenario, ranks, folder)
+        outcome.wrong += repeated(shop, scenario, ranks, folder)
     except (AssertionError, RuntimeError) as error:
         outcome.wrong.append(str(error)[:300])
     if not outcome.wrong:
