@@ -63,11 +63,11 @@ _OF_PLACE = (
 )
 
 
-def refused_by_system(error: BaseException, path: Path | None = None) -> UserError | None:
+def refused_by_system(error: BaseException, path: Path | None = None, size: int | None = None) -> UserError | None:
     """Return the sentence for a file or folder that the operating system refuses; None for any other exception.
 
     A full disk is named with its free bytes, also where a library has put the system's error into words of its own.
-    `path` is what was read or written, by default what the error names.
+    `path` is what was read or written, by default what the error names; `size` is how many bytes it needs.
     """
     number = getattr(error, "errno", None)
     place = getattr(error, "filename", None) if path is None else path
@@ -79,7 +79,8 @@ def refused_by_system(error: BaseException, path: Path | None = None) -> UserErr
     shown = "a file" if place is None else os.fsdecode(place)
     if number not in _DISK:
         return UserError(f"{shown}: the system refuses it ({said}): choose another path, or mend its permissions")
-    about = "" if place is None else f", {_about_disk(os.path.abspath(os.fsdecode(place)))}"
+    needs = "" if size is None else f" for its {size / 1e6:,.1f} MB"
+    about = needs if place is None else f"{needs}, {_about_disk(os.path.abspath(os.fsdecode(place)))}"
     return UserError(
         f"{shown}: {said}{about}: free some, or give another folder; what is finished stays, and the same command goes "
         "on from there"
@@ -105,9 +106,9 @@ def write_text(path: Path, text: str) -> None:
         raise cannot_write(path, error) from error
 
 
-def cannot_write(path: Path, error: Exception) -> UserError:
-    """Return the sentence for an error of the system while a file or folder was written."""
-    refused = refused_by_system(error, path)
+def cannot_write(path: Path, error: Exception, size: int | None = None) -> UserError:
+    """Return the sentence for an error of the system while a file or folder was written, of `size` bytes if known."""
+    refused = refused_by_system(error, path, size)
     return UserError(f"{path}: it cannot be written ({error}): choose another folder") if refused is None else refused
 
 

@@ -72,7 +72,7 @@ def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[]
         "kills": lambda: kills(shop, numbers(6, 110)),
         "signals": lambda: signals(shop, numbers(2, 20), launcher=not quick and case is None),
         "bytes": lambda: bytes_flipped(shop, each=2, numbers=None if case is None else [case], limit=of_all_bytes),
-        "disk": lambda: disk(shop, numbers(4, 48), () if quick or case is not None else (100, 250, 400)),
+        "disk": lambda: disk(shop, numbers(4, 48), () if quick or case is not None else (0, 300, 700)),
         "inputs": lambda: inputs(quick),
         "memory": lambda: memory(shop, arguments.steps or (200 if quick else 10_000)),
     }

@@ -35,6 +35,8 @@ class Damaged:
     """Only files whose path begins so are damaged."""
     finished: bool = False
     """Whether the command says that all of it is there: then also what it does not read must be named."""
+    spare: str = ""
+    """Files whose path begins so are no results, and a finished command need not read them."""
 
 
 @dataclass
@@ -123,7 +125,13 @@ EXPORT = Scenario(
     (0,),
 )
 TARGETS = (
-    Damaged("finished run, same command", lambda shop: shop.reference(TRAIN, 1), TRAIN, finished=True),
+    Damaged(
+        "finished run, same command",
+        lambda shop: shop.reference(TRAIN, 1),
+        TRAIN,
+        finished=True,
+        spare="run/checkpoints",
+    ),
     Damaged("finished run, export", lambda shop: shop.reference(TRAIN, 1), EXPORT, within="run/student"),
     Damaged("unfinished run", unfinished, TRAIN),
     Damaged("finished cache, training from it", cached, FROM_CACHE, within="cache"),
@@ -205,7 +213,7 @@ def _judged(
         return SILENT if differs else MENDED
     if name.endswith(PAGES):
         return UNREAD
-    if target.finished:
+    if target.finished and not (target.spare and name.startswith(target.spare)):
         return SILENT
     if not was_read:
         return UNREAD

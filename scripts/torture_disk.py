@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from torture_child import Fault, phase_of
-from torture_runs import SCENARIOS, Shop, Tally, in_parallel, repeated, verdict
+from torture_runs import SCENARIOS, Done, Shop, Tally, in_parallel, repeated, verdict
 
 KINDS = ("full", "full", "read-only", "failing")
 
@@ -55,29 +58,59 @@ def attempt(shop: Shop, number: int) -> Outcome:
 
 
 def really_full(shop: Shop, kilobytes: int) -> Outcome:
-    """A file system of that size for the run's folder, which is then enlarged."""
-    scenario, outcome = SCENARIOS["train"], Outcome(kilobytes, f"a file system of {kilobytes} kB")
+    """A file system for the run's folder that has no room, is filled while the run writes, read-only, and well again.
+
+    Args:
+        shop: the place of work.
+        kilobytes: what is left free when it has written its first row.
+    """
+    scenario = SCENARIOS["train"]
+    outcome = Outcome(kilobytes, f"a file system, filled up to {kilobytes} kB while the run writes")
     folder = shop.folder / "disk" / f"full-{kilobytes}"
     folder.mkdir(parents=True)
-    if not _mount(folder, f"size={kilobytes}k"):
+    if not _mount(folder, f"size={_SMALL}k"):
         return outcome
+    filler = folder / "filler"
     try:
         done = shop.run(scenario, folder, ranks=1)
-        outcome.struck = done.code != 0
-        outcome.traceback = "Traceback" in done.said
-        if outcome.traceback:
-            outcome.wrong.append(f"a traceback: {done.reason}")
+        outcome.wrong += _not_refused("too small", done, "free some")
+        _mount(folder, "remount,size=64m")
+        done = shop.run(scenario, folder, ranks=1, watch=lambda _: _fill(folder, filler, kilobytes))
+        outcome.struck, outcome.traceback = done.code != 0, "Traceback" in done.said
+        outcome.wrong += _not_refused("full", done, "no space left on device")
+        filler.unlink()
         _mount(folder, "remount,ro")
-        done = shop.run(scenario, folder, ranks=1)
-        if done.code == 0 or "Traceback" in done.said:
-            outcome.wrong.append(f"read-only: {done.reason}")
-        _mount(folder, "remount,rw,size=64m")
+        outcome.wrong += _not_refused("read-only", shop.run(scenario, folder, ranks=1), "read-only")
+        _mount(folder, "remount,rw")
         outcome.wrong += repeated(shop, scenario, 1, folder)
     except (AssertionError, RuntimeError) as error:
         outcome.wrong.append(str(error)[:300])
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
     return outcome
+
+
+_SMALL = 400
+"""Kilobytes of a file system that the run does not fit into, as it says before it starts."""
+
+
+def _not_refused(disk: str, done: Done, why: str) -> list[str]:
+    if done.code == 2 and why in done.errors and "Traceback" not in done.said:
+        return []
+    return [f"a disk that is {disk}: {done.reason}"]
+
+
+def _fill(folder: Path, filler: Path, kilobytes: int) -> None:
+    """Fill the disk, but for so much, when the run has written its first row."""
+
+    def fill() -> None:
+        patience = time.monotonic() + 60
+        while not (folder / "run" / "metrics.jsonl").is_file() and time.monotonic() < patience:
+            time.sleep(0.001)
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(folder).free - 1000 * kilobytes))
+
+    threading.Thread(target=fill, daemon=True).start()
 
 
 def _mount(folder: Path, options: str) -> bool:
@@ -87,7 +120,7 @@ def _mount(folder: Path, options: str) -> bool:
 
 
 def disk(shop: Shop, numbers: Sequence[int], sizes: Sequence[int]) -> Tally:
-    """Injected faults with these numbers, and real file systems of these sizes in kB."""
+    """Injected faults with these numbers, and real file systems that are filled up to so many kB."""
     outcomes: list[Outcome] = in_parallel(
         shop, [*(partial(attempt, shop, number) for number in numbers), *(partial(really_full, shop, k) for k in sizes)]
     )

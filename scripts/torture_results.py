@@ -111,8 +111,10 @@ def logged_steps(folder: Path) -> list[int]:
 def move_records(folder: Path, original: Path, *, besides: Path | None = None) -> None:
     """Make a copied folder one that was made where it is: records name the folder that they were made in."""
     for path in folder.rglob("*.json"):
+        if path == besides:
+            continue
         text = path.read_text(encoding="utf-8")
-        if path == besides or str(original) not in text:
+        if str(original) not in text:
             continue
         content = json.loads(text.replace(str(original), str(folder)))
         if isinstance(content, dict) and "content_sha256" in content:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from llmdistill.artifacts import MANIFEST, entries_damage, find_record, write_record
 from llmdistill.errors import UserError
-from llmdistill.files import sync
+from llmdistill.files import cannot_write, sync
 from llmdistill.fingerprints import file_entry
 from llmdistill.report.metrics_log import METRICS_LOG
 from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
@@ -163,10 +163,7 @@ def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]
         sync(file)
         return {file.name: file_entry(file)}
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file}: the checkpoint cannot be written ({error}); the run goes on from the checkpoint before it when "
-            "there is room"
-        ) from error
+        raise cannot_write(file, error, sum(each.nbytes for each in tensors.values())) from error
 
 
 def _newest_whole(folder: Path, world: World) -> Checkpoint | None:
