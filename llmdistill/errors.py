@@ -40,6 +40,8 @@ class Stopped(KeyboardInterrupt):
         )
         self.code = 128 + signal_number
         """The exit code, as a shell counts: 143 for SIGTERM, 130 for SIGINT."""
+        self.everywhere = bool(where)
+        """Whether every rank is known to raise it too, because they have agreed on where they stop."""
 
 
 class RankError(RuntimeError):

@@ -109,12 +109,19 @@ class NodeWatch:
 
     def reports_an_end(self, seconds: float) -> bool:
         """Whether a rank of this node ends within some seconds, and says why or is reported by this or another rank."""
+        if not self.sees_an_end(seconds):
+            return False
+        ended = [each for each in self._here if each.has_ended()]
+        return any(map(self._says_why, ended)) or not self._is_first() or self._reported.wait(seconds)
+
+    def sees_an_end(self, seconds: float) -> bool:
+        """Whether a rank of this node ends within some seconds."""
         patience = time.monotonic() + seconds
-        while not (ended := [each for each in self._here if each.has_ended()]):
+        while not any(each.has_ended() for each in self._here):
             if time.monotonic() > patience:
                 return False
             time.sleep(0.05)
-        return any(map(self._says_why, ended)) or not self._is_first() or self._reported.wait(seconds)
+        return True
 
     def _says_why(self, process: RankProcess) -> bool:
         marker = self._markers.get(process.pid)

@@ -80,10 +80,12 @@ def _ended_rank(error: BaseException) -> int:
     watch = None if module is None else module.node_watch()
     if watch is not None and not _lost_connection(error):
         watch.expect_ends()
-    if not isinstance(error, Stopped):
+    if rank != 0 or not isinstance(error, Stopped):
         signals.give_up()  # the launcher ends the ranks that wait for another one to speak
     if isinstance(error, Stopped):
-        code, said, waits = error.code, f"error: {error}" if rank == 0 else "", False
+        # A signal to all ranks ends rank 0 too, which says so at once. One to this rank alone leaves rank 0 waiting.
+        heard = rank != 0 and (error.everywhere or (watch is not None and watch.sees_an_end(_HEARING_SECONDS)))
+        code, said, waits = error.code, "" if heard else f"error: {error}{f' (rank {rank})' if rank else ''}", False
     elif isinstance(error, UserError):
         code, said = 2, f"error: {error}" if rank == 0 else f"error: {error} (rank {rank})"
         waits = rank != 0

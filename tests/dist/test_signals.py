@@ -71,6 +71,14 @@ def test_elsewhere_the_command_ends_at_once(rank_server, arguments, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_signal_to_one_rank_elsewhere_is_said_by_that_rank(rank_server, arguments, tmp_path):
+    scored = ("--data.tests.seen", "embedded:seen", "--scoring.models", "[student]", "--scoring.limit", "4")
+    done = stopped(rank_server, ("scoring", "SIGTERM", "1"), (*arguments, *scored), tmp_path / "run")
+    assert done.returncode == 143
+    said = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert said == ["error: stopped by SIGTERM; the same command goes on from what is finished (rank 1)"]
+
+
 def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, arguments, tmp_path):
     folder = tmp_path / "run"
     more = (*arguments, "--train.steps", "200", "--train.log_every", "200")
