@@ -31,7 +31,10 @@ def nearest(folder: Path) -> Path:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Raise a UserError if a folder cannot be made or written: a file is in its way, or the disk is read-only."""
+    """Raise a UserError if a folder cannot be made or written: a file is in its way, or the system takes none there.
+
+    `key` is the setting of the folder. A folder is made in the nearest one that exists, and removed.
+    """
     folder = path.absolute()
     long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)
     if long is not None:
@@ -39,8 +42,13 @@ def check_writable(path: Path, key: str) -> None:
     there = nearest(folder)
     if not os.path.isdir(there):
         raise UserError(f"{key} {path}: {there} is a file; give another folder, or move the file away")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key} {path}: {there} is read-only here; give another folder, or its permissions")
+    try:
+        os.rmdir(tempfile.mkdtemp(suffix=_PART, dir=there))  # permissions alone do not tell: /proc lets root write
+    except OSError as error:
+        said = os.strerror(error.errno or 0).lower()
+        raise UserError(
+            f"{key} {path}: no folder can be made in {there} ({said}); give another folder, or mend its permissions"
+        ) from error
 
 
 def json_lines(path: Path) -> list[Any]:

@@ -18,7 +18,7 @@ from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
+from llmdistill.files import check_writable, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.models.load import Head, copy_companions, load_model
@@ -72,6 +72,7 @@ class Given:
         if output_dir is None:
             output_dir = tempfile.mkdtemp(prefix="llmdistill-")
             values["train"]["save_every"] = None
+        check_writable(Path(output_dir), "output_dir")
         inputs, field = Path(output_dir) / INPUTS, config.data.text.field
         values |= {"output_dir": str(output_dir), "ds_config": self._ds_config(inputs)}
         values["teacher"]["model"] = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
