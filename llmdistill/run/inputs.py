@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import check_writable, write_json
+from llmdistill.files import check_writable, temporary_folder, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.models.load import Head, copy_companions, load_model
@@ -109,14 +108,11 @@ def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs
     if not isinstance(model, PreTrainedModel):
         return str(model)
     inputs.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=inputs))
-    try:
+    with temporary_folder(inputs / role) as part:
         save_with_tokenizer(model, tokenizer, part)
         folder = inputs / f"{role}-{fingerprint(part).partition(':')[2][:16]}"
         if not folder.is_dir():
             part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return str(folder)
 
 
