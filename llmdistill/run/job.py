@@ -127,10 +127,11 @@ def _train(
             "within rounding, not bit-equal",
             world,
         )
-    if start == 0 and trainer.best is not None and world.is_main:
-        trainer.best.begin()
     monitor = monitor_of(trainer.engine)
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor)
+    best = trainer.best
+    if best is not None:
+        on_main(lambda: best.begin(start), world)
     if start == 0 and trainer.validation and not plan.task.validates_labels:
         log.start(trainer.validation_loss())
     with signals.waiting():
