@@ -52,8 +52,8 @@ class BestStudent:
         damage = None if record is None else self._damage(record)
         if damage is not None:
             raise UserError(
-                f"{damage}: the best student so far is lost; remove {file}, and the next validation counts as the best, "
-                f"or remove {self.folder} to start the run again"
+                f"{damage}: the best student so far is lost; remove {file}, and the next validation counts as the "
+                f"best, or remove {self.folder} to start the run again"
             )
         rows = read_metrics_log(self.folder)
         if record is None and any("valid_loss" in row and 0 < row["step"] <= start for row in rows):
