@@ -31,7 +31,10 @@ def nearest(folder: Path) -> Path:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Raise a UserError if a folder cannot be made or written: a file is in its way, or the disk is read-only."""
+    """Raise a UserError if a folder cannot be made or written: a file is in its way, or the system takes none there.
+
+    `key` is the setting of the folder. A folder is made in the nearest one that exists, and removed.
+    """
     folder = path.absolute()
     long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)
     if long is not None:
@@ -39,8 +42,14 @@ def check_writable(path: Path, key: str) -> None:
     there = nearest(folder)
     if not os.path.isdir(there):
         raise UserError(f"{key} {path}: {there} is a file; give another folder, or move the file away")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key} {path}: {there} is read-only here; give another folder, or its permissions")
+    try:
+        # Permissions do not tell: root may write to /proc, and no folder comes of it.
+        os.rmdir(tempfile.mkdtemp(prefix=".try.", suffix=_PART, dir=there))
+    except OSError as error:
+        said = os.strerror(error.errno or 0).lower()
+        raise UserError(
+            f"{key} {path}: no folder can be made in {there} ({said}); give another folder, or mend its permissions"
+        ) from error
 
 
 def json_lines(path: Path) -> list[Any]:
@@ -199,15 +208,10 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         raise UserError(f"{final} exists and is not empty; give another folder or remove it")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(final)
-        partial, lock = _locked_folder(final)
-        try:
+        remove_abandoned(final.parent, final.name)
+        with temporary_folder(final) as partial:
             yield partial
-            partial.chmod(0o755)
             partial.replace(final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            os.close(lock)
     except UserError:
         raise
     except Exception as error:
@@ -216,10 +220,25 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def temporary_folder(final: Path) -> Iterator[Path]:
+    """Yield a new folder beside `final`, which is removed at the end of the block unless it has been moved away.
+
+    It is locked, so that `remove_abandoned` knows it from those that killed processes have left.
+    """
+    partial, lock = _locked_folder(final)
+    try:
+        partial.chmod(0o755)
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
 def _locked_folder(final: Path) -> tuple[Path, int]:
     """Create a temporary folder and lock it until the returned descriptor is closed, by a kill if need be."""
     while True:
-        partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+        partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=_PART, dir=final.parent))
         descriptor = os.open(partial, os.O_RDONLY)
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -228,16 +247,17 @@ def _locked_folder(final: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _remove_abandoned(final: Path) -> None:
-    """Remove the temporary folders of `final` that no process has locked."""
-    name = re.compile(re.escape(f".{final.name}.") + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp makes them
-    for folder in final.parent.iterdir():
-        if name.fullmatch(folder.name) is None:
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Remove the temporary folders in a folder that killed processes have left, by default those of every name."""
+    of_name = r"\..+\." if name is None else re.escape(f".{name}.")
+    pattern = re.compile(of_name + "[a-z0-9_]{8}" + re.escape(_PART))  # as tempfile.mkdtemp makes them
+    for left in folder.iterdir():
+        if pattern.fullmatch(left.name) is None:
             continue
         with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                shutil.rmtree(left)
             finally:
                 os.close(descriptor)

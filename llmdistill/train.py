@@ -89,6 +89,9 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
     from llmdistill.runtime.terminal import quiet_libraries
 
     check_writable(plans[-1].folder, "--output_dir")
+    statistics = plans[-1].config.student.factorize.calibration.folder
+    if statistics is not None and not Path(statistics).exists():  # one that is there may only be read
+        check_writable(Path(statistics), "--student.factorize.calibration.folder")
     if launched_ranks_of_node() == launched_ranks():  # another node may have no data, only the tokens that rank 0 makes
         plans[0].task.check_files()
     if tasks is not None:

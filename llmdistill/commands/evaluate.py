@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.config.command_line import build, parse
 from llmdistill.errors import UserError
-from llmdistill.files import file_name
+from llmdistill.files import check_writable, file_name
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, suite_sets
 
@@ -98,6 +98,8 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
         max_length=parsed.max_length,
         long_prompts=parsed.long_prompts or ("error" if parsed.suite is None else "drop"),
     )
+    output = default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output
+    check_writable(output, "--output")
     with process_group(needed=False) as world:
         result = evaluate_model(
             parsed.model,
@@ -106,7 +108,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
             limits,
             dtype=TORCH_DTYPES[chosen_dtype(parsed.dtype, world.device)],
             world=world,
-            output_dir=default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output,
+            output_dir=output,
             log=lambda line: print(line, file=sys.stderr, flush=True) if world.is_main else None,
         )
     if not world.is_main:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from jsonargparse import ArgumentParser
@@ -16,6 +17,7 @@ from llmdistill.config.command_line import build, parse
 from llmdistill.config.side_by_side import AttentionConfig, ChunksConfig, SideBySideConfig
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.config.zero_shot import ZeroShotConfig
+from llmdistill.files import check_writable
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 
 
@@ -82,6 +84,8 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     """
     parsed = parse(build_parser(suite, prog), arguments)
     config = build(parsed, SUITES[suite].config)
+    if config.output_dir is not None:
+        check_writable(Path(config.output_dir), "--output_dir")
     quiet_transformers()
     module = import_module(SUITES[suite].module)
     # With --json, stdout contains only the result.

@@ -319,7 +319,10 @@ def _check_text(row: Mapping[str, Any] | str, where: str) -> None:
 
 
 def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, *, field: str = "text") -> Path:
-    """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`."""
+    """Write rows as JSONL into a folder, under a name that depends on their content; texts become rows of `field`.
+
+    Raises UserError if a row is no text, or if the file is there and its content is no longer that of its name.
+    """
     rows: list[dict[str, Any]] = []
     row: Any
     for number, row in enumerate(data, start=1):
@@ -329,4 +332,6 @@ def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, 
     path = folder / f"data-{digest(text)[:16]}.jsonl"
     if not path.is_file():
         write_text(path, text)
+    elif path.read_bytes() != text.encode():
+        raise UserError(f"{path} changed after it was written; remove it, and the same call writes it again")
     return path

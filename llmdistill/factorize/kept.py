@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from llmdistill.artifacts import compare_records, read_record, write_record
 from llmdistill.errors import UserError
 from llmdistill.factorize.weighted import WeightedSVD
-from llmdistill.files import cannot_write, is_unused
+from llmdistill.files import cannot_write, is_unused, remove_abandoned, temporary_folder
 from llmdistill.fingerprints import file_damage, file_entry
 
 RECORD = "statistics.json"
@@ -30,6 +30,8 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
 
     def __init__(self, folder: Path, record: Mapping[str, Any]) -> None:
         """Claim a folder for what `record` describes, in plain JSON values; create the folder if necessary.
+
+        What killed processes have left in it is removed; other living ones may use it at the same time.
 
         Raises:
             UserError: the folder holds something else.
@@ -44,20 +46,22 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         compare_records(old, record, finished=False, subject=subject, remedy=remedy)
         if old is None:
             write_record(folder / RECORD, record)
+        remove_abandoned(folder)
 
     def __setitem__(self, name: str, factors: WeightedSVD) -> None:
         """Write the factors of a matrix; a file of this name is replaced when the new one is complete."""
         figures = torch.tensor([factors.energy, factors.scale, factors.tokens, factors.seconds], dtype=torch.float64)
         tensors = {key: getattr(factors, key).contiguous() for key in ("left", "values", "right")}
-        part = self.folder / f"{name}.{os.getpid()}.part"
+        file = self.folder / f"{name}{_SUFFIX}"
         try:
-            save_file({**tensors, "figures": figures}, part)
-            # The entry first: factors that are there after a kill always have theirs.
-            write_record(self.folder / f"{name}.json", file_entry(part))
-            os.replace(part, self.folder / f"{name}{_SUFFIX}")
+            with temporary_folder(file) as folder:
+                part = folder / file.name
+                save_file({**tensors, "figures": figures}, part)
+                # The entry first: factors that are there after a kill always have theirs.
+                write_record(self.folder / f"{name}.json", file_entry(part))
+                os.replace(part, file)
         except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
-            raise cannot_write(self.folder / f"{name}{_SUFFIX}", error) from error
+            raise cannot_write(file, error) from error
 
     def __getitem__(self, name: str) -> WeightedSVD:
         """Return the factors of a matrix.

@@ -12,7 +12,7 @@ from llmdistill.artifacts import State, compare_records, plain, read_record, wri
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked, to_dict
 from llmdistill.errors import UserError
-from llmdistill.files import cannot_write, is_unused
+from llmdistill.files import cannot_write, is_unused, remove_abandoned
 from llmdistill.fingerprints import fingerprint
 from llmdistill.run.lowered import rate_warnings, with_lowered_rate
 from llmdistill.runtime.distributed import World, on_main
@@ -170,7 +170,7 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
 def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
     """Create the run folder or check that it contains this run, lock it, and yield the state of the run.
 
-    Every rank must enter this context manager.
+    Temporary folders that killed processes have left in it are removed. Every rank must enter this context manager.
 
     Raises:
         UserError: the folder contains a run with another configuration, contains a run although `resume` is never, or
@@ -183,6 +183,9 @@ def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
         try:
             state = _claim(folder, run_record(config, world.size), config.resume)
             locks.append(_lock(folder))
+            for each in (folder, folder / INPUTS):
+                if each.is_dir():
+                    remove_abandoned(each)
         except OSError as error:
             raise cannot_write(folder, error) from error
         return state

@@ -10,7 +10,9 @@ from typing import Any
 
 from llmdistill.artifacts import manifest_damage, read_record, write_record
 from llmdistill.errors import UserError
+from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World, on_main
+from llmdistill.runtime.terminal import warn_main
 
 BEST_FILE = "best.json"
 """File in the run's folder: `step`, `metric`, `value` of the best validation so far, and the folder `student`."""
@@ -36,10 +38,27 @@ class BestStudent:
     """Scores the current student on the validation set, the more the better; every rank must call it. None: the
     validation loss decides."""
 
-    def begin(self) -> None:
-        """Forget the students of an attempt that left no checkpoint; rank 0 only."""
-        (self.folder / BEST_FILE).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / _FOLDER, ignore_errors=True)
+    def begin(self, start: int = 0) -> None:
+        """Check the best student of the steps up to `start`, at which a run goes on; at 0 forget it. Rank 0 only.
+
+        Raises UserError if it is damaged, before steps are trained that could only end with the same sentence.
+        """
+        file = self.folder / BEST_FILE
+        if start == 0:  # an attempt that left no checkpoint
+            file.unlink(missing_ok=True)
+            shutil.rmtree(self.folder / _FOLDER, ignore_errors=True)
+            return
+        record = read_best(self.folder)
+        damage = None if record is None else self._damage(record)
+        if damage is not None:
+            raise UserError(
+                f"{damage}: the best student so far is lost; remove {file}, and the next validation counts as the "
+                f"best, or remove {self.folder} to start the run again"
+            )
+        rows = read_metrics_log(self.folder)
+        if record is None and any("valid_loss" in row and 0 < row["step"] <= start for row in rows):
+            said = f"{file} is missing, so the best student up to step {start} is lost"
+            warn_main(f"{said}: the next validation counts as the best", self.world)
 
     def validated(self, step: int, loss: float) -> dict[str, float]:
         """Save the student if its validation is the best so far; return the score for the log, if there is one.

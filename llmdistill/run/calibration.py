@@ -189,6 +189,7 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -
     calibration, values = config.student.factorize.calibration, to_dict(config)
     values["data"]["train"] = calibration.data or config.data.train
     values["teacher"]["model"] = values["student"]["model"] = None
+    values["teacher"]["cache"] = values["train"]["keep_best"] = None  # what they read has no part in the statistics
     values["student"]["factorize"]["calibration"]["data"] = None
     contents = {f"content of {key}": value for key, value in input_fingerprints(values, made_below=None).items()}
     unused = ("train", "valid", "tests", "on_policy")

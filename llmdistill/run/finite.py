@@ -83,13 +83,15 @@ class FiniteSteps:
     in_a_row: int = 0
     _last: _Step | None = None
 
-    def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> None:
+    def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> Terms | None:
         """Report a step that DeepSpeed has skipped, because its gradient is not finite; the student is unchanged.
+
+        Returns the figures of the applied step before it, if they were not read yet.
 
         Raises:
             UserError: the policy is to stop, or it is the third such step in a row.
         """
-        self.settle()
+        before = self.settle()
         self.in_a_row += 1
         found = self._report(
             _Step(step, batches, losses, list), f"step {step} was skipped, because its gradient is not finite"
@@ -99,6 +101,7 @@ class FiniteSteps:
             why = "train.not_finite is stop" if self.policy == "stop" else f"it is the {LIMIT}rd in a row"
             self._end(step, f"{found}; {why}: {remedy}; the student is as it was before")
         warn_main(f"{found}; the student is unchanged", self.world)
+        return before
 
     def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> Terms | None:
         """Remember an applied step, and check the one before it; return the figures of that one if there is one.

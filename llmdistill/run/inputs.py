@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +12,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.artifacts import write_manifest
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
+from llmdistill.files import check_writable, temporary_folder, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
-from llmdistill.models.load import Head, copy_companions, load_model
+from llmdistill.models.load import Head, copy_companions, folder_damage, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.devices import TORCH_DTYPES, best_dtype, default_device
@@ -72,6 +72,7 @@ class Given:
         if output_dir is None:
             output_dir = tempfile.mkdtemp(prefix="llmdistill-")
             values["train"]["save_every"] = None
+        check_writable(Path(output_dir), "output_dir")
         inputs, field = Path(output_dir) / INPUTS, config.data.text.field
         values |= {"output_dir": str(output_dir), "ds_config": self._ds_config(inputs)}
         values["teacher"]["model"] = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
@@ -104,18 +105,22 @@ def name_of(what: object) -> str:
 
 
 def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs: Path, *, role: str) -> str:
-    """Return the reference of a model; a model in memory is saved with its tokenizer to a folder below `inputs`."""
+    """Return the reference of a model; a model in memory is saved with its tokenizer to a folder below `inputs`.
+
+    Raises UserError if an earlier call has saved it there, and a file is not as it was written.
+    """
     if not isinstance(model, PreTrainedModel):
         return str(model)
     inputs.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=inputs))
-    try:
+    with temporary_folder(inputs / role) as part:
         save_with_tokenizer(model, tokenizer, part)
         folder = inputs / f"{role}-{fingerprint(part).partition(':')[2][:16]}"
+        damage = folder_damage(folder) if folder.is_dir() else None
+        if damage is not None:
+            raise UserError(f"{damage}; remove {folder}, and the same call saves the model again")
         if not folder.is_dir():
+            write_manifest(part)
             part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return str(folder)
 
 

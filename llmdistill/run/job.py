@@ -30,6 +30,7 @@ from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.engine import monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -126,9 +127,11 @@ def _train(
             "within rounding, not bit-equal",
             world,
         )
-    if start == 0 and trainer.best is not None and world.is_main:
-        trainer.best.begin()
-    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)
+    monitor = monitor_of(trainer.engine)
+    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor)
+    best = trainer.best
+    if best is not None:
+        on_main(lambda: best.begin(start), world)
     if start == 0 and trainer.validation and not plan.task.validates_labels:
         log.start(trainer.validation_loss())
     with signals.waiting():

@@ -56,7 +56,7 @@ class RunLog:
     def __init__(self, folder: Path, *, start: int, steps: int, world: World, monitor: Any) -> None:
         """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed.
 
-        `monitor` is DeepSpeed's monitor (TensorBoard and the other monitors in the DeepSpeed configuration).
+        `monitor` is DeepSpeed's monitor, see `runtime.engine.monitor_of`; None writes the file alone.
         """
         self._active = world.is_main
         self._file = folder / METRICS_LOG
@@ -87,7 +87,7 @@ class RunLog:
         if not self._active:
             return
         self._append({"step": step, **values})
-        if getattr(self._monitor, "enabled", False):
+        if self._monitor is not None:
             self._monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
         cells = {
             "step": f"{step}/{self._steps}",

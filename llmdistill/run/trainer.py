@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class Trainer:
             Stopped: a signal has come; the step is finished and saved.
         """
         clock = Stopwatch(self.world.device)
-        since = _Since(self.world.device, list(self.method.weights))
+        since = _Since(self.world.device)
         finite, watch = self._finite_steps(), LossWatch(self.method.weights)
         stopping = Stopping(self.world)
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
@@ -79,10 +79,10 @@ class Trainer:
             losses, counts = self.train_step(micro_batches, clock)
             done = step + 1
             if self.engine.was_step_applied():
-                self._say(watch, finite.applied(done, micro_batches, losses))
-                since.add(losses.sum(0), counts, sum(batch.input_ids.numel() for batch in micro_batches))
+                self._note(finite.applied(done, micro_batches, losses), watch, since)
+                since.add(counts, sum(batch.input_ids.numel() for batch in micro_batches))
             else:
-                finite.skipped(done, micro_batches, losses)
+                self._note(finite.skipped(done, micro_batches, losses), watch, since)
             if done == _MEASURED_STEP:
                 self._warn_of_small_terms(micro_batches[0])
             validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
@@ -90,7 +90,7 @@ class Trainer:
             saves = self.settings.save_every is not None and self._is_due(done, self.settings.save_every)
             is_last = done == self.settings.steps
             if logs or saves or is_last:
-                self._say(watch, finite.settle())  # nothing is written of a student whose numbers went wrong
+                self._note(finite.settle(), watch, since)  # nothing is written of a student whose numbers went wrong
             if logs:
                 elapsed = time.perf_counter() - began
                 eta = elapsed / (done - start) * (self.settings.steps - done)
@@ -103,7 +103,7 @@ class Trainer:
                 log.row(done, row, eta)
             stop = stopping.signal_at(last=is_last)
             if stop or saves or is_last:
-                self._say(watch, finite.settle())
+                self._note(finite.settle(), watch, since)
                 finite.check_student(done)
             if stop or saves:
                 save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
@@ -193,9 +193,12 @@ class Trainer:
     def _taught(self, batch: Batch) -> Outputs | None:
         return None if self.teacher is None else self.teacher.teach(batch, lm_head=self.method.taught_positions)
 
-    def _say(self, watch: LossWatch, terms: Terms | None) -> None:
-        for warning in [] if terms is None else watch.add(terms.step, terms.values):
-            warn_main(warning, self.world)
+    def _note(self, terms: Terms | None, watch: LossWatch, since: _Since) -> None:
+        """Hand on the terms of a step that was checked, if there is one, and say what is strange about them."""
+        if terms is not None:
+            since.add_terms(terms.values)
+            for warning in watch.add(terms.step, terms.values):
+                warn_main(warning, self.world)
 
     def _warn_of_small_terms(self, batch: Batch) -> None:
         """Warn of terms that hardly move the student. Under ZeRO-3 no rank has whole parameters, so nothing is said."""
@@ -224,8 +227,7 @@ class Trainer:
 
     def _row(self, step: int, since: _Since, teacher_seconds: float) -> dict[str, float]:
         """Return the log row for the steps since the last row: the figures of the run, then each term."""
-        seconds, tokens, positions, means = since.take()
-        terms = dict(zip(self.method.weights, means, strict=True))
+        seconds, tokens, positions, terms = since.take()
         loss = sum(self.method.weights[name] * value for name, value in terms.items())
         return {
             "loss": loss,
@@ -256,14 +258,14 @@ def global_counts(micro_batches: list[Batch]) -> Tensor:
 
 
 class _Since:
-    """Accumulates terms, tokens and time since the last log row; the sums stay on the device until the next row."""
+    """Accumulates terms, tokens and time since the last log row; counts stay on the device until the next row."""
 
-    def __init__(self, device: torch.device, names: list[str]) -> None:
-        self._device, self._names = device, names
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._reset()
 
     def _reset(self) -> None:
-        self._terms = torch.zeros(len(self._names), device=self._device)
+        self._terms: dict[str, float] = {}
         self._tokens = torch.zeros((), dtype=torch.int64, device=self._device)
         self._positions = self.steps = 0
         self._began = time.perf_counter()
@@ -272,16 +274,23 @@ class _Since:
         """Restart the clock, so that the time of a validation is not counted."""
         self._began = time.perf_counter()
 
-    def add(self, terms: Tensor, counts: Tensor, positions: int) -> None:
-        """Add one step: this rank's terms, the global counts, and the tokens of this rank's batches with padding."""
-        self._terms += terms
+    def add(self, counts: Tensor, positions: int) -> None:
+        """Add one step: the global counts, and the tokens of this rank's batches with padding."""
         self._tokens += counts[0]
         self._positions += positions
         self.steps += 1
 
-    def take(self) -> tuple[float, int, int, list[float]]:
-        """Return seconds, global tokens without and with padding, and each term's mean; every rank must call it."""
-        means = (all_reduce_sum(self._terms) / self.steps).tolist()
+    def add_terms(self, terms: Mapping[str, float]) -> None:
+        """Add the terms of the global batch of one of these steps, which are known one step later."""
+        for name, value in terms.items():
+            self._terms[name] = self._terms.get(name, 0.0) + value
+
+    def take(self) -> tuple[float, int, int, dict[str, float]]:
+        """Return seconds, global tokens without and with padding, and each term's mean; every rank must call it.
+
+        The terms of all steps must be added.
+        """
+        means = {name: value / self.steps for name, value in self._terms.items()}
         tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
         seconds = time.perf_counter() - self._began
         self._reset()

@@ -137,6 +137,17 @@ def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: Tr
     return engine
 
 
+def monitor_of(engine: Any) -> Any:
+    """Return DeepSpeed's monitor (TensorBoard and the other monitors in the DeepSpeed configuration) for a run's log.
+
+    DeepSpeed itself would write the learning rate of each step to it and flush the file, also at steps that are not
+    logged. Only where the configuration asks for its own measurements it goes on to write.
+    """
+    if engine.monitor is not None and not (engine.wall_clock_breakdown() or engine.flops_profiler_enabled()):
+        engine.monitor.enabled = False  # what DeepSpeed asks before it writes; the log does not ask
+    return engine.monitor
+
+
 def learning_rate(settings: TrainConfig, step: int) -> float:
     """Return the learning rate of a step (0-based): linear warm-up, then the decay to the minimum at the last step."""
     if step < settings.warmup_steps:

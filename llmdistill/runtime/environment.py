@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from llmdistill.files import nearest
+from llmdistill.errors import UserError
+from llmdistill.files import check_writable, nearest
 from llmdistill.losses.fused.triton import OLDEST_TRITON, available
 from llmdistill.runtime.devices import has_compiler, installed_versions
 
@@ -103,8 +104,11 @@ def kernels() -> Finding:
 def disk(folder: Path, needed_bytes: int | None) -> Finding:
     """Whether the disk has room for a run."""
     there = nearest(folder)
-    if not os.access(there, os.W_OK):
-        return Finding("failure", "disk", f"{there} is not writable", "give another --output_dir")
+    try:
+        check_writable(folder, "output_dir")
+    except UserError as error:
+        said, _, remedy = str(error).partition("; ")
+        return Finding("failure", "disk", said, remedy)
     free = shutil.disk_usage(there).free
     if needed_bytes is None:
         return Finding("ok", "disk", f"{free / 1e9:.1f} GB free at {there}")

@@ -347,12 +347,13 @@ class TestDistill:
             ({"data": [{"instruction": "What?"}]}, ["data: row 1", "output"]),
             ({"teacher": torch.nn.Linear(2, 2)}, ["teacher is a Linear"]),
             ({"tokenizer": None}, ["tokenizer"]),
+            ({"output_dir": "/proc/x"}, ["output_dir /proc/x: no folder can be made in /proc"]),
         ],
     )
     def test_what_does_not_fit(self, model, tokenizer, change, words, tmp_path):
-        arguments = {"teacher": model, "student": model, "data": ROWS, "tokenizer": tokenizer, **change}
+        given = {"teacher": model, "student": model, "data": ROWS, "tokenizer": tokenizer, "output_dir": tmp_path}
         with pytest.raises(UserError) as error:
-            llmdistill.distill(**arguments, output_dir=tmp_path)
+            llmdistill.distill(**{**given, **change})
         assert all(word in str(error.value) for word in words)
 
 

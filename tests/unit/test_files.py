@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder, write_json
+from llmdistill.files import new_folder, remove_abandoned, temporary_folder, write_json
 
 
 def test_json_is_written_whole(tmp_path):
@@ -49,7 +49,7 @@ def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_pa
     for _ in range(2):
         kill(tmp_path / "out")
     assert len(list(tmp_path.iterdir())) == 1  # the second has removed what the first left
-    for name in (".out.by-user", ".other.abcdefgh"):
+    for name in (".out.by-user", ".other.abcdefgh.part"):
         (tmp_path / name).mkdir()
     with new_folder(tmp_path / "out") as first:
         (first / "a").write_text("1")
@@ -58,7 +58,20 @@ def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_pa
         assert (first / "a").read_text() == "1"
         (tmp_path / "out" / "b").unlink()
     assert (tmp_path / "out" / "a").read_text() == "1"
-    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.by-user", ".other.abcdefgh"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.by-user", ".other.abcdefgh.part"}
+
+
+def test_what_kills_have_left_of_any_name_is_removed_at_once(tmp_path):
+    for name in ("one", "two.safetensors"):
+        kill(tmp_path / name)
+    mine = {".vscode", ".other.settings", "out.abcdefgh.part", "metrics.json"}
+    for name in mine:
+        (tmp_path / name).mkdir()
+    assert len(list(tmp_path.iterdir())) == 6
+    with temporary_folder(tmp_path / "three") as living:
+        remove_abandoned(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {*mine, living.name}
+    assert {path.name for path in tmp_path.iterdir()} == mine
 
 
 def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import llmdistill
+from llmdistill.cli import main as llmdistill_command
 from llmdistill.config import DataConfig, TaskConfig, TrainConfig
 from llmdistill.config.command_line import build, changed, parse_run
 from llmdistill.data.pairs import PairExample
@@ -313,9 +316,43 @@ def test_a_file_in_the_place_of_the_folder(
     assert file.read_text() == "mine"
 
 
+def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmdistill.tasks import answers
+
+    monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_, **__: pytest.fail("the ranks join"))
+    monkeypatch.setattr(answers, "evaluate_model", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = ["--model", "embedded:teacher"]
+    weighting = ["--student.factorize.weighting", "gradients", "--student.factorize.calibration.folder"]
+    made = ["--ds_config", "zero2", "--output_dir", str(tmp_path / "run")]
+    commands = {
+        "--output_dir": ["train.py", "--ds_config", "zero2", "--output_dir"],
+        "--student.factorize.calibration.folder": ["train.py", *made, *weighting],
+        "--output": ["evaluate", *model, "--data", "embedded:valid", "--output"],
+        "--output_dir of a suite": ["evaluate", "--suite", "speed", *model, "--output_dir"],
+        "--output_dir of tasks": ["evaluate", "--suite", "glue", *model, "--output_dir"],
+    }
+    why = "no such file or directory|operation not permitted|permission denied"  # by place and user
+    for place in ("/proc", "/sys"):
+        for key, (name, *arguments) in commands.items():
+            words = [*arguments, f"{place}/x/y"]
+            assert (main(words) if name == "train.py" else llmdistill_command([name, *words])) == 2, key
+            said = capsys.readouterr().err
+            setting = key.partition(" ")[0]
+            found = re.search(rf"error: {setting} {place}/x/y: no folder can be made in {place} \(({why})\)", said)
+            assert found, (key, said)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    refuses(f"--output_dir {tmp_path}: {tmp_path} is read-only here", check_writable, tmp_path, "--output_dir")
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)  # root may write everywhere
+    said = f"--output_dir {tmp_path}/a: no folder can be made in {tmp_path} (read-only file system); give"
+    refuses(said, check_writable, tmp_path / "a", "--output_dir")
 
 
 def full() -> OSError:

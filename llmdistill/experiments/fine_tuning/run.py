@@ -19,7 +19,7 @@ from llmdistill.experiments.fine_tuning.protocols import BEST, short_names, teac
 from llmdistill.experiments.fine_tuning.results import averages, print_results, write_report
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.experiments.launcher import InProcess, Launcher
-from llmdistill.files import file_name
+from llmdistill.files import check_writable, file_name
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of, shape_of
@@ -48,6 +48,7 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
     """
     quiet_transformers()
     read_ds_config(config.ds_config)  # reports a mistake before waiting for the other ranks
+    check_writable(output_dir(config), "--output_dir")
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         if config.trials_at_once > 1:

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from damage import flip, kinds
+from safetensors.torch import save_file
 
 from llmdistill.errors import UserError
 from llmdistill.factorize.kept import RECORD, KeptFactors
@@ -75,6 +76,25 @@ def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
         kept[NAME] = factors()
     assert NAME not in KeptFactors(tmp_path, {})
     assert not kept
+
+
+def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_path, monkeypatch):
+    kept, during = KeptFactors(tmp_path, {}), []
+
+    def save(tensors, path):
+        own = path.parent
+        dead = own.with_name(f"{own.name[:-13]}abcdefgh.part")  # nobody has locked it
+        dead.mkdir()
+        (dead / path.name).write_bytes(b"half")
+        KeptFactors(tmp_path, {})
+        during.extend(each.name for each in tmp_path.iterdir() if each.is_dir())
+        save_file(tensors, path)
+
+    monkeypatch.setattr("llmdistill.factorize.kept.save_file", save)
+    kept[NAME] = factors()
+    assert len(during) == 1
+    assert "abcdefgh" not in during[0]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"{NAME}.json", f"{NAME}.safetensors", RECORD]
 
 
 def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypatch):

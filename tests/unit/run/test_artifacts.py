@@ -14,6 +14,7 @@ import torch
 from llmdistill.artifacts import State
 from llmdistill.config.command_line import parse_run, scores_asked, to_dict
 from llmdistill.errors import UserError
+from llmdistill.files import temporary_folder
 from llmdistill.methods import METHODS
 from llmdistill.run.artifacts import claim_folder, finished_metrics, input_fingerprints
 from llmdistill.runtime.distributed import World
@@ -210,6 +211,21 @@ def test_what_a_kill_left_half_blocks_no_folder(parse, tmp_path):
     (tmp_path / "run" / "run.json.part").write_text('{"con')
     (tmp_path / "run" / ".lock").write_text("")
     assert claim(parse()) is State.NEW
+
+
+def test_temporary_folders_of_killed_processes_are_removed(parse, tmp_path):
+    run = tmp_path / "run"
+    claim(parse())
+    for left in (
+        run / ".student.abcdefgh.part",
+        run / ".untrained.a_1b2c3d.part",
+        run / "inputs/.teacher.01234567.part",
+    ):
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"half")
+    with temporary_folder(run / "inputs" / "student") as living:  # of a call from Python that prepares the same run
+        claim(parse())
+        assert [each.name for each in run.rglob("*.part")] == [living.name]
 
 
 def test_a_file_in_place_of_the_folder_is_one_sentence(parse, tmp_path):

@@ -7,11 +7,14 @@ import shutil
 
 import pytest
 import torch
+from damage import flip
 
 from llmdistill.artifacts import MANIFEST, write_manifest
 from llmdistill.errors import UserError
+from llmdistill.run import trainer
 from llmdistill.run.best import BestStudent, read_best
 from llmdistill.runtime.distributed import World
+from llmdistill.train import main
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -99,3 +102,75 @@ def test_a_damaged_best_student_is_not_taken(tmp_path, damage):
     with pytest.raises(UserError, match=rf"{said.get(damage, 'not a JSON object')}.*: the best student is lost"):
         best.take(tmp_path / "student")
     assert not (tmp_path / "student").exists()
+
+
+LOSSES = {1: 1.0, 2: 3.0, 3: 2.0, 4: 1.5}
+"""The validation loss after each step: the best student is that of a step whose checkpoint goes away."""
+KEEPS_BEST = ("--train.steps", "4", "--train.keep_best", "loss", "--train.validate_every", "1")
+KEEPS_BEST += ("--train.keep_checkpoints", "2", "--scoring.models", "[]")
+
+
+@pytest.fixture(scope="module")
+def validates():
+    """Sets the validation losses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Trainer, "validation_loss", lambda self: LOSSES.get(self.engine.global_steps, 9.0))
+        yield
+
+
+@pytest.fixture(scope="module")
+def kept_best(base, settings, validates):
+    """A finished run, and what a kill after its third checkpoint would have left."""
+    run, killed, save = base / "keeps_best", base / "keeps_best_killed", trainer.save_checkpoint
+
+    def save_and_copy(engine, folder, step, *more):
+        save(engine, folder, step, *more)
+        if step == 3:
+            shutil.copytree(folder, killed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE", raising=False)
+        patch.setattr(trainer, "save_checkpoint", save_and_copy)
+        assert main([*settings, *KEEPS_BEST, "--output_dir", str(run)]) == 0
+    return run, killed
+
+
+def names(folder):
+    return {each.name for each in folder.iterdir()}
+
+
+def student(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_the_best_student_outlives_its_checkpoint_and_the_damage_of_the_newest(kept_best, tmp_path, trains):
+    finished, killed = kept_best
+    assert names(killed / "checkpoints") == {"step-2", "step-3"}
+    assert names(killed / "best") == {"step-1"}
+    assert student(finished / "student") == student(killed / "best" / "step-1")
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    with flip(run / "checkpoints" / "step-3" / "rank-00000.safetensors", -1):
+        code, said = trains(run, *KEEPS_BEST)
+    assert code == 0, said
+    assert "thecheckpointofstep3isdamagedandisnotused" in "".join(said.replace("│", "").split())
+    assert student(run / "student") == student(finished / "student")
+    assert json.loads((run / "metrics.json").read_text())["kept"]["step"] == 1
+    assert names(run / "checkpoints") == {"damaged-step-3", "step-3", "step-4"}
+
+
+def test_a_lost_best_student_is_said_before_the_run_goes_on(kept_best, tmp_path, trains):
+    _, killed = kept_best
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    with flip(run / "best" / "step-1" / "model.safetensors", -1):
+        code, said = trains(run, *KEEPS_BEST)
+    assert code == 2
+    assert f"error: {run}/best/step-1/model.safetensors changed after it was written" in said
+    assert f"the best student so far is lost; remove {run}/best.json, and the next validation counts as" in said
+    assert names(run / "checkpoints") == {"step-2", "step-3"}, "nothing was trained"
+    (run / "best.json").unlink()  # the remedy
+    code, said = trains(run, *KEEPS_BEST)
+    assert code == 0, said
+    assert "sothebeststudentuptostep3islost" in "".join(said.replace("│", "").split())
+    assert json.loads((run / "metrics.json").read_text())["kept"]["step"] == 4

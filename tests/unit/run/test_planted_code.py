@@ -7,16 +7,24 @@ import os
 import pickle
 import runpy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from damage import kinds
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
 from llmdistill.artifacts import MANIFEST
 from llmdistill.cli import main as command
+from llmdistill.config import RunConfig
+from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.run.job import run_config
+from llmdistill.runtime.distributed import World, process_group
 
 from support import interrupted_copy
 
@@ -54,8 +62,11 @@ def marker(tmp_path) -> Path:
     return tmp_path / "code ran"
 
 
-def plant(folder: Path, marker: Path) -> None:
-    """Plant code in a folder and in the folders below: files of many names, and configurations that name them."""
+def plant(folder: Path, marker: Path, *, named: bool = True) -> None:
+    """Plant code in a folder and in the folders below: files of many names, and configurations that name them.
+
+    Without `named` the configurations stay as they are, so that the folder still counts as what it was.
+    """
     for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         for name in PICKLES:
             torch.save(Payload(marker), each / name)
@@ -63,10 +74,10 @@ def plant(folder: Path, marker: Path) -> None:
             (each / name).parent.mkdir(exist_ok=True)
             (each / name).write_text(f"import os\nos.mkdir({str(marker)!r})\n")
         for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-            if (each / name).is_file():
+            if named and (each / name).is_file():
                 content = json.loads((each / name).read_text())
                 (each / name).write_text(json.dumps({**content, "auto_map": AUTO_MAP, "custom_generate": "."}))
-        (each / MANIFEST).unlink(missing_ok=True) if (each / "config.json").is_file() else None
+        (each / MANIFEST).unlink(missing_ok=True) if named and (each / "config.json").is_file() else None
 
 
 def test_the_planted_code_would_run(tmp_path, marker):
@@ -137,3 +148,106 @@ def test_no_command_unpickles_a_file_that_it_reads(finished, base, trains, marke
         shutil.rmtree(kept)
     assert pickle.loads(pickle.dumps(Payload(marker))) is None
     assert marker.exists()
+
+
+@pytest.fixture
+def runs(marker, capsys, caplog, monkeypatch, tmp_path) -> Callable[..., int]:
+    """Runs a command in this process; it must end well, or with one sentence, and may not run planted code."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def run(*words: str, codes: tuple[int, ...] = (0,)) -> int:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        capsys.readouterr()
+        caplog.clear()
+        try:
+            code = command(words)
+        except SystemExit as end:  # of commands that have codes of their own
+            code = int(str(end.code))
+        spoken, said = capsys.readouterr()
+        assert code in codes, said + spoken
+        assert code != 2 or said.count("error: ") == 1, said
+        assert "Traceback" not in said
+        assert not marker.exists(), words
+        return code
+
+    return run
+
+
+def test_checks_and_suites_run_no_code_of_the_models_they_read(finished, base, settings, runs, tmp_path, marker):
+    run, teacher = tmp_path / "run", tmp_path / "teacher"
+    shutil.copytree(finished, run)
+    shutil.copytree(base / "teacher", teacher)
+    plant(run, marker)
+    plant(teacher, marker)
+    given = [*settings, "--teacher.model", str(teacher), "--output_dir", str(run)]
+    runs("plan", *given, "--gpus", "1", codes=(0, 2))
+    runs("doctor", *given, codes=(0, 1))
+    text = ["--text", "Where is 3?", "--max_length", "8"]
+    speed = ["--batches", "1", "--warmup", "0", "--batch_size", "1", "--max_length", "4"]
+    for name, words in (("attention", text), ("speed", speed)):
+        output = tmp_path / name
+        for _ in range(2):  # the second time over its own planted folder
+            runs("evaluate", "--suite", name, "--model", f"{run},again={teacher}", "--output_dir", str(output), *words)
+            plant(output, marker)
+
+
+def test_a_comparison_runs_no_code(base, settings, runs, tmp_path, marker, monkeypatch):
+    def train(config: RunConfig) -> None:
+        with process_group("a trial") as world:
+            run_config(config, world)
+
+    def in_process(self: Launcher, trials: Any, progress: Any = None) -> Any:
+        return InProcess(World.alone(), train).run(trials, progress)
+
+    monkeypatch.setattr(Launcher, "run", in_process)
+    study, rows = tmp_path / "study", str(base / "rows.jsonl")
+    words = [*settings, "--scoring.models", "[]", "--data.tests.rows", rows, "--methods", "none,sft", "--seeds", "1"]
+    # The second time each run goes on over planted files; the third time it may see that its student is another.
+    for codes, named in (((0,), False), ((0,), True), ((0, 1), True)):
+        runs("compare", *words, "--learning_rates", "1e-3", "--output_dir", str(study), codes=codes)
+        assert not [log for log in study.rglob("*.log") if "Traceback" in log.read_text()]
+        records = list(study.glob("trials/*/metrics.json"))
+        assert len(records) == 2 or codes != (0,)
+        for record in records:
+            record.unlink()
+        plant(study, marker, named=named)
+
+
+def test_what_a_run_reads_beside_its_teacher_runs_no_code(base, settings, trains, runs, tmp_path, marker):
+    statistics, tokens, cache = (tmp_path / name for name in ("statistics", "tokens", "cache"))
+    runs("cache", *settings, "--output", str(cache))
+    kept = ["--student.factorize.calibration.folder", str(statistics), "--student.factorize.weighting", "activations"]
+    kept += ["--student.factorize.calibration.examples", "4", "--data.cache_dir", str(tokens)]
+    for number in range(2):
+        cached = ["--teacher.cache", str(cache)] if number else []
+        code, said = trains(tmp_path / f"run-{number}", *kept, *cached, "--scoring.models", "[]")
+        assert code == 0, said
+        assert not marker.exists()
+        assert list(statistics.glob("*.safetensors"))
+        assert list(tokens.rglob("*.bin"))
+        for folder in (statistics, tokens, cache):
+            plant(folder, marker)
+
+
+def test_adapters_and_bare_tokenizers_run_no_code(base, settings, trains, runs, tmp_path, marker):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(base / "teacher", tmp_path / "base")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(adapter)
+    about = adapter / "adapter_config.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "base_model_name_or_path": "../base"}))
+    plant(adapter, marker)
+    plant(tmp_path / "base", marker)
+    student = tmp_path / "student"
+    runs("compress", "--model", str(adapter), "--rank", "4", "--output", str(student))
+    limits = ["--max_length", "60", "--max_prompt_length", "50"]
+    scoring = ["--data", str(base / "rows.jsonl"), "--limit", "1", *limits, "--output", str(tmp_path / "out")]
+    runs("evaluate", "--model", str(adapter), *scoring)
+    assert trains(tmp_path / "run", "--teacher.model", str(adapter), "--scoring.models", "[]")[0] == 0
+    (adapter / "adapter_model.safetensors").unlink()  # the pickled one is left
+    runs("compress", "--model", str(adapter), "--rank", "4", "--output", str(student / "again"), codes=(2,))
+    bare = tmp_path / "words"
+    load_tokenizer(str(base / "teacher")).save_pretrained(bare)
+    plant(bare, marker)
+    assert load_tokenizer(str(bare)).encode("Where")
+    assert not marker.exists()

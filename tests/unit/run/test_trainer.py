@@ -250,6 +250,29 @@ def test_a_skipped_step_is_reported_and_three_in_a_row_end_the_run(tmp_path, cap
     assert f"labelled on rank 0, in the micro batches of the samples {batches[0].sample_ids[0][0]}" in said
 
 
+def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_ranks(tmp_path, monkeypatch):
+    _, trainer = make_trainer(tmp_path, 4, steps=6)
+    trainer.engine.backward = lambda loss: None
+    trainer.settings = replace(trainer.settings, log_every=4)
+    clock, terms = Stopwatch(WORLD.device), []
+    for step in range(6):
+        losses, _ = trainer.train_step(trainer.loader.micro_batches(step), clock)
+        terms.append(losses.sum(0).tolist())
+    trainer.engine.count, trainer.engine.skips = 0, (2, 5)
+    sums = []
+    for module in ("trainer", "finite"):
+        monkeypatch.setattr(f"llmdistill.run.{module}.all_reduce_sum", lambda each: sums.append(each) or each)
+    trainer.run(0, RunLog(tmp_path, start=0, steps=6, world=WORLD, monitor=None))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4, 6]
+    for row, steps in zip(rows, ((1, 3, 4), (6,)), strict=True):
+        for number, name in enumerate(("all", "labelled")):
+            assert row[name] == pytest.approx(sum(terms[step - 1][number] for step in steps) / len(steps), rel=1e-12)
+        assert row["loss"] == row["all"] + 3 * row["labelled"]
+    # The counts of each step, the terms of each applied one, and the positions of each row.
+    assert len(sums) == 6 + 4 + len(rows)
+
+
 def test_log_drops_rows_that_a_resumed_run_writes_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     RunLog(tmp_path, start=2, steps=4, world=WORLD, monitor=None)

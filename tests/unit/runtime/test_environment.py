@@ -58,6 +58,8 @@ def test_disk_without_room(tmp_path):
     assert "train.keep_checkpoints" in str(full.remedy)
 
 
-def test_folder_that_cannot_be_written(monkeypatch):
-    monkeypatch.setattr(environment.os, "access", lambda *_: False)
-    assert environment.disk(Path("/"), None).state == "failure"
+def test_folder_that_cannot_be_written():
+    found = environment.disk(Path("/proc/x"), None)  # root may write there, and no folder can be made
+    assert found.state == "failure"
+    assert "no folder can be made in /proc" in found.said
+    assert "give another folder" in str(found.remedy)
