@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torture_bytes import bytes_flipped
@@ -33,6 +34,8 @@ PROPERTY_TESTS = "tests/unit/test_properties.py"
 CASES = {True: "20", False: "400"}
 """Of each property, in the quick form and in the long one, which makes more than 10,000 of all together."""
 SECTIONS = ("kills", "signals", "bytes", "disk", "inputs", "memory")
+ASIDE = ("memory", "inputs")
+"""Sections of one process each, which run beside the others."""
 
 
 def inputs(quick: bool) -> Tally:
@@ -78,6 +81,14 @@ def sections(shop: Shop, arguments: argparse.Namespace) -> dict[str, Callable[[]
     }
 
 
+def timed(name: str, work: Callable[[], Tally]) -> Tally:
+    """Do the work of a section and say how long it took."""
+    start = time.monotonic()
+    tally = work()
+    print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return tally
+
+
 def page(tallies: Sequence[Tally], seconds: float, seed: int) -> str:
     """All figures, then all failures with the commands that repeat them."""
     width = max(len(what) for tally in tallies for what, _ in [*tally.figures, ("", "")])
@@ -111,13 +122,12 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["LLMDISTILL_CACHE"] = str(folder / "tokens-of-runs")
     shop = Shop(folder, seed=arguments.seed, workers=arguments.workers)
-    tallies = []
+    chosen = {name: work for name, work in sections(shop, arguments).items() if name in (arguments.only or SECTIONS)}
     try:
-        for name, work in sections(shop, arguments).items():
-            if arguments.only is None or name in arguments.only:
-                start = time.monotonic()
-                tallies.append(work())
-                print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        with ThreadPoolExecutor(len(ASIDE)) as aside:
+            later = {name: aside.submit(timed, name, chosen[name]) for name in ASIDE if name in chosen}
+            now = {name: timed(name, work) for name, work in chosen.items() if name not in ASIDE}
+            tallies = [now[name] if name in now else later[name].result() for name in chosen]
     finally:
         shop.close()
     print(page(tallies, time.monotonic() - began, arguments.seed))
