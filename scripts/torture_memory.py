@@ -12,10 +12,14 @@ from typing import Any
 
 from torture_runs import SCENARIOS, Shop, Tally, alive
 
+from support import PATIENCE
+
 WARM = 0.25
 """Share of the steps before the slope counts: allocators and caches have their size then."""
 GROWTH = 2e6
 """Bytes of memory a thousand steps that count as flat."""
+_LONGEST_STEP = 0.1
+"""Seconds of a step on a busy machine."""
 
 
 @dataclass
@@ -56,7 +60,7 @@ def memory(shop: Shop, steps: int) -> Tally:
 
     began = time.monotonic()
     more = [f"--{key}={value}" for key, value in settings.items()]
-    done = shop.run(scenario, folder, ranks=1, more=more, watch=watch)
+    done = shop.run(scenario, folder, ranks=1, more=more, watch=watch, seconds=max(PATIENCE, steps * _LONGEST_STEP))
     over.set()
     watching[0].join()
     tally = Tally("memory")

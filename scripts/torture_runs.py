@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from torture_child import Fault
 from torture_results import differences, logged_steps
 
-from support import MAIN_JOB, ROOT, RankServer
+from support import MAIN_JOB, PATIENCE, ROOT, RankServer
 
 CHILD = str(ROOT / "scripts" / "torture_child.py")
 CLI = "llmdistill.cli"
@@ -124,6 +124,7 @@ class Shop:
         fault: Fault | None = None,
         more: Sequence[str] = (),
         watch: Callable[[int], None] | None = None,
+        seconds: float = PATIENCE,
     ) -> Done:
         """Run a scenario's command in its folder.
 
@@ -134,6 +135,7 @@ class Shop:
             fault: what strikes it.
             more: further arguments.
             watch: called with the number of its process group when it has started.
+            seconds: in which it must end.
 
         Raises:
             AssertionError: it does not end.
@@ -149,7 +151,7 @@ class Shop:
             if watch is not None:
                 watch(job.group)
             try:
-                ended = job.wait()
+                ended = job.wait(seconds)
             except AssertionError:
                 server.receive()  # the code of the job, which it has killed
                 raise

@@ -110,10 +110,10 @@ class RankServer:
         """Run a script, or a module, to its end in a folder; AssertionError if it does not end."""
         return self.start(arguments, ranks=ranks, program=program, folder=folder).wait()
 
-    def receive(self) -> int:
-        """The server's next answer; AssertionError with what it wrote if none comes."""
+    def receive(self, seconds: float = PATIENCE) -> int:
+        """The server's next answer; AssertionError with what it wrote if none comes in time."""
         try:
-            assert self._connection.poll(PATIENCE), f"no answer within {PATIENCE} seconds"
+            assert self._connection.poll(seconds), f"no answer within {seconds} seconds"
             return self._connection.recv()
         except EOFError:
             raise AssertionError((self._folder / "server.log").read_text()) from None
@@ -138,10 +138,10 @@ class Job:
         """Whether it has ended by itself."""
         return self._server.is_over()
 
-    def wait(self) -> subprocess.CompletedProcess[str]:
-        """Wait for its end."""
+    def wait(self, seconds: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+        """Wait for its end; AssertionError if it does not come in time."""
         try:
-            code = self._server.receive()
+            code = self._server.receive(seconds)
         except AssertionError:
             self._end_group()
             raise
