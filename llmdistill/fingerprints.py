@@ -100,7 +100,7 @@ def _model_fingerprint(folder: Path) -> str:
         config = _read_config(folder / "config.json")
         weights = sorted(folder.glob("*.safetensors"))
     if not all(file.is_file() for file in weights):
-        raise UserError(f"{folder}: no safetensors there; a model's weights must be saved as safetensors")
+        raise UserError(f"{folder}: no safetensors there; save the model's weights as safetensors")
     tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
     files = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]
     return content_fingerprint([base, _stable(config), files])

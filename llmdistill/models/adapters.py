@@ -108,11 +108,17 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
         raise _does_not_fit(folder, base, what)
     if model.peft_config["default"].is_prompt_learning:
-        raise UserError(f"{folder / CONFIG_FILE}: adapters of type {model.peft_type} cannot be merged into their base")
+        raise UserError(
+            f"{folder / CONFIG_FILE}: adapters of type {model.peft_type} cannot be merged into their base; give the "
+            "base alone, or an adapter that changes weights, such as LoRA"
+        )
     try:
         merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise UserError(f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))})") from error
+        raise UserError(
+            f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))}); train it again, or give "
+            "the base alone"
+        ) from error
     return merged.requires_grad_(True).eval()
 
 

@@ -164,8 +164,8 @@ def _write(engine: Any, target: Path, world: World) -> dict[str, dict[str, Any]]
         return {file.name: file_entry(file)}
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{file}: the checkpoint cannot be written ({error}); the run goes on from the checkpoint before it when "
-            "there is room"
+            f"{file}: the checkpoint cannot be written ({error}); make room, and the same command goes on from "
+            "the checkpoint before it"
         ) from error
 
 
