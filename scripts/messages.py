@@ -47,11 +47,11 @@ _INTRODUCTION = """\
 # Messages
 
 Every message that this version raises, to be searched by its fixed words. `{{name}}` stands for a value, `[...]` for
-words that are not always there, and `(... | ...)` for one of several. A command prints the message as one line without a
-traceback and exits with code 2; in Python it is a `UserError`, which is a `ValueError`. It says what is wrong, where
+words that are not always there, and `(... | ...)` for one of several. A command prints the message as one line without
+a traceback and exits with code 2; in Python it is a `UserError`, which is a `ValueError`. It says what is wrong, where
 (setting, file or file:line), the value, and after the last colon or semicolon what to do. Only errors of somebody who
-calls a function of ours from Python (a `ValueError` or `RuntimeError` that no setting can cause) say no more than what is
-wrong. Settings get their prefix when they are printed, such as `train.`. The words of other libraries stand in brackets.
+calls a function of ours from Python (a `ValueError` or `RuntimeError` that no setting can cause) say no more than what
+is wrong. Settings get their prefix when they are printed, such as `train.`. Words of other libraries are in brackets.
 
 Made by `python scripts/messages.py` from the code: {count} messages.
 """

@@ -42,15 +42,20 @@ def outcome(call: Callable[[], Any]) -> str | None:
     try:
         call()
     except UserError as error:
-        said = str(error)
-        assert said.strip()
-        assert said.isprintable(), said
         tried["refused"] += 1
-        return said
+        return check_sentence(error)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     return None
+
+
+def check_sentence(error: UserError) -> str:
+    """Return what an error says, which is one line."""
+    said = str(error)
+    assert said.strip()
+    assert said.isprintable(), said
+    return said
 
 
 def _hangs(number: int, frame: FrameType | None) -> None:
