@@ -87,8 +87,9 @@ class Watch:
 
 def load(atheris: Any) -> Any:
     """Import the readers with coverage of llmdistill's own code, and return them by their names."""
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed says that it found no GPU
+        for name in LIBRARIES:
+            importlib.import_module(name)
     covered = atheris.instrument_imports(include=["llmdistill"], enable_loader_override=False)
     with contextlib.redirect_stderr(io.StringIO()), covered:  # atheris names every module
         readers = importlib.import_module("readers").READERS

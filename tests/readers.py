@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -220,6 +221,12 @@ def read_manifest(path: Path) -> None:
         raise UserError(damage)
 
 
+def read_adapter(path: Path) -> None:
+    """Read the config of an adapter, whose base is looked for on the disk only."""
+    with mock.patch("llmdistill.models.adapters._hub_adapter", return_value=None):
+        of_base(path.parent, fingerprint)
+
+
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 GOOD_ADAPTER = json.dumps({"base_model_name_or_path": "base", "peft_type": "LORA", "r": 4}).encode()
 CONFIG = (TEACHER / "config.json").read_bytes()
@@ -288,6 +295,6 @@ READERS: dict[str, Reader] = {
         {"config.json": CONFIG, "model.safetensors": WEIGHTS, "tokenizer.json": b"{}"},
         lambda path: fingerprint(path.parent),
     ),
-    "adapter": one("adapter_config.json", GOOD_ADAPTER, lambda path: of_base(path.parent, str)),
+    "adapter": one("adapter_config.json", GOOD_ADAPTER, read_adapter),
 }
 """By name; a command reads each of these files, whoever made them."""

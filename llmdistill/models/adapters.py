@@ -66,7 +66,7 @@ def of_base(adapter: Path, load: Callable[[str], _Loaded]) -> _Loaded:
     name = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(name, str) or not name:
         raise UserError(f"{file}: it names no base model: set base_model_name_or_path to a folder or a hub name")
-    base = str((adapter / name).resolve()) if (adapter / name).is_dir() else name
+    base = str((adapter / name).resolve()) if os.path.isdir(adapter / name) else name
     if is_adapter(base):
         raise UserError(f"{file}: its base {name} is an adapter itself: merge that one first, or name its base")
     try:
