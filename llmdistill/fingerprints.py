@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmdistill.errors import UserError
-from llmdistill.files import read_json
 
 _VOLATILE_KEYS = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 """Keys of a config.json that can change each time the same model is saved."""
@@ -108,11 +107,16 @@ def _model_fingerprint(folder: Path) -> str:
     try:
         return content_fingerprint([base, _stable(config), files])
     except RecursionError as error:
-        raise UserError(f"{folder}: its config is nested too deeply: mend or replace it") from error
+        raise UserError(f"{folder}: its config file is nested too deeply: mend or replace it") from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    config = read_json(file)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise UserError(f"{file}: nested too deeply: mend or replace it") from error
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON: mend or replace it") from error
     if not isinstance(config, dict):
         raise UserError(f"{file}: not a JSON object: mend or replace it")
     return config
