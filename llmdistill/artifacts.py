@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -140,6 +141,9 @@ def find_record(
     wrong = [key for key, kind in (keys or {}).items() if not isinstance(record.get(key), kind)]
     if wrong:
         return None, f"{file}: it has no {wrong[0]}, or one of another type"
+    unproven = _without_proof(record["files"]) if "files" in (keys or {}) else None
+    if unproven is not None:
+        return None, f"{file}: it has no size and sha256 of {unproven}"
     if not has_checksum and proven:
         return None, f"{file}: it has no checksum"
     if not has_checksum:
@@ -194,6 +198,19 @@ def entries_of(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: file_entry(folder / name) for name in sorted(names)}
 
 
+def _without_proof(entries: Mapping[str, Any]) -> str | None:
+    """Return the first name whose entry is not one of `entries_of`, None if all are."""
+    kinds = {"bytes": int, "sha256": str}
+    return next(
+        (
+            name
+            for name, entry in entries.items()
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
+        ),
+        None,
+    )
+
+
 def manifest_damage(folder: Path, part: slice = slice(None)) -> str | None:
     """Return what is wrong with the files of a folder, None if nothing is or it has no manifest.
 
@@ -205,8 +222,11 @@ def manifest_damage(folder: Path, part: slice = slice(None)) -> str | None:
 
 def entries_damage(folder: Path, entries: Mapping[str, Any], part: slice = slice(None)) -> str | None:
     """Return what is wrong with the files of `entries_of`, None if nothing is; the sizes are compared first."""
+    unproven = _without_proof(entries)
+    if unproven is not None:
+        return f"{folder / unproven}: nothing tells its size and sha256"
     files = [(folder / name, entries[name]) for name in sorted(entries)[part]]
-    cut = next((path for path, entry in files if path.is_file() and path.stat().st_size != entry["bytes"]), None)
+    cut = next((path for path, entry in files if os.path.isfile(path) and path.stat().st_size != entry["bytes"]), None)
     ordered = sorted(files, key=lambda each: each[0] != cut)
     return next((damage for path, entry in ordered if (damage := file_damage(path, entry)) is not None), None)
 

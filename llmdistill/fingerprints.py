@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,9 +35,9 @@ def fingerprint(reference: str | Path) -> str:
     Raises UserError if an adapter folder has no safetensors file, or a file is damaged.
     """
     path = Path(reference)
-    if path.is_file():
+    if os.path.isfile(path):
         return _file_fingerprint(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike is_dir also false for a name that no file can have
         return str(reference)
     if (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
         return _model_fingerprint(path)
@@ -64,7 +65,7 @@ def file_entry(path: Path) -> dict[str, Any]:
 
 def file_damage(path: Path, entry: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a file, beginning with its path; None if it is as `file_entry` saw it."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike is_file also for a name that no file can have
         return f"{path} is missing"
     size = path.stat().st_size
     if size != entry["bytes"]:
@@ -94,21 +95,26 @@ def _model_fingerprint(folder: Path) -> str:
         config = _read_config(adapter)
         # The base model may have moved to another path, so its content is fingerprinted, not its name.
         name = str(config.pop("base_model_name_or_path", None))
-        base = fingerprint(folder / name if (folder / name).is_dir() else name)
+        base = fingerprint(folder / name if os.path.isdir(folder / name) else name)
         weights = [folder / "adapter_model.safetensors"]
     else:
         config = _read_config(folder / "config.json")
         weights = sorted(folder.glob("*.safetensors"))
     if not all(file.is_file() for file in weights):
-        raise UserError(f"{folder}: no safetensors there; a model's weights must be saved as safetensors")
+        raise UserError(f"{folder}: no safetensors there; save the model's weights as safetensors")
     tokenizer = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)})
     files = [[file.name, _file_fingerprint(file)] for file in [*weights, *tokenizer]]
-    return content_fingerprint([base, _stable(config), files])
+    try:
+        return content_fingerprint([base, _stable(config), files])
+    except RecursionError as error:
+        raise UserError(f"{folder}: its config file is nested too deeply: mend or replace it") from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise UserError(f"{file}: nested too deeply: mend or replace it") from error
     except ValueError as error:
         raise UserError(f"{file}: not valid JSON: mend or replace it") from error
     if not isinstance(config, dict):
@@ -162,8 +168,10 @@ def _tensor_places(file: BinaryIO, size: int, path: Path) -> list[tuple[int, int
         header = json.loads(file.read(length))
         tensors = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
         for begin, end in tensors:
+            if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= body):
+                raise ValueError("a tensor lies outside of the file")
             count = min(_TENSOR_BYTES, end - begin)
             places.append((start + max(begin, (begin + end - _TENSOR_BYTES) // 2), count))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its header is not that of a safetensors file: copy or download it again") from error
     return places

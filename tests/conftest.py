@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import noting
 import pytest
 
 from support import RankServer
+
+noting.begin()
 
 
 @pytest.fixture(autouse=True, scope="session")

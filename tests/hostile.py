@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,15 +43,28 @@ def outcome(call: Callable[[], Any]) -> str | None:
     try:
         call()
     except UserError as error:
-        said = str(error)
-        assert said.strip()
-        assert said.isprintable(), said
         tried["refused"] += 1
-        return said
+        return check_sentence(error)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     return None
+
+
+def refuses(said: str, call: Any, *arguments: Any) -> None:
+    """Check that a call is refused by one sentence, in which this is said."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert said in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def check_sentence(error: UserError) -> str:
+    """Return what an error says, which is one line."""
+    said = str(error)
+    assert said.strip()
+    assert said.isprintable(), said
+    return said
 
 
 def _hangs(number: int, frame: FrameType | None) -> None:
@@ -131,8 +145,13 @@ _PIECES = [
 
 
 def damaged(content: bytes, seed: int) -> bytes:
-    """Return the bytes of a file after one to four changes: bytes that are changed, removed, doubled or put in."""
+    """Return a file after one to four changes: bytes that are changed, removed, doubled or put in.
+
+    Of a file with JSON, whole or in lines, one value is changed instead in every third case.
+    """
     dice = random.Random(seed)
+    if dice.randint(0, 2) == 0 and (rewritten := _rewritten(content, dice)) is not None:
+        return rewritten
     data = bytearray(content)
     for _ in range(dice.randint(1, 4)):
         place, length = dice.randint(0, len(data)), dice.choice((1, 1, 2, 8, 40))
@@ -150,6 +169,34 @@ def damaged(content: bytes, seed: int) -> bytes:
             case _:
                 data[place : place + dice.choice((0, 1, 4))] = dice.choice(_PIECES)
     return bytes(data)
+
+
+def _rewritten(content: bytes, dice: random.Random) -> bytes | None:
+    """Return a file with JSON in which a value is another one, is missing, or has another key; None for other files."""
+    whole = content.splitlines()
+    for start, end in ((0, len(whole)), *((n, n + 1) for n in dice.sample(range(len(whole)), min(1, len(whole))))):
+        try:
+            value = [json.loads(b"\n".join(whole[start:end]))]
+        except (ValueError, RecursionError):
+            continue
+        block, key = dice.choice(list(_places(value)))
+        match dice.randint(0, 4):
+            case 0 if block is not value:
+                del block[key]
+            case 1 if isinstance(block, dict):
+                block[dice.choice(TEXTS)] = block.pop(key)
+            case _:
+                block[key] = dice.choice([*TEXTS, *NUMBERS, None, True, False, [], {}, [None], {"a": []}, [[1]]])
+        return b"\n".join([*whole[:start], *(json.dumps(each).encode() for each in value), *whole[end:]])
+    return None
+
+
+def _places(block: Any) -> Iterator[tuple[Any, Any]]:
+    """Each value of nested lists and dicts, as its block and its key."""
+    for key, value in block.items() if isinstance(block, dict) else enumerate(block):
+        yield block, key
+        if isinstance(value, dict | list):
+            yield from _places(value)
 
 
 SEEDS = st.integers(min_value=0, max_value=2**32)

@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import noting
+
 # What the libraries import only when it is first needed.
 LATE_IMPORTS = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it torch's inductor
@@ -119,6 +121,7 @@ def main() -> NoReturn:
     """Serve jobs from the connection whose file descriptor is the argument, until its other end is closed."""
     connection = Connection(int(sys.argv[1]))
     import_everything()
+    noting.begin()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what DeepSpeed said of its extension would otherwise stand in the output of every fork
     gc.collect()

@@ -105,7 +105,7 @@ class RunConfig:
             judges = " or ".join(name for name, method in known.items() if method.on_policy)
             raise ValueError(
                 f"data.on_policy is {self.data.on_policy}, but method {self.method} learns from given answers: "
-                f"the student's own need a teacher to judge them ({judges})"
+                f"take one whose teacher judges the student's own ({judges}), or set data.on_policy to 0"
             )
         if self.teacher.model is None:
             self._check_without_teacher(teachers)

@@ -233,7 +233,7 @@ class DataConfig:
 
     def _check_text(self) -> None:
         if self.max_length < 8:
-            raise ValueError(f"data.max_length is {self.max_length}: text is packed to 8 tokens or more")
+            raise ValueError(f"data.max_length is {self.max_length}: give 8 or more, the shortest sequence of a text")
         self._check_unused()
         if self.train.startswith("embedded:"):
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")

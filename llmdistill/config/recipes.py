@@ -49,7 +49,9 @@ def extended(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
     while (base := found[last].get("extends")) is not None:
         file = recipe_path(base) if base in recipe_names() else last.parent / str(base)
         if not os.path.isfile(file):
-            raise UserError(f"{last}: extends {base}: neither a shipped recipe nor a file, seen from this recipe")
+            raise UserError(
+                f"{last}: extends {base}: neither a shipped recipe nor a file; give a path from this recipe's folder"
+            )
         if any(file.samefile(other) for other in found):
             raise UserError(f"{last}: extends {base}, which itself builds on this one: take one extends out")
         last, found[file] = file, _read(parser, file)
@@ -65,7 +67,7 @@ def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
         line = f":{where.line + 1}" if where is not None else ""
         raise UserError(f"{path}{line}: not valid YAML; mend it or choose another --recipe") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a recipe is a mapping of settings, as in the shipped ones; this is not")
+        raise UserError(f"{path}: not a mapping of settings; write key: value, as the shipped recipes do")
     _check_size(values, path)
     flat = flattened(values)
     check_keys(parser, flat, where=f"{path}: ")

@@ -71,7 +71,7 @@ def _from_prompt(row: Mapping[str, Any], source: str, needs_answer: bool) -> Exa
     if not isinstance(row["prompt"], list):
         prompt = _string(row, "prompt", source, "give a string, or a list of messages with role and content")
         if not prompt:
-            raise UserError(f'{source}: "prompt" is empty; an answer needs something to follow')
+            raise UserError(f'{source}: "prompt" is empty; give a text that the completion follows')
         return Example("", "", _answers(row, _COMPLETIONS, source, needs_answer), source, raw_prompt=prompt)
     prompt_messages = _messages(row["prompt"], "prompt", source)
     key = _first(row, _COMPLETIONS)

@@ -24,5 +24,5 @@ def locate(reference: str) -> Path:
     if not reference.startswith("embedded:"):
         return Path(reference)
     if reference not in LOCATIONS:
-        raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}.")
+        raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}")
     return LOCATIONS[reference]

@@ -148,7 +148,7 @@ def _named(names: Sequence[str], known: Mapping[str, _Entry], key: str, what: st
         if name not in known:
             raise UserError(f"{key}: there is no {what} {name!r}; there are {', '.join(known)}")
         if name in names[:index]:
-            raise UserError(f"{key}: {name} is there twice")
+            raise UserError(f"{key}: {name} is there twice; name it once")
     if not names:
         raise UserError(f"{key} names none; there are {', '.join(known)}")
     return [known[name] for name in names]

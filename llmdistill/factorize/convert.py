@@ -67,7 +67,9 @@ def factorize(
 
     def factors(best: Callable[..., dict[str, Tensor]], name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
         if not weight.isfinite().all():
-            raise UserError(f"the weight of {name} holds values that are not finite; the checkpoint is damaged")
+            raise UserError(
+                f"the weight of {name} holds values that are not finite; copy or download the checkpoint again"
+            )
         fitted = None if weighted is None else weighted.fitted(base_name(model, name))
         if fitted is not None:
             return fitted.parameters(size, sigma)

@@ -61,6 +61,7 @@ def layer_linears(model: PreTrainedModel) -> dict[str, Shape]:
     }
     if not found:
         raise UserError(
-            f"{type(model).__name__} holds no nn.Linear or Conv1D in a list of layers, so there is nothing to factorize"
+            f"{type(model).__name__} holds no nn.Linear or Conv1D in a list of layers, so there is nothing to "
+            "factorize; give a transformer"
         )
     return found

@@ -60,7 +60,8 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
     config = load_config(student_dir)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != NAME:
         raise UserError(
-            f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill"
+            f"{student_dir} is no factorized student: its config.json has no quantization_config of llmdistill; "
+            "give the folder that a run or `llmdistill compress` wrote"
         )
     with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
@@ -78,7 +79,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
         if not difference <= tolerance * max(1.0, expected.abs().max().item()):
             raise UserError(
                 f"the export of {student_dir} differs from the student by {difference:.2g} in its logits, of which "
-                f"{tolerance:g} of the largest is allowed; nothing was written"
+                f"{tolerance:g} of the largest is allowed, so nothing was written; serve the student itself"
             )
     return {"output": str(out_dir), "params": params, "largest_difference": difference}
 

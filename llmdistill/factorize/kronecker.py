@@ -58,8 +58,8 @@ def check_shape(shape: KroneckerShape, m: int, n: int, *, where: str) -> None:
     most = most_sums(m, n, shape)
     if not 1 <= shape.sums <= most:
         raise UserError(
-            f"{where}: {shape.sums} sums do not fit a first factor {shape} of a {m}×{n} matrix: from 1 to {most} can "
-            "be added, with the last of which the product is exact"
+            f"{where}: {shape.sums} sums do not fit a first factor {shape} of a {m}×{n} matrix: give 1 to "
+            f"{most}, with the last of which the product is exact"
         )
 
 

@@ -209,7 +209,8 @@ def parse_target(text: str | int, teacher_params: int) -> int:
     target = int(number * teacher_params / 100) if suffix == "%" else int(number * _SUFFIXES[suffix])
     if target >= teacher_params:
         raise UserError(
-            f"target_params {text} is not below the model's own {teacher_params:,}; nothing would be compressed"
+            f"target_params {text} is not below the model's own {teacher_params:,}; give less, "
+            "or leave the model as it is"
         )
     return target
 

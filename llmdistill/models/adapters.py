@@ -66,7 +66,7 @@ def of_base(adapter: Path, load: Callable[[str], _Loaded]) -> _Loaded:
     name = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(name, str) or not name:
         raise UserError(f"{file}: it names no base model: set base_model_name_or_path to a folder or a hub name")
-    base = str((adapter / name).resolve()) if (adapter / name).is_dir() else name
+    base = str((adapter / name).resolve()) if os.path.isdir(adapter / name) else name
     if is_adapter(base):
         raise UserError(f"{file}: its base {name} is an adapter itself: merge that one first, or name its base")
     try:
@@ -108,11 +108,17 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         what = f"it lacks {missing[0]}" if missing else f"the base has no place for its {unknown[0]}"
         raise _does_not_fit(folder, base, what)
     if model.peft_config["default"].is_prompt_learning:
-        raise UserError(f"{folder / CONFIG_FILE}: adapters of type {model.peft_type} cannot be merged into their base")
+        raise UserError(
+            f"{folder / CONFIG_FILE}: adapters of type {model.peft_type} cannot be merged into their base; give the "
+            "base alone, or an adapter that changes weights, such as LoRA"
+        )
     try:
         merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise UserError(f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))})") from error
+        raise UserError(
+            f"{folder}: the adapter cannot be merged into its base ({_one_line(str(error))}); train it again, or give "
+            "the base alone"
+        ) from error
     return merged.requires_grad_(True).eval()
 
 

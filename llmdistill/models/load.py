@@ -58,7 +58,8 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
         found = getattr(transformers, name, None) if name else None
         if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
             raise UserError(
-                f"config.json names the architecture {name!r}, which transformers {transformers.__version__} lacks"
+                f"config.json names the architecture {name!r}, which transformers {transformers.__version__} lacks: "
+                "install a version that has it, or correct the name"
             )
         return found
     if head == "sequence":
@@ -170,8 +171,8 @@ def _load_weights(
         missing = {name for name in missing if not is_head(model, name)}
     if missing:  # transformers would initialise them at random
         raise UserError(
-            f"{path}: {len(missing)} weights are missing, such as {min(missing)}: the folder is not a whole checkpoint "
-            f"of this architecture{_WITH_HEAD[head]}"
+            f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
+            f"architecture{_WITH_HEAD[head]}"
         )
     return cast(PreTrainedModel, model)
 

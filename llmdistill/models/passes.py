@@ -50,7 +50,9 @@ class HookSums:
             raise UserError("the calibration data hold no token: name data with at least one example")
         for what, each in sums:
             if not each.isfinite().all():
-                raise UserError(f"{what} are not finite on the calibration data")
+                raise UserError(
+                    f"{what} are not finite on the calibration data: name other data, or load the model as fp32"
+                )
         return int(self.tokens)
 
 

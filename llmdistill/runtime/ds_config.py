@@ -44,7 +44,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
     """
     config = read_json(ds_config_path(path), shown=path)
     if not isinstance(config, dict):
-        raise UserError(f"{path}:1: a DeepSpeed configuration is a JSON object, this is a {type(config).__name__}")
+        raise UserError(f"{path}:1: a {type(config).__name__}, not a JSON object; write DeepSpeed's settings as one")
     if "scheduler" in config:
         raise UserError(f"{path}: scheduler: the learning rate is the run's (train.schedule); remove the block")
     if _block(config, "fp16", path).get("enabled", False):

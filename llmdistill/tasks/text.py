@@ -54,7 +54,8 @@ class Text(Task):
         if wanted and family_of(teacher).next_sentence is None:
             having = ", ".join(name for name, family in FAMILIES.items() if family.next_sentence is not None)
             raise UserError(
-                f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head; one has {having}"
+                f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: take one "
+                f"that has it ({having}), or leave next_sentence out"
             )
         if settings.pairs and family_of(teacher).causal:
             raise UserError(f"data.text.pairs is true, but {teacher.model_type} is a decoder: leave it out")

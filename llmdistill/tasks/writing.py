@@ -92,8 +92,8 @@ class Writing(Benchmark):
         """See Task. Both models are encoders; the teacher is fine-tuned."""
         if family_of(config).causal:
             raise UserError(
-                f"{key} {reference}: on {TASKS[self.key].title} an encoder learns to write; a decoder such as "
-                f"{config.model_type} learns texts as instructions (data.kind instructions)"
+                f"{key} {reference}: on {TASKS[self.key].title} an encoder learns to write; give one, or "
+                f"let the {config.model_type} learn the texts as instructions (data.kind instructions)"
             )
         if not goes_on(build_meta(config)):
             raise UserError(

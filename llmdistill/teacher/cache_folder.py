@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -159,26 +160,30 @@ class CacheFolder:
     @cached_property
     def scaling(self) -> dict[int, float]:
         """`Taps.scaling` of the teacher, by layer."""
-        with _opened(self.folder / self._shard_names[0]) as file:
+        with _read_shard(self.folder / shard_name(0)) as file:
             return {int(layer): value for layer, value in json.loads(file.metadata()["scaling"]).items()}
 
     def head(self, device: torch.device) -> HeadInputs | None:
         """Return weight and bias of the LM head, without rows; None if the cache has no hidden states."""
         if HEAD_FILE not in self.record["files"]:
             return None
-        with _opened(self.folder / HEAD_FILE) as file:
+        with _read_shard(self.folder / HEAD_FILE) as file:
             weight = file.get_tensor("weight").to(device)
             bias = file.get_tensor("bias").to(device) if "bias" in file.keys() else None  # noqa: SIM118  # no mapping
         return HeadInputs(weight.new_empty(0, weight.shape[1]), weight, bias)
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray, dict[str, list[np.ndarray]]]:
+        if not self._shard_names:
+            raise UserError(f"{self.folder / CACHE_FILE}: it names no shard; {_REMEDY}")
         ids: list[np.ndarray] = []
         places: list[np.ndarray] = []
         offsets: dict[str, list[np.ndarray]] = {}
         for shard in range(len(self._shard_names)):
-            with _opened(self.folder / shard_name(shard)) as file:
+            with _read_shard(self.folder / shard_name(shard)) as file:
                 own = file.get_tensor("ids").numpy()
+                if own.ndim != 1 or own.dtype != np.int64:
+                    raise ValueError(f"ids of {own.dtype} and shape {own.shape}")
                 for key in file.keys():  # noqa: SIM118  # no mapping
                     if key.startswith("offsets."):
                         offsets.setdefault(key.removeprefix("offsets."), []).append(file.get_tensor(key).numpy())
@@ -213,4 +218,20 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: it cannot be read as a shard of a teacher's cache ({error}); {_REMEDY}") from error
+        raise _no_shard(file, error) from error
+
+
+@contextmanager
+def _read_shard(file: Path) -> Iterator[Any]:
+    """Open a shard for a block that reads from it; a UserError if it does not hold what a cache writes."""
+    try:
+        with _opened(file) as opened:
+            yield opened
+    except UserError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _no_shard(file, error) from error
+
+
+def _no_shard(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file}: it cannot be read as a shard of a teacher's cache ({error}); {_REMEDY}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import refuses
 
 import llmdistill
 from llmdistill.cli import main as llmdistill_command
@@ -31,14 +32,6 @@ from llmdistill.tasks.glue_files import read_split
 from llmdistill.tasks.instructions import _chance
 from llmdistill.tasks.squad_files import _checked, _file_rows
 from llmdistill.train import main
-
-
-def refuses(said: str, call: Any, *arguments: Any) -> None:
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    assert said in str(caught.value)
-    assert str(caught.value).isprintable()
-
 
 # DeepSpeed's configuration: each change of zero2.json, or the text of a file, and what is said.
 

@@ -6,47 +6,34 @@ LLMDISTILL_CASES=400 tries more than 10,000 inputs; the number is printed (with 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import pyarrow
-import pyarrow.parquet
 import pytest
 import yaml
 from hostile import SEEDS, TEXTS, VALUES, damaged, outcome, tried, tries
-from question_files import rows, write_file
+from readers import READERS, read_ds
 
-from llmdistill.config import FactorizeConfig, RunConfig, TaskConfig
+from llmdistill.config import FactorizeConfig, RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, changed, checked, parse_run, run_parser
 from llmdistill.config.generation import ResponseConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.config.tasks import FineTuningConfig
-from llmdistill.data.corpus import _read_segments, text_files
 from llmdistill.data.examples import parse_row
-from llmdistill.data.sources import examples_of, open_rows, read_examples
+from llmdistill.data.sources import examples_of, open_rows
 from llmdistill.embedded import locate
 from llmdistill.factorize.plan import summarise
 from llmdistill.methods import METHODS
 from llmdistill.methods.layers import parse_layers
-from llmdistill.models.configs import load_config
 from llmdistill.models.layer_maps import mapped_layers
 from llmdistill.models.shapes import parse_shape
-from llmdistill.runtime.ds_check import check_ds_config
-from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
-from llmdistill.runtime.engine import BatchSplit, student_ds_config
-from llmdistill.runtime.hosts import read_hosts
-from llmdistill.tasks import squad_files, task_key, writing_files
-from llmdistill.tasks.chunk_files import read_sentences
-from llmdistill.tasks.glue_files import read_split
-from llmdistill.tasks.out_of_domain import read_further, table_rows
-from llmdistill.tasks.xnli import read_xnli
+from llmdistill.runtime.ds_config import SHIPPED
+from llmdistill.tasks import squad_files, task_key
 
 DS = ("--ds_config", "zero2")
 
@@ -81,12 +68,6 @@ def test_recipes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) 
     key = data.draw(st.sampled_from([*keys(), "data.tests.mine", "train.stepz", "a.b"]))
     text = yaml.safe_dump({"extends": "quickstart", **nested(key, data.draw(VALUES))}, allow_unicode=True)
     parsed_recipe(tmp_path_factory, text.encode("utf-8", "surrogatepass"))
-
-
-@tries(share=0.25, seed=SEEDS)
-def test_damaged_recipes(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    text = "extends: quickstart\ntrain: {steps: 3, betas: [0.9, 0.98]}\ndata:\n  tests: {mine: a.jsonl}\nseed: 1\n"
-    parsed_recipe(tmp_path_factory, damaged(text.encode(), seed))
 
 
 def parsed_recipe(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -141,14 +122,6 @@ def test_no_number_is_without_bounds(section: Any) -> None:
 # DeepSpeed's configuration.
 
 
-def read_whole(path: str) -> None:
-    from llmdistill.config import TrainConfig
-
-    settings = TrainConfig(dtype="bf16")
-    resolved = student_ds_config(read_ds_config(path), path, settings, BatchSplit(64, 1), output_dir="runs")
-    check_ds_config(resolved, path)
-
-
 def places(block: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, value in block.items():
         yield (*above, key)
@@ -172,14 +145,7 @@ def test_ds_configs(tmp_path_factory: pytest.TempPathFactory, data: st.DataObjec
         file.write_text(json.dumps(config))
     except ValueError:  # json writes no number of more than 4,300 digits
         return
-    outcome(lambda: read_whole(str(file)))
-
-
-@tries(seed=SEEDS)
-def test_damaged_ds_configs(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    file = tmp_path_factory.getbasetemp() / "ds.json"
-    file.write_bytes(damaged((SHIPPED / "zero2_offload.json").read_bytes(), seed))
-    outcome(lambda: read_whole(str(file)))
+    outcome(lambda: read_ds(file))
 
 
 # Settings whose text has a form of its own: sizes, shapes and layers.
@@ -236,143 +202,21 @@ def test_questions(row: dict[str, Any]) -> None:
 
 # Files, of which some bytes are changed.
 
-INSTRUCTIONS = [
-    {"instruction": "Say é.", "input": "", "output": ["a", "b\u2028c"]},
-    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-    {"prompt": "1 + 1 =", "completion": " 2", "score": 1.5},
-]
-
-
-def lines(*values: Any) -> bytes:
-    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values).encode()
-
-
-def parquet() -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"instruction": ["a", "b"], "output": ["c", "d"]}), file)
-    return file.getvalue()
-
-
-def questions() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "q.json"
-        write_file(path, rows(4, seed=0, unanswerable=False))
-        return path.read_bytes()
-
-
-def table(*lines_of_cells: str) -> bytes:
-    return "".join(line.replace("|", "\t") + "\n" for line in lines_of_cells).encode()
-
-
-PAIRS = lines({"source": "a b", "target": "a"}, {"source": "c", "target": "d"})
-XNLI = table("language|gold_label|sentence1|sentence2", "en|neutral|a|b", "de|entailment|c|d")
-MRPC = table("Quality|#1 ID|#2 ID|#1 String|#2 String", "1|7|8|One.|Two.", "0|9|10|One.|Three.")
-
-
-def corpus(path: Path) -> None:
-    list(_read_segments(path, text_files(path), "text", True))
-
-
-def load_config_of(path: Path) -> None:
-    load_config(path.parent)
-
-
-def further(path: Path) -> None:
-    labels = {"entailment": "1", "not_entailment": "0"}
-    own = {"task": "rte", "data": str(path), "sentences": ["a", "b"], "label": "c", "labels": labels}
-    read_further({"Own": own}, "RTE", tuple(labels), 2)
-
-
-def glue(path: Path) -> None:
-    """Read the split of a file such as RTE/train.tsv."""
-    split: Any = path.stem.rpartition("_")[2]
-    read_split(path.parent.name, split, path.parent.parent)
-
-
-def asked(path: Path) -> None:
-    squad_files._checked(squad_files._file_rows(path), str(path), "squad1")
-
-
-READERS: dict[str, tuple[str, bytes, Callable[[Path], Any]]] = {
-    "jsonl": ("a.jsonl", lines(*INSTRUCTIONS), read_examples),
-    "json": ("a.json", json.dumps(INSTRUCTIONS).encode(), read_examples),
-    "json with data": ("a.json", json.dumps({"data": INSTRUCTIONS}).encode(), read_examples),
-    "csv": ("a.csv", b'instruction,output\n"a, b",c\nd,"e\nf"\n', read_examples),
-    "tsv": ("a.tsv", table("instruction|output", "a|b", "c|d"), read_examples),
-    "parquet": ("a.parquet", parquet(), read_examples),
-    "text": ("a.txt", "one\ntwo é\n\nthree\n".encode(), corpus),
-    "rows of text": ("a.jsonl", lines({"text": "one\n\ntwo\u2028"}, {"text": "x"}), corpus),
-    "further": ("a.tsv", table("a|b|c", "x|y|1", "z|w|0"), further),
-    "table": ("a.txt", table("a|b", "x|y"), lambda path: list(table_rows(str(path)))),
-    "RTE": ("RTE/train.tsv", table("index|sentence1|sentence2|label", "0|a|b|entailment"), glue),
-    "RTE test": ("RTE/test.tsv", table("index|sentence1|sentence2", "7|a|b", "8|c|d"), glue),
-    "STS-B": ("STS-B/dev.tsv", table("index|sentence1|sentence2|score", "0|a|b|3.8"), glue),
-    "CoLA": ("CoLA/train.tsv", table("gj04|0|*|They drank.", "gj04|1||It is."), glue),
-    "MRPC": ("MRPC/msr_paraphrase_test.txt", MRPC, glue),
-    "QNLI": ("QNLI/train.tsv", table("index|question|sentence|label", "0|a|b|entailment"), glue),
-    "questions": ("a.json", questions(), asked),
-    "CoNLL": ("a.txt", b"He PRP B-NP\nreckons VBZ B-VP\n. . O\n\nYes UH O\n", read_sentences),
-    "hosts": ("hosts", b"node1 slots=8\n# no\nnode2 slots=4\n", read_hosts),
-    "config": ("config.json", (locate("embedded:teacher") / "config.json").read_bytes(), load_config_of),
-}
-
 
 @pytest.mark.parametrize("name", READERS)
 def test_files_as_they_are(name: str, tmp_path: Path) -> None:
-    file, content, read = READERS[name]
-    path = tmp_path / file
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    assert outcome(lambda: read(path)) is None
+    path = READERS[name].write(tmp_path)
+    assert outcome(lambda: READERS[name].read(path)) is None
 
 
 @pytest.mark.parametrize("name", READERS)
-@tries(share=1, seed=SEEDS)
-def test_damaged_files(name: str, tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    file, content, read = READERS[name]
+@tries(seed=SEEDS, number=st.integers(0, 2))
+def test_damaged_files(name: str, tmp_path_factory: pytest.TempPathFactory, seed: int, number: int) -> None:
+    reader = READERS[name]
     folder = tmp_path_factory.getbasetemp() / "damaged" / name
-    path = folder / file
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_bytes(damaged(content, seed))
-    outcome(lambda: read(path))
-    assert [each for each in folder.rglob("*") if each.is_file()] == [path]
-
-
-def several(key: str) -> Callable[[Path], Any]:
-    return lambda path: writing_files.read_files(key, TaskConfig(dir=str(path.parent)))
-
-
-FOLDERS: dict[str, tuple[dict[str, bytes], Callable[[Path], Any]]] = {
-    "summaries": ({"train.jsonl": PAIRS, "dev.jsonl": PAIRS}, several("summarization")),
-    "XNLI": (
-        {
-            "xnli.dev.tsv": XNLI,
-            "xnli.test.tsv": XNLI,
-            "multinli.train.en.tsv": table("premise|hypo|label", "a|b|neutral"),
-        },
-        lambda path: read_xnli(TaskConfig(dir=str(path.parent))),
-    ),
-    "MLQA": (
-        {
-            "train-v1.1.json": questions(),
-            "dev-context-en-question-en.json": questions(),
-            "test-context-en-question-en.json": questions(),
-        },
-        lambda path: squad_files.read_files("mlqa", TaskConfig(dir=str(path.parent))),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-@tries(share=2, seed=SEEDS, number=st.integers(0, 2))
-def test_damaged_folders(name: str, tmp_path_factory: pytest.TempPathFactory, seed: int, number: int) -> None:
-    files, read = FOLDERS[name]
-    folder = tmp_path_factory.getbasetemp() / "damaged" / name
-    folder.mkdir(exist_ok=True, parents=True)
-    for place, (file, content) in enumerate(files.items()):
-        (folder / file).write_bytes(damaged(content, seed) if place == number else content)
-    outcome(lambda: read(folder / "any"))
-    assert {each.name for each in folder.iterdir()} == files.keys()
+    path = reader.write(folder, number, lambda content: damaged(content, seed))
+    outcome(lambda: reader.read(path))
+    assert {each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()} == reader.files.keys()
 
 
 @tries(share=3, reference=st.sampled_from(TEXTS))

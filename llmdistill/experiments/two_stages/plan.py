@@ -207,7 +207,8 @@ def _methods(config: RunConfig) -> dict[str, Any]:
     unused = sorted(settings.settings.keys() - {method, *also})
     if unused:
         raise UserError(
-            f"tasks.settings.{unused[0]}: that is no method of the second stage ({', '.join([method, *also])})"
+            f"tasks.settings.{unused[0]}: that is no method of the second stage ({', '.join([method, *also])}); "
+            "leave it out, or add the method as tasks.also"
         )
     sections: dict[str, Any] = {
         name: command_line.changed(part, settings.settings.get(name, {}), key=f"tasks.settings.{name}")

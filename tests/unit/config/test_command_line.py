@@ -69,7 +69,7 @@ def test_missing_ds_config_is_said():
     [
         ("train: {stepz: 3}\n", r"mine.yaml: train.stepz: there is no such setting; did you mean train.steps\?"),
         ("a: [\n", r"mine.yaml:\d+: not valid YAML"),
-        ("- 1\n", "mine.yaml: a recipe is a mapping"),
+        ("- 1\n", "mine.yaml: not a mapping of settings"),
     ],
 )
 def test_mistakes_in_a_recipe_name_it(tmp_path, text, expected):

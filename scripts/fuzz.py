@@ -1,0 +1,239 @@
+"""Tries the readers of files with inputs that atheris draws by the coverage of llmdistill's own code.
+
+    python scripts/fuzz.py --seconds 60                        # each reader of tests/readers.py for a minute
+    python scripts/fuzz.py --seconds 600 --reader parquet      # one of them
+    python scripts/fuzz.py --reader parquet --repeat FILE      # a finding again, with its traceback
+
+The only outcome besides success is one UserError. A traceback, an input that takes more than 20 seconds, and a reader
+that writes outside its folder, starts a program or opens a connection are findings. Exit code 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import pkgutil
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+LIBRARIES = ("torch", "transformers", "datasets", "deepspeed", "peft", "pyarrow.parquet", "hypothesis", "pytest")
+"""Imported before ours, so that atheris does not look at their code: that alone would take minutes."""
+HANGS = 20
+"""Seconds after which an input counts as one that hangs."""
+LONGEST = 100_000
+"""Bytes of an input."""
+FAILED = "failed-input"
+"""The last input of a reader that raised what it may not."""
+FORBIDDEN = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "socket.connect", "pickle.find_class")
+"""Audit events (PEP 578) that no reader may cause."""
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
+"""Audit events whose first argument is a path that must lie in the folder."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of the run of a reader."""
+
+    inputs: int
+    edges: tuple[int, int]
+    """Of the code: how many the valid files reach, and how many all inputs."""
+    finding: str | None
+    """The last line of a traceback."""
+
+
+class Watch:
+    """Remembers what a reader did that it may not do, between `begin` and `end`."""
+
+    def __init__(self, *folders: Path) -> None:
+        """`folders` are those in which the reader may write."""
+        self._folders = tuple(f"{folder.resolve()}{os.sep}" for folder in folders)
+        self._seen: list[str] | None = None
+        sys.addaudithook(self._hook)
+
+    def begin(self) -> None:
+        """Watch from now on."""
+        self._seen = []
+
+    def end(self) -> None:
+        """Raise an AssertionError if something was seen."""
+        seen, self._seen = self._seen, None
+        assert not seen, f"the reader did {seen[0]}"
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._seen is None:
+            return
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in FORBIDDEN or ((writes or event in CHANGES) and self._is_outside(arguments[0])):
+            self._seen.append(f"{event} {arguments[:2]}")
+
+    def _is_outside(self, path: Any) -> bool:
+        return not isinstance(path, int) and not f"{Path(os.fsdecode(path)).resolve()}{os.sep}".startswith(
+            self._folders
+        )
+
+
+def load(atheris: Any) -> Any:
+    """Import the readers with coverage of llmdistill's own code, and return them by their names."""
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed says that it found no GPU
+        for name in LIBRARIES:
+            importlib.import_module(name)
+    covered = atheris.instrument_imports(include=["llmdistill"], enable_loader_override=False)
+    with contextlib.redirect_stderr(io.StringIO()), covered:  # atheris names every module
+        readers = importlib.import_module("readers").READERS
+        package = importlib.import_module("llmdistill.tasks")
+        for module in pkgutil.iter_modules(package.__path__, "llmdistill.tasks."):
+            importlib.import_module(module.name)
+    return readers
+
+
+def be_fuzzer(atheris: Any, reader: Any, folder: Path, options: Sequence[str]) -> NoReturn:
+    """Try a reader until libFuzzer ends this process. `folder` has `seeds`, and gets `files` and `findings`."""
+    hostile = importlib.import_module("hostile")
+    errors = importlib.import_module("llmdistill.errors")
+    work = folder / "files"
+    watch = Watch(work, Path(os.environ["HF_HOME"]))
+    sys.dont_write_bytecode = True
+
+    def one_input(data: bytes) -> None:
+        number, content = (data[0], data[1:]) if data else (0, b"")
+        path = reader.write(work, number, lambda _: content)
+        watch.begin()
+        try:
+            reader.read(path)
+        except errors.UserError as error:
+            hostile.check_sentence(error)
+        watch.end()
+
+    def kept_input(data: bytes) -> None:
+        try:
+            one_input(data)
+        except BaseException:  # libFuzzer does not write the file where a valid input fails
+            (folder / FAILED).write_bytes(data)
+            raise
+
+    def mutate(data: bytes, most: int, seed: int) -> bytes:
+        """Half of the time as libFuzzer does, half of the time as the property tests do."""
+        if seed % 2 or not data:
+            return bytes(atheris.Mutate(data, most))
+        return (data[:1] + hostile.damaged(data[1:], seed))[:most]
+
+    atheris.Setup([sys.argv[0], *options], kept_input, custom_mutator=mutate)
+    atheris.Fuzz()
+    os._exit(0)
+
+
+def fork(work: Any, log: Path, limit: float) -> int | None:
+    """Do work in a fork whose output goes into a file; return its exit code, None if it was killed at the limit."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for number in (1, 2):
+                os.dup2(target, number)
+            work()
+        finally:
+            os._exit(70)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def try_reader(atheris: Any, reader: Any, folder: Path, seconds: int) -> Tried:
+    """Fuzz a reader for some seconds; what reached new code stays in `folder`/seeds for the next time."""
+    seeds, findings = folder / "seeds", folder / "findings"
+    for part in (seeds, findings):
+        part.mkdir(parents=True, exist_ok=True)
+    for number, content in enumerate(reader.files.values()):
+        (seeds / f"valid-{number}").write_bytes(bytes([number]) + content)
+    options = [
+        f"-max_total_time={seconds}",
+        f"-timeout={HANGS}",
+        f"-max_len={LONGEST}",
+        "-rss_limit_mb=8192",
+        "-seed=1",
+    ]
+    options += [f"-artifact_prefix={findings}{os.sep}", "-print_final_stats=1", str(seeds)]
+    log = folder / "log.txt"
+    code = fork(lambda: be_fuzzer(atheris, reader, folder, options), log, seconds + 2 * HANGS + 10)
+    said = log.read_text(encoding="utf-8", errors="replace")
+    edges = [int(each) for each in re.findall(r"^#\d+\s+\w+\s+cov: (\d+)", said, re.MULTILINE)]
+    numbers = [int(each) for each in re.findall(r"^#(\d+)", said, re.MULTILINE)]
+    return Tried(max(numbers, default=0), (edges[0], edges[-1]) if edges else (0, 0), _finding(code, said))
+
+
+def _finding(code: int | None, said: str) -> str | None:
+    if code == 0:
+        return None
+    if code is None or "ERROR: libFuzzer: timeout" in said:
+        return f"it takes more than {HANGS} s"
+    exceptions = re.findall(r"Uncaught Python exception: ===\n(.*)", said)
+    return str(exceptions[-1]) if exceptions else f"exit code {code}: {said[-200:]!r}"
+
+
+def main() -> int:
+    """Try the readers one after the other, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=int, default=60, help="for each reader")
+    parser.add_argument(
+        "--reader", action="append", help="this one alone, by its name in tests/readers.py; can be repeated"
+    )
+    parser.add_argument("--repeat", type=Path, help="the file of a finding; needs --reader")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps what reached new code, and the findings; default: a temporary"
+    )
+    arguments = parser.parse_args()
+    if arguments.repeat is not None and len(arguments.reader or ()) != 1:
+        parser.error("--repeat needs one --reader: the file is an input of it")
+    try:
+        atheris: Any = importlib.import_module("atheris")
+    except ImportError:
+        print("error: atheris is not installed; pip install -e '.[fuzz]' (Linux, Python 3.11 to 3.13)", file=sys.stderr)
+        return 2
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-")) if arguments.folder is None else arguments.folder.resolve()
+    os.environ["HF_HOME"] = str(folder / "libraries")  # where the datasets library makes the folders of its cache
+    readers = load(atheris)
+    unknown = [name for name in arguments.reader or () if name not in readers]
+    if unknown:
+        parser.error(f"--reader {unknown[0]}: there are {', '.join(readers)}")
+    if arguments.repeat is not None:
+        be_fuzzer(atheris, readers[arguments.reader[0]], folder, [str(arguments.repeat.resolve())])
+    found = 0
+    print(f"{'reader':16} {'inputs':>9} {'edges':>12}  finding", flush=True)
+    for name in arguments.reader or readers:
+        own = folder / re.sub(r"\W", "-", name)
+        tried = try_reader(atheris, readers[name], own, arguments.seconds)
+        edges = f"{tried.edges[0]} → {tried.edges[1]}"
+        print(f"{name:16} {tried.inputs:9,} {edges:>12}  {tried.finding or 'none'}", flush=True)
+        if tried.finding is not None:
+            found += 1
+            files = [own / FAILED, *(own / "findings").glob("timeout-*")]
+            file = max((each for each in files if each.is_file()), key=os.path.getmtime, default=own / "log.txt")
+            print(f"  python scripts/fuzz.py --reader '{name}' --repeat {file}", flush=True)
+    print(f"{found} findings")
+    if found == 0 and arguments.folder is None:
+        shutil.rmtree(folder)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
