@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.config import RunConfig
+from llmdistill.config import DEFAULT_DS_CONFIG, RunConfig
 from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
@@ -25,7 +25,6 @@ from llmdistill.models.load import Head, copy_companions, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.devices import TORCH_DTYPES, best_dtype, default_device
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 Model = PreTrainedModel | str | Path
 """A transformers model, a folder with one, a name on the Hub, or embedded:teacher."""

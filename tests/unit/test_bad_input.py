@@ -25,7 +25,8 @@ def fails(tmp_path, capsys, monkeypatch):
 
     def run(*arguments: str, ds_config: str = DS) -> str:
         capsys.readouterr()  # what the test itself printed
-        code = main(["--ds_config", ds_config, "--output_dir", str(tmp_path / "run"), *arguments])
+        example = () if "--recipe" in arguments else ("--recipe", "quickstart")
+        code = main(["--ds_config", ds_config, "--output_dir", str(tmp_path / "run"), *example, *arguments])
         captured = capsys.readouterr()
         assert code == 2
         assert captured.err.startswith("error: ")
