@@ -30,9 +30,8 @@ def parse(tmp_path):
 
     def parse(*arguments, folder="run"):
         given = ["--ds_config", str(tmp_path / "zero.json"), "--output_dir", str(tmp_path / folder)]
-        return parse_run(
-            ["--recipe", "quickstart", *given, "--data.train", str(tmp_path / "rows.jsonl"), *arguments], METHODS
-        )[0]
+        given = ["--recipe", "quickstart", *given, "--data.train", str(tmp_path / "rows.jsonl")]
+        return parse_run([*given, *arguments], METHODS)[0]
 
     return parse
 
