@@ -19,6 +19,7 @@ from llmdistill.config.command_line import build, parse
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
 from llmdistill.runtime.hosts import check_hosts
+from llmdistill.runtime.launch import DEFAULT_PORT, free_port, is_busy
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 
 LAUNCHER_FLAGS = (
@@ -61,6 +62,10 @@ def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
     check_hosts(flags)
+    given = {flag.split("=")[0] for flag in flags}
+    # Nodes that are started one by one could not agree on another port.
+    if not given & {"--master_port", "--no_ssh", "--node_rank"} and is_busy(DEFAULT_PORT):
+        flags = [*flags, "--master_port", str(free_port())]
     # Without --no_local_rank the launcher would insert --local_rank before the name of the command.
     os.execvp("deepspeed", ["deepspeed", *flags, "--no_local_rank", "--module", module, *arguments])
 

@@ -45,7 +45,7 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
     if flags.dry_run:
         print(json.dumps(describe(plans, tasks), indent=None if flags.json else 2))
         return
-    train(plans, tasks, command_line.typed_command(script, arguments))
+    train(plans, tasks, command_line.typed_command(script, arguments), command_line.about_recipe(flags.recipe))
 
 
 def make_plans(config: RunConfig) -> list[Plan]:
@@ -81,12 +81,12 @@ def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
     return described if tasks is None else {**described, "tasks": tasks.describe()}
 
 
-def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
+def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str, first_line: str) -> None:
     """Execute the plans in a new process group; `command` is the command line that the user typed."""
     from llmdistill.experiments.distillation import distil
     from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node
-    from llmdistill.runtime.terminal import quiet_libraries
+    from llmdistill.runtime.terminal import print_main, quiet_libraries
 
     check_writable(plans[-1].folder, "--output_dir")
     statistics = plans[-1].config.student.factorize.calibration.folder
@@ -98,6 +98,7 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str) -> None:
         tasks.check_tokens()
     with process_group(command) as world:
         quiet_libraries()
+        print_main(first_line, world)
         data = plans[0].task.read_on_all(plans[0].models, world)
         if tasks is not None:
             tasks.check_data(world)

@@ -40,7 +40,7 @@ def planned(row: dict[str, Any]) -> tuple[Any, Any]:
     from llmdistill.run.plan import make_plan
     from llmdistill.runtime.distributed import World
 
-    words = ["--ds_config", "zero2", "--method", row["method"], "--student.model", row["student"]]
+    words = ["--recipe", "quickstart", "--method", row["method"], "--student.model", row["student"]]
     words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
     words += ["--data.train", row["data"], "--data.valid", "null", "--data.tests", "{}"]
     plan = make_plan(parse_run(words, METHODS)[0])

@@ -16,7 +16,6 @@ from jsonargparse import ArgumentParser
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, parse, parse_run
 from llmdistill.methods import METHODS
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 from llmdistill.runtime.terminal import quiet_transformers
 
 
@@ -47,8 +46,6 @@ def cache(arguments: Sequence[str], prog: str = "llmdistill cache") -> None:
     own, rest = split_own(arguments)
     parsed = parse(build_parser(prog), own)
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
-    if not any(word.split("=")[0] == "--ds_config" for word in rest):
-        rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
     config, _ = parse_run([*rest, "--output_dir", str(parsed.output)], METHODS)
     # Imported below so that --help and errors in the arguments do not wait for torch.
     from llmdistill.run.cache import make_cache

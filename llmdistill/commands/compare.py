@@ -26,7 +26,6 @@ from llmdistill.experiments.variants import (
     suite_names,
 )
 from llmdistill.methods import METHODS
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 DEFAULT_METHODS = "none,sft,kd,seqkd,makd"
 GRID_FACTORS = (0.5, 1.0, 2.0)
@@ -132,13 +131,12 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
             as_json=parsed.json,
             command=["llmdistill", "compare", *arguments, *launcher_flags],
         )
-    if not any(word.split("=")[0] == "--ds_config" for word in rest):
-        rest = ["--ds_config", DEFAULT_DS_CONFIG, *rest]
     recipe, flags = parse_run(rest, METHODS)
     if recipe.data.kind != "instructions":
+        has = "data.kind is" if flags.recipe is None else f"--recipe {flags.recipe} has data.kind"
         raise UserError(
-            f"--recipe {flags.recipe} has data.kind {recipe.data.kind}, and a comparison scores answers to "
-            "instructions: take a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
+            f"{has} {recipe.data.kind}, and a comparison scores answers to instructions: take a table of encoders "
+            "(--suite minilm-table2), or `llmdistill evaluate --suite glue`"
         )
     suite = choose_suite(settings)
     rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in GRID_FACTORS]
@@ -152,7 +150,7 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     launcher.check()
     study = Study(
         recipe=recipe,
-        root=Path(settings.output_dir or default_folder(flags.recipe, settings.suite)),
+        root=Path(settings.output_dir or default_folder(flags.recipe or "own", settings.suite)),
         variants=suite.variants,
         grid={"train.learning_rate": rates},
         seeds=[recipe.seed + offset for offset in range(settings.seeds)],

@@ -14,7 +14,6 @@ from jsonargparse import ArgumentParser
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse, parse_run, split_words
 from llmdistill.methods import METHODS
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
@@ -44,8 +43,7 @@ def doctor(arguments: Sequence[str], prog: str = "llmdistill doctor") -> int:
     """
     own, words = split_words(arguments, {"help", "json"})
     parsed = parse(build_parser(prog), own)
-    given = any(word.split("=")[0] == "--ds_config" for word in words)
-    config, _ = parse_run(words if given else ["--ds_config", DEFAULT_DS_CONFIG, *words], METHODS)
+    config, _ = parse_run(words, METHODS)
     quiet_transformers()
     found = []
     for finding in findings(config):

@@ -18,7 +18,7 @@ from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json, write_text
 from llmdistill.methods import METHODS
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, read_ds_config
+from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
     machine = build(parsed, MachineConfig, prefix="--")
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)
-    config, _ = parse_run(words if given else ["--ds_config", DEFAULT_DS_CONFIG, *words], METHODS)
+    config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.run.forecast.choices import DS_CONFIGS, make_choices, propose, reason
     from llmdistill.run.forecast.making import CacheAsked

@@ -13,7 +13,6 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import Stopped, UserError
 from llmdistill.methods import METHODS
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 from llmdistill.runtime.terminal import quiet_transformers
 
 _ANY_RECIPE = "minilm/6x384"
@@ -113,8 +112,6 @@ def _config(table: PublishedTable, recipe: str, changes: Mapping[str, Any], sett
         own += ["--tasks.names", ",".join(table.tasks), "--tasks.protocol", str(table.protocol)]
     for key, value in {"tasks.out_of_domain": dict(table.out_of_domain), **changes}.items():
         own += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
-    if not any(word.split("=")[0] == "--ds_config" for word in settings):
-        own += ["--ds_config", DEFAULT_DS_CONFIG]
     return parse_run([*own, *settings], METHODS)[0]
 
 

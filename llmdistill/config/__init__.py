@@ -15,6 +15,7 @@ from llmdistill.config.training import TrainConfig
 from llmdistill.errors import check_least
 
 __all__ = [
+    "DEFAULT_DS_CONFIG",
     "CalibrationConfig",
     "DataConfig",
     "FactorizeConfig",
@@ -32,15 +33,19 @@ __all__ = [
 ]
 
 
+DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
+"""The DeepSpeed configuration of a run that does not name one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run: teacher, student, data, method, training, scoring."""
 
-    ds_config: str
+    ds_config: str = DEFAULT_DS_CONFIG
     """DeepSpeed configuration: a JSON file, or the name of one that ships with llmdistill, such as zero2. The
     settings of the run replace its "auto" values."""
     output_dir: str | None = None
-    """Folder of the run; default: runs/<recipe>-<ds_config>."""
+    """Folder of the run; default: runs/<recipe>-<ds_config>, and runs/own-<ds_config> without a recipe."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the last checkpoint in the folder; never: stop if the folder already holds a run."""
     seed: int = 0

@@ -24,6 +24,9 @@ from llmdistill.config.strict import check_keys, check_plain, flattened, nearest
 from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
+"""The recipe of a run that names none, and neither a teacher nor data of its own: the embedded example."""
+_OWN = ("teacher.model", "data.train", "data.kind", "data.task.name")
+_EMBEDDED = "embedded:"
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -47,12 +50,13 @@ def run_parser(methods: MethodTable) -> ArgumentParser:
 def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="llmdistill/train.py",
-        usage="deepspeed [--num_gpus N] llmdistill/train.py --ds_config FILE [--recipe NAME] [--KEY VALUE ...]",
+        usage="deepspeed [--num_gpus N] llmdistill/train.py [--ds_config FILE] [--recipe NAME] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Distil a teacher into a smaller student under DeepSpeed. "
         "Every setting below can be given in a recipe (YAML) or on the command line, which has priority.",
     )
-    text = f"A shipped recipe's name or a YAML file; default: {DEFAULT_RECIPE}."
+    text = f"A shipped recipe's name or a YAML file. Default: {DEFAULT_RECIPE}, the embedded example; for a teacher or "
+    text += "data of your own none."
     parser.add_argument("--recipe", action="config", help=text)
     parser.add_argument("--extends", type=str | None, help=_EXTENDS)
     parser.add_argument(
@@ -78,11 +82,13 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
 def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig, argparse.Namespace]:
     """Parse the main job's command line: the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
 
+    `recipe` is None for a run without one: the embedded example is only for runs that name no teacher or data.
+
     Raises UserError if a key is unknown, a value does not fit, or a recipe does not exist.
     """
     arguments = list(arguments)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--recipe", default=DEFAULT_RECIPE)
+    first.add_argument("--recipe")
     first.add_argument("--extends")
     # The recipe is parsed first, wherever it stands, so that the command line always overrides it.
     try:
@@ -91,21 +97,37 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
         raise UserError(str(error)) from error
     if flags.extends is not None:
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
-    path = recipe_path(flags.recipe)
+    typed = overrides.given_flags(rest)
+    name = flags.recipe if flags.recipe is not None else _recipe_for(typed)
     parser = run_parser(methods)
-    layers = [(flattened(values), ["--recipe", str(file)]) for file, values in extended(parser, path).items()]
+    recipes = {} if name is None else extended(parser, recipe_path(name))
+    layers = [(flattened(values), ["--recipe", str(file)]) for file, values in recipes.items()]
     below: dict[str, Any] = {}
     words: list[str] = []
-    for given, own in (*layers, (overrides.given_flags(rest), rest)):
+    for given, own in (*layers, (typed, rest)):
         back = overrides.taken_back(given, below)
         words += [*overrides.flags(back), *own]
         below |= {**back, **given}
     parsed = parse(parser, words)
     if parsed.output_dir is None:
-        name = flags.recipe if flags.recipe in recipe_names() else path.stem
-        parsed.output_dir = f"runs/{name}-{Path(parsed.ds_config).stem}"
-    recipe = argparse.Namespace(recipe=flags.recipe, dry_run=parsed.dry_run, json=parsed.json)
+        folder = "own" if name is None else name if name in recipe_names() else Path(name).stem
+        parsed.output_dir = f"runs/{folder}-{Path(parsed.ds_config).stem}"
+    recipe = argparse.Namespace(recipe=name, dry_run=parsed.dry_run, json=parsed.json)
     return build(parsed, RunConfig, methods), recipe
+
+
+def _recipe_for(typed: Mapping[str, Any]) -> str | None:
+    """The recipe of a command line without one; None if it names a teacher or data that are not the embedded ones."""
+    own = any(not str(typed[key]).startswith(_EMBEDDED) for key in _OWN if key in typed)
+    return None if own else DEFAULT_RECIPE
+
+
+def about_recipe(name: str | None) -> str:
+    """Where the settings of a run come from, as the first line of what it prints."""
+    if name is None:
+        return "Recipe      none: the defaults of llmdistill, and what the command line says"
+    embedded = ", the embedded example" if name == DEFAULT_RECIPE else ""
+    return f"Recipe      {name}{embedded}"
 
 
 def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[str], list[str]]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.collate import Encoded
 from llmdistill.data.columns import MappedItems, in_pieces
-from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
 from llmdistill.data.instruct import (
     PROMPT_WITH_INPUT,
     PROMPT_WITHOUT_INPUT,
@@ -154,7 +154,7 @@ def _write(
     limits: Limits,
 ) -> Counts:
     """Write the examples of a set piece by piece, so that it may be larger than memory; return how many they are."""
-    counts, read, start = Counts(), 0, 0
+    counts, read, start, has_answers = Counts(), 0, 0, False
     rows = open_rows(reference, streaming=False)
     for examples in in_pieces((parse_row(row, source) for row, source in rows), _AT_ONCE):
         try:
@@ -167,9 +167,12 @@ def _write(
         writer.add("tokens", tokens)
         writer.add("bounds", start + bounds[:-1])
         start, read, counts = start + len(tokens), read + len(examples), counts.plus(data.counts())
+        has_answers = has_answers or not all_empty(examples)
     if read == 0:
         raise no_example(reference)
     if counts.examples == 0:
         raise none_left(read, limits)
+    if not has_answers:
+        raise no_answer(reference, read)
     writer.add("bounds", start)
     return counts

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llmdistill.errors import UserError
@@ -34,6 +35,19 @@ class Example:
     """The turns before the answer, for the tokenizer's chat template; empty in the other two forms."""
     raw_prompt: str | None = None
     """A prompt that is used as it is, without any template; None in the other two forms."""
+
+
+def all_empty(examples: Sequence[Example]) -> bool:
+    """Whether no example has an answer with a character in it."""
+    return not any(output.strip() for example in examples for output in example.outputs)
+
+
+def no_answer(name: str | Path, count: int) -> UserError:
+    """The error for a data set whose answers are all empty."""
+    return UserError(
+        f"{name}: the answers of all {count} examples are empty, so nothing but the end of an answer is there to learn "
+        "or to compare with; look at the key of the answers (output, completion, response or messages)"
+    )
 
 
 def parse_row(row: Mapping[str, Any], source: str, *, needs_answer: bool = True) -> Example:

@@ -32,7 +32,9 @@ def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callabl
     for plan in plans:
         check_cache(plan, data.of(plan.models), world)
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
-    with claim_folder(last.asked, world):
+    # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
+    alone = not assistants and then is None and last.searched is None
+    with claim_folder(last.asked, world, may_go_on=alone):
         for plan in assistants:
             print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}", world)
             run_plan(plan, data.of(plan.models), world)

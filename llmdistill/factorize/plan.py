@@ -89,10 +89,15 @@ def check_settings(settings: FactorizeConfig, method: str) -> None:
             )
     exclusive = own[: own.index(embedding_key)]
     given = [key for key in exclusive if getattr(settings, key) is not None]
-    if len(given) > 1 or not (given or getattr(settings, embedding_key) is not None):
+    if not given and getattr(settings, embedding_key) is None:
+        raise UserError(
+            f"the student has no size: give one of {', '.join(exclusive)} for the method {method} (or {embedding_key} "
+            "alone), such as target_params 50%"
+        )
+    if len(given) > 1:
         raise UserError(
             f"give exactly one of {', '.join(exclusive[:-1])} and {exclusive[-1]} (or {embedding_key} alone) for the "
-            f"method {method}, not {' and '.join(given) or 'none'}; null takes one back that a recipe sets"
+            f"method {method}, not {' and '.join(given)}; null takes one back that a recipe sets"
         )
     if settings.max_flops is not None and settings.target_params is None:
         raise UserError(

@@ -22,6 +22,7 @@ FIGURES = (
     "teacher_share",
     "peak_memory_bytes",
     "skipped_steps",
+    "lowest_loss",
     "valid_loss",
     "valid_score",
 )

@@ -15,14 +15,13 @@ from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned
 from llmdistill.fingerprints import fingerprint
 from llmdistill.run.lowered import rate_warnings, with_lowered_rate
+from llmdistill.run.raised import METRICS_FILE, forget_end, is_raised, steps_warnings, with_raised_steps
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
 from llmdistill.teacher.cache_folder import cache_fingerprint
 
 RUN_FILE = "run.json"
-METRICS_FILE = "metrics.json"
-"""This file is written last: a folder that contains it is finished."""
 LOCK_FILE = ".lock"
 INPUTS = "inputs"
 """Subfolder of a run folder for the models and data that the caller had in memory. Their file names are derived from
@@ -123,20 +122,24 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
 
 
-def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any]) -> State:
+def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> State:
     """Return the state of the run in a folder; raise UserError if the folder contains a different run."""
     finished = (folder / METRICS_FILE).is_file()
     try:
-        before = None if old is None else _identity(with_lowered_rate(folder, old, new))
+        before = None
+        if old is not None:
+            kept = with_lowered_rate(folder, old, new)
+            before = _identity(with_raised_steps(folder, kept, new) if may_go_on else kept)
     except (KeyError, TypeError, AttributeError) as error:  # a record without checksum, as before version 0.6
         raise UserError(f"{folder / RUN_FILE}: not the record of a run; {_REMEDY}") from error
-    return compare_records(
+    state = compare_records(
         before,
         _identity(new),
         finished=finished,
         subject=f"output_dir {folder}: it holds a run of another configuration",
         remedy="choose another output_dir, or give the same settings to go on with it",
     )
+    return State.UNFINISHED if old is not None and is_raised(old, new) else state
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
@@ -145,7 +148,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 def run_warnings(folder: Path) -> list[str]:
     """Return what a report must say of how a run came to its end; rank 0 only."""
-    return rate_warnings(_read(folder) or {})
+    record = _read(folder) or {}
+    return [*rate_warnings(record), *steps_warnings(record)]
 
 
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
@@ -158,7 +162,7 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     if metrics is None or kept is None:
         return None
     new = run_record(config, kept.get("world_size", 1))
-    _compare(folder, kept, new)
+    _compare(folder, kept, new, may_go_on=False)
     old, asked = metrics["asked"], plain(scores_asked(config))
     # A trial that became a final run also has scores on the test sets; it still counts as a finished trial.
     tests = old.get("tests")
@@ -167,10 +171,11 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
 
 
 @contextmanager
-def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
+def claim_folder(config: RunConfig, world: World, *, may_go_on: bool = False) -> Iterator[State]:
     """Create the run folder or check that it contains this run, lock it, and yield the state of the run.
 
-    Temporary folders that killed processes have left in it are removed. Every rank must enter this context manager.
+    Temporary folders that killed processes have left in it are removed. With `may_go_on` the run may have more steps
+    than the folder's. Every rank must enter this context manager.
 
     Raises:
         UserError: the folder contains a run with another configuration, contains a run although `resume` is never, or
@@ -181,8 +186,7 @@ def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
 
     def claim() -> State:
         try:
-            state = _claim(folder, run_record(config, world.size), config.resume)
-            locks.append(_lock(folder))
+            state = _claim(folder, run_record(config, world.size), config.resume, locks, may_go_on=may_go_on)
             for each in (folder, folder / INPUTS):
                 if each.is_dir():
                     remove_abandoned(each)
@@ -197,7 +201,7 @@ def claim_folder(config: RunConfig, world: World) -> Iterator[State]:
             lock.close()
 
 
-def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
+def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str]], *, may_go_on: bool) -> State:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir {folder}: it is a file; choose another output_dir or remove the file")
     old = _read(folder)
@@ -207,8 +211,12 @@ def _claim(folder: Path, record: dict[str, Any], resume: str) -> State:
         raise UserError(
             f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
         )
-    state = _compare(folder, old, record)
+    state = _compare(folder, old, record, may_go_on=may_go_on)
+    if old is not None and is_raised(old, record):
+        locks.append(_lock(folder))  # another process may be at the end that is forgotten
+        forget_end(folder)
     write_record(folder / RUN_FILE, record)
+    locks += [] if locks else [_lock(folder)]
     return state
 
 

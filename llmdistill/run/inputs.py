@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import write_manifest
-from llmdistill.config import RunConfig
+from llmdistill.config import DEFAULT_DS_CONFIG, RunConfig
 from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
@@ -25,7 +25,6 @@ from llmdistill.models.load import Head, copy_companions, folder_damage, load_mo
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.devices import TORCH_DTYPES, best_dtype, default_device
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG
 
 Model = PreTrainedModel | str | Path
 """A transformers model, a folder with one, a name on the Hub, or embedded:teacher."""

@@ -26,11 +26,12 @@ from llmdistill.run.damage import check_log, check_made
 from llmdistill.run.describe import headline
 from llmdistill.run.disk import check_disk
 from llmdistill.run.log import RunLog
+from llmdistill.run.loss_watch import diverged
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, is_there, on_main
-from llmdistill.runtime.engine import monitor_of
+from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -103,6 +104,10 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
             load = partial(assemble.load_scored, trained, plan, world)
             summaries["student"] = book.score("student", load, data.tokenizer, params=params)
     if world.is_main:
+        ended = diverged(read_metrics_log(plan.folder))
+        for warning in ended:
+            warn_main(warning, world)
+        warnings = [*warnings, *ended]
         _report(plan, data, summaries, warnings, world, seconds=time.perf_counter() - began)
 
 
@@ -127,6 +132,10 @@ def _train(
             "within rounding, not bit-equal",
             world,
         )
+    if start > 0:
+        rate = learning_rate(trainer.settings, start)
+        steps = trainer.settings.steps
+        print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}", world)
     monitor = monitor_of(trainer.engine)
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor)
     best = trainer.best

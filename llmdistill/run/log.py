@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from llmdistill.files import write_text
-from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, row_of
+from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, read_metrics_log, row_of
 from llmdistill.runtime.distributed import World
 
 
@@ -64,8 +64,11 @@ class RunLog:
         self._monitor = monitor
         self._header: list[str] = []
         self._bar: Any = None
+        self.rows: list[dict[str, float]] = []
+        """The rows of earlier starts of the run; empty on the ranks that do not write."""
         if self._active:
             self._drop_rows_after(start)
+            self.rows = read_metrics_log(folder)
             # On a terminal, a progress bar is shown below the lines; a file or a pipe gets only the lines.
             self._bar = tqdm(total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), leave=False)
 

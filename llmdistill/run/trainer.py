@@ -67,7 +67,7 @@ class Trainer:
         """
         clock = Stopwatch(self.world.device)
         since = _Since(self.world.device)
-        finite, watch = self._finite_steps(), LossWatch(self.method.weights)
+        finite, watch = self._finite_steps(), LossWatch(self.method.weights, log.rows)
         stopping = Stopping(self.world)
         began, log_every = time.perf_counter(), self.settings.log_every or self.settings.steps
         for step in range(start, self.settings.steps):
@@ -95,6 +95,7 @@ class Trainer:
                 elapsed = time.perf_counter() - began
                 eta = elapsed / (done - start) * (self.settings.steps - done)
                 row = self._row(done, since, clock.take())
+                row |= watch.of_row(row["loss"])
                 if validates:
                     row["valid_loss"] = self._validated(done)
                     if self.best is not None:

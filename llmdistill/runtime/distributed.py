@@ -19,7 +19,15 @@ from torch import Tensor
 from llmdistill.errors import RankError, UserError
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import default_device, has_compiler
-from llmdistill.runtime.launch import free_port, joining, launched_ranks, launched_ranks_of_node, prepare_joining
+from llmdistill.runtime.launch import (
+    DEFAULT_PORT,
+    check_port,
+    free_port,
+    joining,
+    launched_ranks,
+    launched_ranks_of_node,
+    prepare_joining,
+)
 from llmdistill.runtime.processes import NodeWatch, RankProcess, says_why
 
 Value = TypeVar("Value")
@@ -83,10 +91,12 @@ def init_distributed(command: str = "") -> World:
         os.environ["MASTER_PORT"] = str(free_port())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         # The ranks of a node share its cores, but torch would use all cores in each rank.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launched_ranks_of_node()))
+    if not dist.is_initialized():
+        check_port()
     prepare_joining(None if on_cpu else torch.cuda.device_count())
     with joining(COLLECTIVE_TIMEOUT):
         deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)

@@ -12,8 +12,6 @@ from typing import Any
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 
-DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
-"""The DeepSpeed configuration of a run that does not name one."""
 NO_TIMERS: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
 """DeepSpeed's throughput timer waits for the device twice in every micro batch."""
 _OPTIONAL = "tensorboard"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
@@ -16,6 +17,8 @@ from llmdistill.errors import UserError
 
 _NOTICE_SECONDS = 30.0
 """How long ranks wait for the others before they say so."""
+DEFAULT_PORT = 29500
+"""The port of DeepSpeed's launcher, unless it is given another one."""
 _ELSEWHERE = "203.0.113.1"
 """An address of no network of ours (RFC 5737): its route is the default one. Nothing is sent to it."""
 
@@ -77,6 +80,40 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def is_busy(port: int) -> bool:
+    """Return whether a process of this machine listens on a port."""
+    with socket.socket() as listener:
+        # As torch's own server does: connections that have ended do not keep a port busy.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def check_port() -> None:
+    """Take another port where the launcher's is busy and the process is alone; several ranks have to agree on one.
+
+    To be called before the process group is joined: its first rank listens on the port then.
+
+    Raises:
+        UserError: the port is busy, and there are several ranks.
+    """
+    port = int(os.environ["MASTER_PORT"])
+    # The agent of torchrun listens on the port itself.
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if has_agent or os.environ["RANK"] != "0" or not is_busy(port):
+        return
+    if launched_ranks() > 1:
+        raise UserError(
+            f"MASTER_PORT is {port}, on which another process of {socket.gethostname()} listens, such as another run: "
+            "give the launcher a free one (deepspeed --master_port N), or start the run by llmdistill train, which "
+            "takes one itself"
+        )
+    os.environ["MASTER_PORT"] = str(free_port())
 
 
 def prepare_joining(gpus: int | None) -> None:

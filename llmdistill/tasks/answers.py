@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import write_record
 from llmdistill.config import GenerationConfig
-from llmdistill.data.examples import Example
+from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
@@ -38,8 +38,12 @@ def encode_sets(
     """Tokenise the prompts of the examples that are scored; this also checks them without a model.
 
     Raises:
-        UserError: a prompt exceeds the limit and is neither dropped nor truncated, or no prompt is left.
+        UserError: a prompt exceeds the limit and is neither dropped nor truncated, or no prompt is left; or all answers
+            of a set are empty.
     """
+    for name, examples in sets.items():
+        if all_empty(examples):
+            raise no_answer(name, len(examples))
     return {name: encode_prompts(examples[: settings.limit], tokenizer, limits) for name, examples in sets.items()}
 
 

@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import RunConfig
 from llmdistill.data.sampler import Share, TrainLoader
+from llmdistill.errors import UserError
+from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every
@@ -188,6 +190,19 @@ class Task(ABC):
             UserError: a model of this kind cannot learn or teach the task.
         """
         return
+
+    def check_positions(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """Check that a model, which the setting `key` names as `reference`, has a position for each token.
+
+        Raises:
+            UserError: data.max_length is beyond the model's positions.
+        """
+        length = self.config.data.max_length
+        positions = max_positions(config, length)
+        if positions < length:
+            raise UserError(
+                f"data.max_length is {length}, but {key} {reference} has positions for {positions}; give that or less"
+            )
 
     @abstractmethod
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:

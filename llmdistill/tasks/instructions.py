@@ -66,6 +66,7 @@ class Instructions(Task):
                 f"{key} {reference} is an encoder ({config.model_type}), and instruction data "
                 "train decoders only: take a decoder, or learn from text (data.kind=text)"
             )
+        self.check_positions(key, reference, config)
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: the tokens of the answers."""

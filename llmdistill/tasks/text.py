@@ -44,6 +44,10 @@ class Text(Task):
         """See Task."""
         return None if causal else "data.kind text masks the sequences of an encoder anew in every epoch"
 
+    def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """See Task. The sequences have `data.max_length` tokens."""
+        self.check_positions(key, reference, config)
+
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: tokens, and next sentences if the settings request them or BERT's next-sentence head is used."""
         settings = self.config.data.text

@@ -27,7 +27,7 @@ from llmdistill.data.targets import (
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.generation.beams import BeamSearch, goes_on, write_targets
-from llmdistill.models.families import family_of, max_positions
+from llmdistill.models.families import family_of
 from llmdistill.models.load import build_meta
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
@@ -102,12 +102,7 @@ class Writing(Benchmark):
             )
         if key == "teacher.model":
             self.check_fine_tuned(config, self.key, named=f"{key} {reference}")
-        length = self.config.data.max_length
-        if max_positions(config, length) < length:
-            raise UserError(
-                f"data.max_length is {length}, but {key} {reference} has positions for "
-                f"{max_positions(config, length)}; give that or less"
-            )
+        self.check_positions(key, reference, config)
 
     def changing_examples(self, *, causal: bool) -> str | None:
         """See Task."""

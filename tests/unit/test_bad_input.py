@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, BertConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, RobertaConfig
 
 from llmdistill.config import DataConfig, RunConfig
 from llmdistill.embedded import locate
@@ -25,7 +25,8 @@ def fails(tmp_path, capsys, monkeypatch):
 
     def run(*arguments: str, ds_config: str = DS) -> str:
         capsys.readouterr()  # what the test itself printed
-        code = main(["--ds_config", ds_config, "--output_dir", str(tmp_path / "run"), *arguments])
+        example = () if "--recipe" in arguments else ("--recipe", "quickstart")
+        code = main(["--ds_config", ds_config, "--output_dir", str(tmp_path / "run"), *example, *arguments])
         captured = capsys.readouterr()
         assert code == 2
         assert captured.err.startswith("error: ")
@@ -72,6 +73,32 @@ def test_malformed_test_set_is_seen_before_training(fails, tmp_path):
 
 def test_empty_data(fails, tmp_path):
     assert "empty.jsonl: holds no example" in fails("--data.train", rows(tmp_path / "empty.jsonl"))
+
+
+@pytest.mark.parametrize("setting", ["--data.train", "--data.valid", "--data.tests.mine"])
+def test_a_set_whose_answers_are_all_empty(fails, tmp_path, setting):
+    empty, full = (json.dumps({"instruction": "a", "output": text}) for text in (" ", "b"))
+    said = fails(setting, rows(tmp_path / "none.jsonl", empty, empty))
+    assert "the answers of all 2 examples are empty" in said
+    assert "nowhere.jsonl" in fails(
+        setting, rows(tmp_path / "one.jsonl", empty, full), "--data.tests.z", "nowhere.jsonl"
+    )
+
+
+def test_a_length_beyond_the_positions_of_a_model(fails, tmp_path):
+    sizes = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertConfig(**sizes, intermediate_size=8, max_position_embeddings=16).save_pretrained(tmp_path / "bert")
+    RobertaConfig(**sizes, intermediate_size=8, max_position_embeddings=18).save_pretrained(tmp_path / "roberta")
+    GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2, n_positions=16).save_pretrained(tmp_path / "gpt2")
+    text = ("--data.kind", "text", "--data.train", rows(tmp_path / "a.txt", "one two"), "--method", "kd")
+    for name in ("bert", "roberta"):
+        given = ("--teacher.model", str(tmp_path / name), "--student.factorize.rank", "2")
+        assert f"data.max_length is 17, but teacher.model {tmp_path / name} has positions for 16" in fails(
+            *given, *text, "--data.max_length", "17"
+        )
+    lengths = ("--data.max_prompt_length", "8", "--data.max_length", "17")
+    student = ("--student.model", str(tmp_path / "gpt2"), "--method", "sft")
+    assert "has positions for 16; give that or less" in fails(*student, *lengths)
 
 
 def test_long_prompts_are_counted(fails, tmp_path):

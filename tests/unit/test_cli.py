@@ -118,3 +118,25 @@ def test_compress_asks_for_calibration_data_before_it_loads_a_model(tmp_path, ca
     assert main(["compress", "--model", "embedded:teacher", "--output", str(tmp_path / "student"), *BY_LOSS]) == 2
     assert "weighting gradients needs calibration data: name them (calibration.data)" in capsys.readouterr().err
     assert not (tmp_path / "student").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "busy", "added"),
+    [
+        ([], True, True),
+        ([], False, False),
+        (["--master_port=1234"], True, False),
+        (["--master_port", "1234"], True, False),
+        (["--no_ssh", "--node_rank", "0"], True, False),
+    ],
+)
+def test_the_launcher_gets_a_free_port_where_its_own_is_busy(monkeypatch, flags, busy, added):
+    started = []
+    monkeypatch.setattr("os.execvp", lambda _, words: started.extend(words))
+    monkeypatch.setattr(cli, "check_hosts", lambda _: None)
+    monkeypatch.setattr(cli, "is_busy", lambda port: busy and port == 29500)
+    cli.launch(flags, "llmdistill.train", "--seed", "1")
+    given = started[: started.index("--no_local_rank")]
+    assert given[: len(flags) + 1] == ["deepspeed", *flags]
+    assert len(given) == 1 + len(flags) + (2 if added else 0)
+    assert not added or (given[-2] == "--master_port" and int(given[-1]) != 29500)

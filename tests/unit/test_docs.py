@@ -110,13 +110,13 @@ def check_compare(arguments: Sequence[str]) -> None:
         assert configs_of(table, rows, rest)[0].keys() == rows.keys()
         return
     assert compare.choose_suite(settings).variants
-    check_train(["--ds_config", compare.DEFAULT_DS_CONFIG, *rest])
+    check_train(rest)
 
 
 def check_cache(arguments: Sequence[str]) -> None:
     own, rest = cache_command.split_own(arguments)
     assert parse(cache_command.build_parser("llmdistill cache"), own).output.name
-    check_train(["--ds_config", compare.DEFAULT_DS_CONFIG, *rest])
+    check_train(rest)
 
 
 def check_script(script: str, arguments: Sequence[str]) -> None:

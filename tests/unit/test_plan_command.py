@@ -37,7 +37,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def run(folders) -> tuple[str, ...]:
     """A run that factorizes a small teacher."""
-    small = ("--teacher.model", str(folders["narrow"]), "--student.factorize.rank", "64")
+    small = ("--recipe", "quickstart", "--teacher.model", str(folders["narrow"]), "--student.factorize.rank", "64")
     return (*small, "--train.global_batch_size", "16", "--data.max_length", "112")
 
 
@@ -95,7 +95,7 @@ def test_given_micro_batch_size_is_proposed(capsys, run):
 
 def test_models_of_config_json_alone(capsys, run, folders):
     models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]), "--method", "kd")
-    found = planned(capsys, *run[4:], *models, *MACHINE, "--ds_config", "zero2")
+    found = planned(capsys, *run[:2], *run[6:], *models, *MACHINE, "--ds_config", "zero2")
     assert found["teacher_params"] > 50 * found["student_params"]
     whole, sharded = (
         next(each for each in found["choices"] if each["overrides"]["teacher.sharding"] == sharding)
@@ -115,7 +115,7 @@ KD = ("--method", "kd", "--ds_config", "zero1")
 
 def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
     models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
-    found = planned(capsys, *run[4:], *models, *KD, *MACHINE, "--train.micro_batch_size", "8")
+    found = planned(capsys, *run[:2], *run[6:], *models, *KD, *MACHINE, "--train.micro_batch_size", "8")
     whole, cached = (
         next(
             each
@@ -143,7 +143,7 @@ def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
     assert found["cache"]["seconds"] == pytest.approx(steps * found["cache"]["seconds_per_step"])
     assert found["cache"]["seconds_per_step"] > 2 * tokens * body / 187.2e12 + reading
 
-    top = planned(capsys, *run[4:], *models, *KD, *MACHINE, "--cache.content", "top_k", "--cache.top_k", "8")
+    top = planned(capsys, *run[:2], *run[6:], *models, *KD, *MACHINE, "--cache.content", "top_k", "--cache.top_k", "8")
     assert by_teacher(top, "cached")["memory_bytes"]["teacher"] == 0
     assert top["cache"]["bytes_per_token"] == pytest.approx((111 * (8 * 8 + 4) + 32) / 112)
 
@@ -151,7 +151,7 @@ def test_cached_teacher_has_its_head_alone_and_no_pass(capsys, run, folders):
 def test_proposal_of_a_cache_names_the_command_that_makes_it_first(capsys, folders, run, tmp_path):
     # The wide teacher fits only without the student and its buckets, so it must leave the GPUs of the training.
     models = ("--teacher.model", str(folders["wide"]), "--student.model", str(folders["narrow"]))
-    words = (*run[4:], *models, *KD, "--gpus", "2", "--gpu_memory", "6.8GB")
+    words = (*run[:2], *run[6:], *models, *KD, "--gpus", "2", "--gpu_memory", "6.8GB")
     folder = tmp_path / "proposal"
     settings = ("--cache.content", "top_k", "--write", str(folder))
     assert cli.main(["plan", *words, *settings]) == 0

@@ -13,6 +13,7 @@ from llmdistill.config.command_line import parse_run, recipe_names, run_parser, 
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.methods.minilmv2 import Minilmv2Config
+from llmdistill.runtime.ds_config import read_ds_config
 
 DS = ["--ds_config", "zero2.json"]
 
@@ -59,9 +60,33 @@ def test_mistakes_are_one_sentence(arguments, expected):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_ds_config_is_said():
-    with pytest.raises(UserError, match="ds_config"):
-        parse_run([], METHODS)
+def test_a_run_has_zero2_where_no_ds_config_is_given(tmp_path):
+    assert read_ds_config(parse_run([], METHODS)[0].ds_config)["zero_optimization"]["stage"] == 2
+    recipe = write_recipe(tmp_path, "ds_config: zero3\n")
+    assert parse_run(["--recipe", recipe], METHODS)[0].ds_config == "zero3"
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ([], "quickstart"),
+        (["--train.steps", "50", "--student.model", "some/where", "--data.tests", "{}"], "quickstart"),
+        (["--teacher.model", "embedded:teacher", "--data.train=embedded:train"], "quickstart"),
+        (["--teacher.model", "some/where"], None),
+        (["--data.train=mine.jsonl"], None),
+        (["--data.kind", "task", "--data.task.name", "rte"], None),
+        (["--data.train", "mine.jsonl", "--recipe", "pruned"], "pruned"),
+    ],
+)
+def test_the_embedded_example_is_only_for_runs_without_a_teacher_or_data_of_their_own(words, recipe):
+    config, flags = parse_run(words, METHODS)
+    assert flags.recipe == recipe
+    assert config.output_dir == f"runs/{recipe or 'own'}-zero2"
+    if recipe is None:
+        usual = RunConfig(output_dir=config.output_dir)
+        assert config.train == usual.train
+        assert (config.data.valid, config.data.tests, config.data.max_length) == (None, {}, 512)
+        assert (config.student, config.scoring) == (usual.student, usual.scoring)
 
 
 @pytest.mark.parametrize(

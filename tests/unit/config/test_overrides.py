@@ -2,7 +2,10 @@
 
 import pytest
 
-from llmdistill.config.command_line import parse_run
+from llmdistill.config import FactorizeConfig
+from llmdistill.config.command_line import build, parse_run, to_dict
+from llmdistill.config.strict import flattened
+from llmdistill.factorize.plan import check_settings
 from llmdistill.methods import METHODS
 
 DS = ["--ds_config", "zero2"]
@@ -75,3 +78,102 @@ def test_a_given_student_and_a_shape_replace_each_other(tmp_path):
 def test_a_text_without_pairs_has_no_next_sentences(pairs, next_sentence):
     words = ["--recipe", "makd/bert-256", "--data.text.pairs", pairs]
     assert parse_run([*DS, *words], METHODS)[0].data.text.next_sentence is next_sentence
+
+
+KRONECKER = "student: {method: kronecker, factorize: {target_params: 20%, max_flops: 30%, sums: 2}}\n"
+INSTRUCTIONS = "data: {tests: {a: a.jsonl}, valid: v.jsonl, train: t.jsonl, packing: true, bucket_steps: 4}\n"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "expected"),
+    [
+        ("train: {epochs: 3}", ["--train.steps", "50"], {"train.steps": 50, "train.epochs": None}),
+        ("data: {kind: text, train: a.txt}\ntrain: {steps: 7}", ["--train.epochs", "2"], {"train.epochs": 2}),
+        ("train: {warmup_ratio: 0.1}", ["--train.warmup_steps", "5"], {"train.warmup_ratio": None}),
+        ("train: {warmup_steps: 5}", ["--train.warmup_ratio", "0.1"], {"train.warmup_steps": 0}),
+        ("train: {keep_best: loss}\ndata: {valid: v.jsonl}", ["--data.valid", "null"], {"train.keep_best": None}),
+        ("data: {packing: true}", ["--data.on_policy", "0.5"], {"data.packing": False}),
+        ("data: {on_policy: 0.5}\nmethod: kd", ["--data.packing", "true"], {"data.on_policy": 0.0}),
+        (
+            "teacher: {sharding: zero3, zero: {sub_group_size: 9}}",
+            ["--teacher.sharding", "replicated"],
+            {"teacher.zero": {}},
+        ),
+        (
+            "student: {shape: 2x8x2, assistants: [4x8x2], assistant_training: {steps: 3}}",
+            ["--student.model", "some/where"],
+            {"student.shape": None, "student.assistants": [], "student.assistant_training": {}},
+        ),
+        (
+            "student: {shape: 2x8x2, assistants: [4x8x2], assistant_training: {steps: 3}}",
+            ["--student.assistants", "[]"],
+            {"student.assistant_training": {}},
+        ),
+        (
+            "student: {factorize: {rank: 4, sigma: balanced}}",
+            ["--student.factorize.form", "pivoted"],
+            {"student.factorize.sigma": "left"},
+        ),
+        (
+            "student: {factorize: {rank: 4, form: pivoted}}",
+            ["--student.factorize.sigma", "balanced"],
+            {"student.factorize.form": "plain"},
+        ),
+        (
+            "student: {factorize: {rank: 4, form: pivoted}}",
+            ["--student.factorize.sigma", "left"],
+            {"student.factorize.form": "pivoted"},
+        ),
+        (
+            "student: {factorize: {rank: 4, weighting: activations, calibration: {data: c.jsonl}}}",
+            ["--student.factorize.weighting", "none"],
+            {"student.factorize.calibration.data": None},
+        ),
+        (
+            "student: {shape: 2x8x2, init: important, factorize: {calibration: {data: c.jsonl}}}",
+            ["--student.shape", "3x8x2", "--student.factorize.weighting", "none"],
+            {"student.factorize.calibration.data": "c.jsonl"},
+        ),
+        (
+            KRONECKER,
+            ["--student.method", "svd", "--student.factorize.rank", "4"],
+            {"student.factorize.max_flops": None, "student.factorize.sums": 1, "student.factorize.target_params": None},
+        ),
+        (
+            "student: {lora: {rank: 2}, factorize: {rank: 4, embedding_rank: 3, form: pivoted, rank_multiple: 8}}",
+            ["--student.method", "kronecker", "--student.factorize.shapes", "{'*': 2x2}"],
+            {"student.lora.rank": None, "student.factorize.embedding_rank": None, "student.factorize.rank_multiple": 1},
+        ),
+        (
+            KRONECKER,
+            ["--student.factorize.shapes", "{'*': 2x2}"],
+            {"student.factorize.max_flops": None, "student.factorize.sums": 2},
+        ),
+        (
+            INSTRUCTIONS,
+            ["--data.kind", "task", "--data.task.name", "rte"],
+            {"data.tests": {}, "data.valid": None, "data.packing": False, "data.bucket_steps": 1},
+        ),
+        (
+            INSTRUCTIONS,
+            ["--data.kind", "text", "--data.train", "t.txt"],
+            {"data.tests": {}, "data.valid": "v.jsonl", "data.train": "t.txt"},
+        ),
+        (
+            "data: {kind: text, train: t.txt}\ntrain: {epochs: 3}",
+            ["--data.kind", "instructions", "--data.train", "t.jsonl"],
+            {"train.epochs": None},
+        ),
+        ("data: {text: {pairs: false}}", ["--data.text.next_sentence", "true"], {"data.text.pairs": None}),
+        ("minilm: {teacher_layer: 3}", ["--minilm.teacher_layers", "1,2"], {"minilm.teacher_layer": "last"}),
+        ("minilmv2: {teacher_layers: '1,2'}", ["--minilmv2.teacher_layer", "3"], {"minilmv2.teacher_layers": None}),
+    ],
+)
+def test_settings_that_exclude_each_other_replace_each_other(tmp_path, recipe, words, expected):
+    (tmp_path / "mine.yaml").write_text(recipe + "\n", encoding="utf-8")
+    config = to_dict(parse_run(["--recipe", str(tmp_path / "mine.yaml"), *words], METHODS)[0])
+    factorize = build(config["student"]["factorize"], FactorizeConfig)
+    if config["student"]["shape"] is None and config["student"]["model"] is None and factorize != FactorizeConfig():
+        check_settings(factorize, config["student"]["method"])
+    for key, value in expected.items():
+        assert flattened(config).get(key, {}) == value, key

@@ -31,7 +31,8 @@ def parse(tmp_path):
 
     def parse(*arguments, folder="run"):
         given = ["--ds_config", str(tmp_path / "zero.json"), "--output_dir", str(tmp_path / folder)]
-        return parse_run([*given, "--data.train", str(tmp_path / "rows.jsonl"), *arguments], METHODS)[0]
+        given = ["--recipe", "quickstart", *given, "--data.train", str(tmp_path / "rows.jsonl")]
+        return parse_run([*given, *arguments], METHODS)[0]
 
     return parse
 
@@ -130,7 +131,7 @@ def test_two_processes_do_not_share_a_run_and_the_lock_ends_with_it(parse, tmp_p
     )
     config = parse()
     given = ["--ds_config", config.ds_config, "--output_dir", config.output_dir, "--data.train", config.data.train]
-    command = [sys.executable, "-c", code, *given]
+    command = [sys.executable, "-c", code, "--recipe", "quickstart", *given]
     with claim_folder(config, world()):
         other = subprocess.run(command, capture_output=True, text=True, check=False)
     assert other.returncode != 0

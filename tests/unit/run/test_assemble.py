@@ -21,6 +21,7 @@ from llmdistill.run.plan import Plan, make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.runtime.environment import Finding
+from llmdistill.train import main
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENS = [f"w{number}" for number in range(20)]
@@ -151,3 +152,11 @@ def test_a_dry_run_does_not_know_the_steps(parse) -> None:
 def test_bad_settings(parse, arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError, match=said.replace(".", r"\.")):
         parse(*arguments)
+
+
+def test_the_first_line_says_which_recipe_is_used(settings, finished, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main([*settings, "--output_dir", str(finished)]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "Recipe      none: the defaults of llmdistill, and what the command line says"
+    assert others

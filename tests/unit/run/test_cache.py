@@ -71,7 +71,7 @@ def planned(files):
     """A plan with these settings, and its data."""
 
     def make(*arguments: str) -> tuple[Plan, Any]:
-        words = ["--ds_config", str(ROOT / "ds_configs/zero2.json"), "--data.train", str(files["data"])]
+        words = ["--recipe", "quickstart", "--ds_config", "zero2", "--data.train", str(files["data"])]
         words += ["--data.valid", "null", "--data.tests", "{}", "--train.dtype", "fp32", "--method", "kd"]
         words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
         words += ["--teacher.model", str(files["teacher"]), "--student.model", str(files["student"])]

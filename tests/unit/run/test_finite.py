@@ -19,7 +19,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
 from llmdistill.run.finite import FiniteSteps
-from llmdistill.run.loss_watch import LossWatch, small_terms
+from llmdistill.run.loss_watch import LossWatch, diverged, small_terms
 from llmdistill.run.origin import first_not_finite
 from llmdistill.run.term_gradients import term_gradients
 from llmdistill.runtime.distributed import World
@@ -167,7 +167,25 @@ class TestLossWatch:
         assert self.warnings([1.0] * 10 + [9.0] + [1.0] * 30 + [8.0], weight=0.0) == []
 
     def test_many_jumps_have_one_cause(self) -> None:
-        assert len(self.warnings([1.0] * 50 + [10.0 * 3**n for n in range(20)], weight=0.0)) == 5
+        assert len(self.warnings([1.0] * 50 + [2.2 * 1.1**n for n in range(20)], weight=0.0)) == 5
+
+    def test_a_loss_that_diverges_is_named_at_once_and_at_the_end(self) -> None:
+        (said,) = self.warnings([5.0, 4.0, 90.0, 2e21, 1e21, 3e22], weight=0.0)
+        assert said.startswith(
+            "the loss is 2e+21 at step 4, 5e+20 times the lowest one before it: the student diverges"
+        )
+        assert self.warnings([1e-4, 9.0], weight=0.0) == [], "a student that starts as its teacher has hardly a loss"
+        watch = LossWatch({"rest": 1.0})
+        for step, loss in enumerate((5.0, 2e21), 1):
+            watch.add(step, {"rest": loss})
+        rows = [{"step": 0, "valid_loss": 1.0}, {"step": 2, "loss": 1e21, **watch.of_row(1e21)}]
+        (ended,) = diverged(rows)
+        assert ended.startswith(
+            "the training diverged: the loss is 1e+21 at its last step, 2e+20 times the lowest one (5)"
+        )
+        # A resumed run knows the lowest loss from its log.
+        assert LossWatch({"rest": 1.0}, rows).of_row(600.0) == {"lowest_loss": 5.0}
+        assert diverged([*rows, {"step": 3, "loss": 6.0, **watch.of_row(6.0)}]) == diverged([]) == []
 
     def test_a_term_that_is_always_zero_is_named_once(self) -> None:
         (said,) = self.warnings([1.0] * 60)

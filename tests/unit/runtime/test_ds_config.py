@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmdistill.config import TrainConfig
+from llmdistill.config import DEFAULT_DS_CONFIG, TrainConfig
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.runtime.ds_config import DEFAULT_DS_CONFIG, ds_config_path, read_ds_config, resolve_ds_config
+from llmdistill.runtime.ds_config import ds_config_path, read_ds_config, resolve_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 
 SHIPPED = sorted((Path(__file__).resolve().parents[3] / "ds_configs").glob("*.json"))

@@ -14,7 +14,14 @@ from torch.distributed import DistNetworkError
 
 from llmdistill.errors import UserError
 from llmdistill.runtime import launch
-from llmdistill.runtime.launch import joining, launched_ranks, launched_ranks_of_node, prepare_joining, rank_of_task
+from llmdistill.runtime.launch import (
+    check_port,
+    joining,
+    launched_ranks,
+    launched_ranks_of_node,
+    prepare_joining,
+    rank_of_task,
+)
 
 TASK = {
     "SLURM_JOB_ID": "31",
@@ -131,6 +138,24 @@ def test_one_node_needs_no_interface(monkeypatch):
     given(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1")
     prepare_joining(None)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_busy_port_is_replaced_or_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        busy = str(server.getsockname()[1])
+        given(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_PORT=busy)
+        with pytest.raises(UserError, match=rf"MASTER_PORT is {busy}, on which another process .* --master_port N"):
+            check_port()
+        for variables in ({"RANK": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0"}):
+            given(monkeypatch, **variables)
+            check_port()  # rank 0 listens there, or the agent of torchrun
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+        given(monkeypatch, WORLD_SIZE="1")
+        check_port()
+        taken = os.environ["MASTER_PORT"]
+        assert taken != busy
+    check_port()
+    assert os.environ["MASTER_PORT"] == taken, "a free port stays"
 
 
 def fail_to_join(error: Exception) -> None:

@@ -1,0 +1,96 @@
+"""More steps for a run that is stopped or finished: it goes on from its last checkpoint, and says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmdistill.artifacts import write_record
+from llmdistill.config import TrainConfig
+from llmdistill.run import raised
+from llmdistill.run.best import read_best
+from llmdistill.runtime.engine import learning_rate
+from llmdistill.train import main
+
+from support import interrupted_copy
+
+
+@pytest.fixture
+def train(settings, capsys, monkeypatch):
+    """Run the main job in a folder; returns the exit code and what was printed."""
+
+    def run(folder, *more, code=0):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        capsys.readouterr()
+        assert main([*settings, "--output_dir", str(folder), *more]) == code
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    return run
+
+
+def rates(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["learning_rate"] for row in rows if row["step"] > 0}
+
+
+def test_a_finished_run_goes_on_with_more_steps(finished, train, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "predictions")
+    said = train(run, "--train.steps", "5")
+    assert "going on from step 3 of 5, at learning rate" in said
+    usual = TrainConfig(steps=5)
+    assert rates(run) == {**rates(finished), **{step: learning_rate(usual, step - 1) for step in (4, 5)}}
+    assert (run / "predictions/student").is_dir(), "the new student is scored"
+    assert json.loads((run / "run.json").read_text())["config"]["train"]["steps"] == 5
+    (warning,) = json.loads((run / "metrics.json").read_text())["warnings"]
+    assert warning.startswith("train.steps was 3 until step 3, and the run went on with 5: the learning rate")
+    assert "train.steps was 3 until step 3" in (run / "report.md").read_text()
+    # The same command shows the table; fewer steps are another run.
+    assert "going on" not in train(run, "--train.steps", "5")
+    assert "train.steps was 5 and is now 4" in train(run, "--train.steps", "4", code=2)
+
+
+def test_a_stopped_run_without_an_end_of_its_schedule_ends_as_one_run(base, train, tmp_path):
+    same = ("--train.schedule", "constant", "--scoring.models", "[]")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(run, *same)
+    stopped = interrupted_copy(run, tmp_path / "stopped")
+    train(whole, *same, "--train.steps", "4")
+    assert "going on from step 2 of 4" in train(stopped, *same, "--train.steps", "4")
+    first, second = (load_file(each / "student/model.safetensors") for each in (stopped, whole))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((stopped / "metrics.json").read_text())["warnings"] == []
+    # A kill after the end is forgotten and before the new steps are noted leaves a run that the old command ends.
+    raised.forget_end(run)
+    train(run, *same)
+    assert (run / "student").is_dir()
+
+
+def test_the_best_student_so_far_stays_one(base, train, tmp_path):
+    best = ("--scoring.models", "[]", "--train.keep_best", "loss")
+    run = tmp_path / "run"
+    train(run, *best)
+    # No later student is better than this record says.
+    record = {"step": 1, "metric": "loss", "value": -1.0, "student": "best/step-1"}
+    write_record(run / "best.json", record)
+    kept = load_file(run / "student/model.safetensors")
+    train(run, *best, "--train.steps", "4")
+    assert read_best(run)["value"] == -1.0
+    again = load_file(run / "student/model.safetensors")
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_a_run_without_checkpoints_does_not_go_on(finished, train, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints")
+    said = train(run, "--train.steps", "9", code=2)
+    assert "train.steps was 3 and is now 9, but" in said
+    assert "has no checkpoint to go on from" in said
+    assert (run / "student").is_dir()
