@@ -203,7 +203,7 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         partial, lock = _locked_folder(final)
         try:
             yield partial
-            partial.chmod(0o755)
+            share(partial)
             partial.replace(final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -214,6 +214,14 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         if isinstance(error, OSError) or refused_by_system(error) is not None:
             raise cannot_write(final, error) from error
         raise
+
+
+def share(path: Path) -> None:
+    """Give a file, or a whole folder, the permissions that the umask allows: safetensors lets only the owner read."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for each in (path, *path.rglob("*")):
+        each.chmod((0o777 if each.is_dir() else 0o666) & ~umask)
 
 
 def _locked_folder(final: Path) -> tuple[Path, int]:

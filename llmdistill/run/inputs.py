@@ -21,7 +21,8 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
-from llmdistill.models.load import Head, copy_companions, load_model
+from llmdistill.models.companions import copy_companions
+from llmdistill.models.load import Head, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.devices import TORCH_DTYPES, best_dtype, default_device
