@@ -211,6 +211,7 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         remove_abandoned(final.parent, final.name)
         with temporary_folder(final) as partial:
             yield partial
+            share(partial)
             partial.replace(final)
     except UserError:
         raise
@@ -228,11 +229,18 @@ def temporary_folder(final: Path) -> Iterator[Path]:
     """
     partial, lock = _locked_folder(final)
     try:
-        partial.chmod(0o755)
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+
+
+def share(path: Path) -> None:
+    """Give a file, or a whole folder, the permissions that the umask allows: safetensors lets only the owner read."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for each in (path, *path.rglob("*")):
+        each.chmod((0o777 if each.is_dir() else 0o666) & ~umask)
 
 
 def _locked_folder(final: Path) -> tuple[Path, int]:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from llmdistill.errors import UserError
 
-_VOLATILE_KEYS = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
+_VOLATILE_KEYS = frozenset({"transformers_version", "transformers_weights", "_name_or_path", "dtype", "torch_dtype"})
 """Keys of a config.json that can change each time the same model is saved."""
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model")
 _SAMPLES = 64

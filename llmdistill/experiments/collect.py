@@ -15,8 +15,8 @@ from llmdistill.experiments.launcher import shown_command
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.experiments.variants import Start
 from llmdistill.files import json_lines
+from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
-from llmdistill.models.load import downloaded
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run, Sample

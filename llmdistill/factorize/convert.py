@@ -25,10 +25,11 @@ from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import Weighted, check_calibration_data
+from llmdistill.models.companions import save_model, take_generation_settings
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
 from llmdistill.models.importance import Importance, important_parts
-from llmdistill.models.load import Head, build_random, copy_companions, load_model
+from llmdistill.models.load import Head, build_random, load_model
 from llmdistill.models.shapes import (
     Parts,
     check_sizes,
@@ -164,8 +165,7 @@ def compress(
     with new_proven_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
         student = compress_model(model, settings, method, device=device, in_place=True, weighted=weighted)
-        student.save_pretrained(folder)
-        copy_companions(model_dir, folder)
+        save_model(student, folder, model_dir)
     return summary
 
 
@@ -199,8 +199,8 @@ def make_student(
             initialise(student, teacher, parts)
         if embedding.embedding is not None:
             factorize(student, embedding)
-        student.save_pretrained(folder)
-        copy_companions(teacher_path, folder)
+        take_generation_settings(student, teacher_path)
+        save_model(student, folder, teacher_path)
 
 
 def _parts(

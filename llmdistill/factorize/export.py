@@ -17,8 +17,9 @@ from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.hub import NAME
 from llmdistill.factorize.install import replace
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
+from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
-from llmdistill.models.load import copy_companions, load_model
+from llmdistill.models.load import load_model
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest allowed difference between the exported logits and the student's, as a share of the largest logit (and of
@@ -68,8 +69,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
         tolerance = TOLERANCES[model.dtype]
         merge(model)
         params = count_parameters(model)
-        model.save_pretrained(folder)
-        copy_companions(student_dir, folder)
+        save_model(model, folder, student_dir)
         del model
         expected, exported = (
             _outputs(load_model(path, dtype=torch.float32, head="saved")) for path in (student_dir, folder)

@@ -3,14 +3,20 @@
 transformers calls its hook for changed modules "quantizer", but nothing is quantised here. The named linears are
 factorized before the weights are read, while the model is on the meta device; after that, loading is the stock one.
 
+Without llmdistill, transformers only warns of a quantizer that it does not know and gives the model random weights.
+config.json therefore names a file of weights that no loader finds, in the words of `REFUSAL`: transformers stops with
+an error that quotes the name, and only the hook here removes it.
+
 This module is loaded during the import of transformers, before the models of transformers are available. Code that
 needs these models is therefore imported where it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import wrapt
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -18,10 +24,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from llmdistill.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
+REFUSAL = (
+    "this is a factorized student of llmdistill, which nothing else loads: pip install llmdistill, and write "
+    "`import llmdistill` before the model is loaded"
+)
+"""`transformers_weights` in a student's config.json, where transformers reads the name of the file of weights."""
 
 
 @register_quantization_config(NAME)
@@ -65,6 +76,13 @@ class FactorizedConfig(QuantizationConfigMixin):
 
         embedding = getattr(self, KINDS[self.method].embedding_key)
         install(model, Factorization(method=self.method, sizes=self.modules, embedding=embedding))
+        _without_refusal(model.config)
+
+
+def _without_refusal(config: PreTrainedConfig) -> PreTrainedConfig:
+    if getattr(config, "transformers_weights", None) == REFUSAL:
+        del config.transformers_weights
+    return config
 
 
 def _unknown(what: str) -> UserError:
@@ -88,6 +106,12 @@ class FactorizedLoader(HfQuantizer):
                 "load the dense model and factorize it by llmdistill.compress"
             )
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Remove REFUSAL: transformers passes the config here before it looks for the weights."""
+        return _without_refusal(config)
+
+    update_tp_plan = update_attn_implementation  # the hook of transformers 5.0, which lacks the other
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.install(model)
 
@@ -106,3 +130,14 @@ class FactorizedLoader(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+@wrapt.patch_function_wrapper("transformers.configuration_utils", "PreTrainedConfig.to_diff_dict")
+def _refused_elsewhere(
+    to_diff_dict: Callable[..., dict[str, Any]], config: PreTrainedConfig, args: Any, kwargs: Any
+) -> dict[str, Any]:
+    """Add REFUSAL to the config.json of a student; transformers has no hook for what a config writes."""
+    values = to_diff_dict(*args, **kwargs)
+    if (values.get("quantization_config") or {}).get("quant_method") == NAME:
+        values["transformers_weights"] = REFUSAL
+    return values

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from llmdistill.artifacts import compare_records, read_record, write_record
 from llmdistill.errors import UserError
 from llmdistill.factorize.weighted import WeightedSVD
-from llmdistill.files import cannot_write, is_unused, remove_abandoned, temporary_folder
+from llmdistill.files import cannot_write, is_unused, remove_abandoned, share, temporary_folder
 from llmdistill.fingerprints import file_damage, file_entry
 
 RECORD = "statistics.json"
@@ -57,6 +57,7 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
             with temporary_folder(file) as folder:
                 part = folder / file.name
                 save_file({**tensors, "figures": figures}, part)
+                share(part)
                 # The entry first: factors that are there after a kill always have theirs.
                 write_record(self.folder / f"{name}.json", file_entry(part))
                 os.replace(part, file)

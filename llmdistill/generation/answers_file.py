@@ -17,7 +17,7 @@ from llmdistill.data.examples import Example
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
-from llmdistill.models.load import downloaded
+from llmdistill.models.companions import downloaded
 
 Rows = dict[int, list[int]]
 """Index of a prompt -> its new tokens."""

@@ -30,9 +30,10 @@ from llmdistill.generation import answers_file, decode
 from llmdistill.generation.answers_file import parts_folder, side_file
 from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
+from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import family_of
-from llmdistill.models.load import downloaded, load_model
+from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device, installed_versions
 from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,27 +24,15 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQ
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
+from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, is_head
-from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
+from llmdistill.models.tokenizer import load_tokenizer
 
 Head = Literal["lm_head", "pretraining", "sequence", "span", "none", "saved"]
 """The head of a model: lm_head, the LM head (causal for decoders, masked for encoders); pretraining, the LM head and
 BERT's next-sentence head; sequence, a classifier of whole sequences; span, the start and the end of an answer in a
 sequence; none, an encoder without a head; saved, the heads of the class that saved the model."""
-
-_GENERATION = ("generation_config.json",)
-_COMPANIONS = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.model",
-    "*.jinja",
-    *_GENERATION,
-)
-"""The files that belong to a model beside its weights and config.json."""
 
 
 def auto_class(config: PreTrainedConfig, head: Head) -> Any:
@@ -216,37 +203,6 @@ def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrain
     return cast(PreTrainedModel, model)
 
 
-def downloaded(path: Path | str) -> Path:
-    """The folder itself, or the folder into which the safetensors and companion files of a hub name are downloaded."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(str(path), allow_patterns=["config.json", CONFIG_FILE, "*.safetensors*", *_COMPANIONS])
-    )
-
-
-def copy_companions(source: Path | str, target: Path) -> None:
-    """Copy tokenizer and generation files that the target does not have yet; for an adapter also those of its base.
-
-    `source` is a folder or a hub name. If both adapter and base have a tokenizer, the adapter's is copied, and no file
-    of the base's tokenizer is mixed in.
-    """
-    folder = downloaded(source)
-    _copy(folder, target, _COMPANIONS)
-    adapter = adapter_folder(folder)
-    if adapter is not None:
-        _copy(of_base(adapter, downloaded), target, _GENERATION if has_tokenizer(adapter) else _COMPANIONS)
-
-
-def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
-    for pattern in patterns:
-        for file in source.glob(pattern):
-            if file.is_file() and not (target / file.name).exists():
-                shutil.copy2(file, target / file.name)
-
-
 def merge_adapter(path: Path | str, output: Path | str, dtype: torch.dtype | Literal["auto"] = "auto") -> None:
     """Merge an adapter into its base and write the model as a new stock folder, tokenizer files included.
 
@@ -257,5 +213,4 @@ def merge_adapter(path: Path | str, output: Path | str, dtype: torch.dtype | Lit
     if adapter is None:
         raise UserError(f"{path}: no adapter there (no {CONFIG_FILE}): give the folder or hub name of one")
     with new_proven_folder(output) as folder:
-        load_model(adapter, dtype=dtype, head="saved").save_pretrained(folder)
-        copy_companions(adapter, folder)
+        save_model(load_model(adapter, dtype=dtype, head="saved"), folder, adapter)

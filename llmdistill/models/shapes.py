@@ -60,7 +60,8 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     """
     sizes = shape_of(teacher)
     values = teacher.to_dict()
-    values.pop("quantization_config", None)
+    for key in ("quantization_config", "transformers_weights"):
+        values.pop(key, None)
 
     def put(name: str, value: int) -> None:
         values[teacher.attribute_map.get(name, name)] = value

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llmdistill.models.adapters import WEIGHTS_FILE
+from llmdistill.models.companions import downloaded, take_generation_settings
 from llmdistill.models.families import is_head
 from llmdistill.models.load import (
     Head,
     build_meta,
     check_files,
     config_with_head,
-    downloaded,
     install_saved,
     load_model,
 )
@@ -88,8 +88,7 @@ def load_sharded(
     _initialize(model, saved)
     for parameter in new:
         _shard(parameter, ds_config, group)
-    if (folder / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    take_generation_settings(model, folder)
     model.name_or_path = str(path)
     return model.eval()
 

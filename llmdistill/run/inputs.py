@@ -18,10 +18,11 @@ from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import check_writable, temporary_folder, write_json
+from llmdistill.files import check_writable, share, temporary_folder, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
-from llmdistill.models.load import Head, copy_companions, folder_damage, load_model
+from llmdistill.models.companions import copy_companions
+from llmdistill.models.load import Head, folder_damage, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, load_tokenizer
 from llmdistill.run.artifacts import INPUTS
 from llmdistill.runtime.devices import TORCH_DTYPES, best_dtype, default_device
@@ -119,6 +120,7 @@ def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs
             raise UserError(f"{damage}; remove {folder}, and the same call saves the model again")
         if not folder.is_dir():
             write_manifest(part)
+            share(part)
             part.rename(folder)
     return str(folder)
 

@@ -17,7 +17,7 @@ from llmdistill.batch import Aspect
 from llmdistill.config import LoraConfig, TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
-from llmdistill.models.load import copy_companions
+from llmdistill.models.companions import save_model
 from llmdistill.runtime.devices import best_dtype, default_device
 from llmdistill.runtime.distributed import World, is_there
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
@@ -217,6 +217,5 @@ def save_student(
         else:
             model.load_state_dict(state)
         with new_proven_folder(output) as partial:
-            model.save_pretrained(partial)
-            copy_companions(source, partial)
+            save_model(model, partial, source)
     is_there(output / "config.json", world)

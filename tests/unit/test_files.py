@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -30,6 +31,21 @@ def test_folder_gets_its_name_only_at_the_end(tmp_path):
     with pytest.raises(RuntimeError), new_folder(tmp_path / "failed"):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_a_folder_has_the_permissions_that_the_umask_gives(tmp_path, umask, file, folder):
+    before = os.umask(umask)
+    try:
+        with new_folder(tmp_path / "out") as partial:
+            (partial / "in").mkdir(mode=0o700)
+            for name in ("a", "in/b"):
+                (partial / name).write_text("1")
+                (partial / name).chmod(0o600)  # as safetensors writes
+    finally:
+        assert os.umask(before) == umask
+    modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "out", *(tmp_path / "out").rglob("*"))}
+    assert modes == {"out": folder, "in": folder, "a": file, "b": file}
 
 
 def test_folder_with_something_in_it_is_refused(tmp_path):

@@ -17,7 +17,8 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.convert import compress
 from llmdistill.factorize.export import export_dense
 from llmdistill.models.adapters import add_lora
-from llmdistill.models.load import copy_companions, load_model, merge_adapter
+from llmdistill.models.companions import copy_companions
+from llmdistill.models.load import load_model, merge_adapter
 
 CONFIG = LlamaConfig(
     vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, eos_token_id=2

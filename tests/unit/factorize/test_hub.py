@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -270,6 +271,55 @@ def test_registration_is_idempotent() -> None:
     assert llmdistill.__version__
 
 
+ALONE = """
+import sys
+import transformers
+from transformers import AutoConfig, AutoModel, BertForMaskedLM, pipeline
+folder = sys.argv[1]
+loaders = [
+    lambda: AutoModel.from_pretrained(folder),
+    lambda: AutoModel.from_pretrained(folder, config=AutoConfig.from_pretrained(folder)),
+    lambda: BertForMaskedLM.from_pretrained(folder),
+    lambda: pipeline("feature-extraction", folder),
+]
+for load in loaders:
+    try:
+        load()
+    except Exception as error:
+        assert "pip install llmdistill, and write `import llmdistill`" in str(error), error
+    else:
+        raise AssertionError("loaded")
+assert not any(name.startswith("llmdistill") for name in sys.modules)
+print(len(loaders))
+"""
+
+
+def test_without_llmdistill_a_student_is_refused_and_not_random(tmp_path: Path) -> None:
+    student = make_student(AutoModelForMaskedLM, config_of("bert"), embedding=True)
+    student.save_pretrained(tmp_path / "once")
+    AutoModelForMaskedLM.from_pretrained(tmp_path / "once").save_pretrained(tmp_path / "again")
+    for name in ("once", "again"):
+        # Outside of the checkout, so that llmdistill cannot be imported from it by accident.
+        command = [sys.executable, "-c", ALONE, str(tmp_path / name)]
+        done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.split() == ["4"], done.stderr[-2000:]
+
+
+def test_a_config_read_before_the_hook_is_there_loads_the_student(tmp_path: Path) -> None:
+    student = make_student(AutoModel, config_of("bert"))
+    student.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.transformers_weights == hub.REFUSAL
+    assert torch.equal(outputs(AutoModel.from_pretrained(tmp_path, config=config)), outputs(student))
+    assert config.transformers_weights == hub.REFUSAL  # the caller's config is not changed
+    assert not hasattr(AutoModel.from_pretrained(tmp_path).config, "transformers_weights")
+
+
+def test_a_dense_model_is_saved_as_before(tmp_path: Path) -> None:
+    AutoModel.from_config(config_of("bert")).save_pretrained(tmp_path)
+    assert "transformers_weights" not in json.loads((tmp_path / "config.json").read_text())
+
+
 LOAD = """
 print([name for name in ("torch", "transformers") if name in sys.modules])
 from transformers import AutoModel
@@ -321,10 +371,11 @@ def test_config_json_says_what_was_done(tmp_path: Path, method: str, size: Any, 
 
 
 def test_a_student_of_the_first_version_loads(tmp_path: Path) -> None:
-    """Its config.json was written when there was no other method and embedding than svd's."""
+    """Its config.json was written when there was no method and embedding but svd's, and nothing to stop others."""
     student = make_student(AutoModelForCausalLM, config_of("gpt2"), embedding=True)
     student.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    del config["transformers_weights"]
     config["quantization_config"] = {
         "embedding_rank": 20,
         "method": "svd",

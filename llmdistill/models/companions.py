@@ -1,0 +1,122 @@
+"""The files beside weights and config.json: tokenizer, generation settings, modules of sentence-transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from llmdistill.files import read_json, write_json
+from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
+from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
+
+GENERATION_FILE = "generation_config.json"
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+    "*.jinja",
+)
+_MODULES = "modules.json"
+_POOLING = ("sentence_*_config.json", "config_sentence_transformers.json", _MODULES)
+"""The files of sentence-transformers; modules.json, which names the folders of the other modules, is the last one."""
+_MODULE_FILES = ("*.json", "*.safetensors", "*.txt")
+_WIDTHS = ("word_embedding_dimension", "embedding_dimension")
+"""Keys under which versions of sentence-transformers keep the width of the model in the config of a module."""
+
+
+def downloaded(path: Path | str) -> Path:
+    """The folder itself, or the folder into which the safetensors and companion files of a hub name are downloaded."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    of_modules = [f"[0-9]_*/{pattern}" for pattern in _MODULE_FILES]
+    files = ["config.json", CONFIG_FILE, "*.safetensors*", GENERATION_FILE, *_TOKENIZER, *_POOLING, *of_modules]
+    return Path(snapshot_download(str(path), allow_patterns=files))
+
+
+def save_model(model: PreTrainedModel, folder: Path, source: Path | str) -> None:
+    """Write a model with the companions of the folder or hub name that it comes from."""
+    model.save_pretrained(folder)
+    copy_companions(source, folder)
+
+
+def copy_companions(source: Path | str, target: Path) -> None:
+    """Copy the companions that the folder of a model does not have yet; for an adapter also those of its base.
+
+    `source` is a folder or a hub name. If both adapter and base have a tokenizer, the adapter's is copied, and no file
+    of the base's tokenizer is mixed in. The target's generation settings get the end token of its tokenizer.
+    """
+    folder = downloaded(source)
+    _copy(folder, target, (GENERATION_FILE, *_TOKENIZER))
+    adapter = adapter_folder(folder)
+    if adapter is not None:
+        folder = of_base(adapter, downloaded)
+        _copy(folder, target, (GENERATION_FILE, *(() if has_tokenizer(adapter) else _TOKENIZER)))
+    if (folder / _MODULES).is_file():
+        _copy_modules(folder, target)
+    _end_with_the_tokenizer(target)
+
+
+def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+    target.mkdir(exist_ok=True)
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            if file.is_file() and not (target / file.name).exists():
+                shutil.copy2(file, target / file.name)
+
+
+def _copy_modules(source: Path, target: Path) -> None:
+    """Copy what sentence-transformers runs after the model (pooling, normalisation, linears) and its settings.
+
+    The modules learn the width of a model that has another one. Of such a model none is copied if some have weights,
+    because these are matrices of the old width.
+    """
+    names = [str(module.get("path") or "") for module in read_json(source / _MODULES)]
+    folders = [source / name for name in names if name and Path(name).name == name and (source / name).is_dir()]
+    width, new_width = (_width(folder) for folder in (source, target))
+    if width != new_width and any(file for folder in folders for file in folder.glob("*.safetensors")):
+        return
+    for folder in folders:
+        _copy(folder, target / folder.name, _MODULE_FILES)
+        settings = target / folder.name / "config.json"
+        if width != new_width and settings.is_file():
+            values = read_json(settings)
+            write_json(settings, {**values, **{key: new_width for key in _WIDTHS if key in values}})
+    _copy(source, target, _POOLING)
+
+
+def _width(folder: Path) -> Any:
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    return next((config[key] for key in ("hidden_size", "dim", "n_embd", "d_model") if key in config), None)
+
+
+def _end_with_the_tokenizer(folder: Path) -> None:
+    """Let generation end with the end token of the tokenizer, with which the answers of the training data end."""
+    if not all((folder / name).is_file() for name in (GENERATION_FILE, "tokenizer_config.json")):
+        return
+    settings, end = GenerationConfig.from_pretrained(folder), load_tokenizer(folder).eos_token_id
+    named = settings.eos_token_id
+    ends = [] if named is None else named if isinstance(named, list) else [named]
+    if end is not None and end not in ends:
+        settings.eos_token_id = [*ends, end] if ends else end
+        settings.save_pretrained(folder)
+
+
+def take_generation_settings(model: PreTrainedModel, source: Path | str) -> None:
+    """Give a model that was built from a config alone the generation settings of a folder or hub name, if it has any.
+
+    For an adapter without settings those of its base are taken.
+    """
+    folder = downloaded(source)
+    adapter = adapter_folder(folder)
+    if adapter is not None and not (folder / GENERATION_FILE).is_file():
+        folder = of_base(adapter, downloaded)
+    if (folder / GENERATION_FILE).is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)

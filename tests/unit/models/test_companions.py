@@ -1,0 +1,118 @@
+"""What lies beside the weights of a student: tokenizer, generation settings and modules of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    BertConfig,
+    BertModel,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from llmdistill.artifacts import manifest_damage
+from llmdistill.config import FactorizeConfig
+from llmdistill.config.student import StudentConfig
+from llmdistill.factorize.convert import compress, make_student
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+WORDS = ["<s>", "</s>", "<|end|>", "a", "b"]
+
+
+def decoder(folder: Path, ends: int | list[int] | None) -> Path:
+    """A teacher whose tokenizer ends texts with token 2, and whose generation settings name other end tokens."""
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **SIZES)).save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="</s>").save_pretrained(folder)
+    settings = GenerationConfig(do_sample=True, temperature=0.25, bos_token_id=0, eos_token_id=ends)
+    settings.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(1, [1, 2]), ([1, 3], [1, 3, 2]), ([1, 2], [1, 2]), (2, 2), (None, 2)])
+@pytest.mark.parametrize("kind", ["factors", "shape"])
+def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(
+    tmp_path: Path, kind: str, ends: Any, expected: Any
+) -> None:
+    teacher = decoder(tmp_path / "teacher", ends)
+    if kind == "factors":
+        compress(teacher, tmp_path / "student", FactorizeConfig(rank=3))
+    else:
+        make_student(teacher, tmp_path / "student", StudentConfig(shape="1x8x2", init="random"), seed=0, head="lm_head")
+    settings = json.loads((tmp_path / "student/generation_config.json").read_text())
+    assert settings["eos_token_id"] == expected
+    assert (settings["temperature"], settings["do_sample"]) == (0.25, True)
+    assert manifest_damage(tmp_path / "student") is None
+
+
+def sentence_encoder(folder: Path, *, linear: bool = False) -> Path:
+    """A teacher as sentence-transformers saves it."""
+    BertModel(BertConfig(vocab_size=10, **SIZES)).save_pretrained(folder)
+    modules = ["", "1_Pooling", *(["2_Dense"] if linear else []), "3_Normalize"]
+    (folder / "modules.json").write_text(json.dumps([{"path": path, "type": "..."} for path in modules]))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
+    (folder / "config_sentence_transformers.json").write_text('{"similarity_fn_name": "cosine"}')
+    for name in modules[1:-1]:
+        (folder / name).mkdir()
+    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    if linear:
+        (folder / "2_Dense/config.json").write_text('{"in_features": 16, "out_features": 4}')
+        save_file({"linear.weight": torch.zeros(4, 16)}, folder / "2_Dense/model.safetensors")
+        (folder / "2_Dense/pytorch_model.bin").write_bytes(b"a pickle")
+    return folder
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+OF_MODELS = {"config.json", "model.safetensors", "manifest.json"}
+OF_SENTENCES = {
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+}
+
+
+def test_a_factorized_student_keeps_the_modules_of_its_sentence_encoder(tmp_path: Path) -> None:
+    teacher = sentence_encoder(tmp_path / "teacher", linear=True)
+    compress(teacher, tmp_path / "student", FactorizeConfig(rank=3))
+    of_linear = {"2_Dense/config.json", "2_Dense/model.safetensors"}  # and no pickle
+    assert names(tmp_path / "student") == OF_MODELS | OF_SENTENCES | of_linear
+    for name in OF_SENTENCES | of_linear:
+        assert (tmp_path / "student" / name).read_bytes() == (teacher / name).read_bytes()
+    (tmp_path / "student/1_Pooling/config.json").write_text("{}")
+    assert "1_Pooling/config.json" in str(manifest_damage(tmp_path / "student"))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_narrower_student_pools_its_own_width_or_has_no_modules(tmp_path: Path, linear: bool) -> None:
+    teacher = sentence_encoder(tmp_path / "teacher", linear=linear)
+    make_student(teacher, tmp_path / "student", StudentConfig(shape="1x8x2", init="random"), seed=0, head="none")
+    if linear:  # its matrix is of the teacher's width
+        assert names(tmp_path / "student") == OF_MODELS
+        return
+    assert names(tmp_path / "student") == OF_MODELS | OF_SENTENCES
+    pooling = json.loads((tmp_path / "student/1_Pooling/config.json").read_text())
+    assert pooling == {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True}
+
+
+def test_a_module_outside_of_the_folder_is_not_copied(tmp_path: Path) -> None:
+    teacher = sentence_encoder(tmp_path / "teacher")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/config.json").write_text("{}")
+    (teacher / "modules.json").write_text(json.dumps([{"path": "../secret"}, {"path": "1_Pooling"}]))
+    compress(teacher, tmp_path / "student", FactorizeConfig(rank=3))
+    assert names(tmp_path / "student") == OF_MODELS | OF_SENTENCES
+    assert names(tmp_path / "secret") == {"config.json"}
