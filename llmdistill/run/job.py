@@ -126,6 +126,7 @@ def _train(
             "within rounding, not bit-equal",
             world,
         )
+    trainer.check_losses(start, None if checkpoint is None else checkpoint.manifest.get("ways"))
     if start == 0 and trainer.best is not None and world.is_main:
         trainer.best.begin()
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=trainer.engine.monitor)
