@@ -235,12 +235,16 @@ class Taps:
 
 
 class HeadInputs(NamedTuple):
-    """The inputs of the last linear of an LM head, whose output rows · weightᵀ + bias is the logits."""
+    """The inputs of the last linear of an LM head, whose output rows · weightᵀ + bias is the logits; or these logits.
+
+    The logits of some models are more than that product (a factor, a softcap); those models give the logits themselves.
+    """
 
     rows: Tensor
-    """(N, K), rows at positions of one kind (labels or tokens); K is the model's width, or a factorized head's rank."""
-    weight: Tensor
-    """(V, K)."""
+    """(N, K), rows at positions of one kind (labels or tokens); K is the model's width, or a factorized head's rank.
+    Without a weight the logits, (N, V)."""
+    weight: Tensor | None
+    """(V, K); None if the rows are the logits."""
     bias: Tensor | None
     """(V,)."""
 

@@ -11,7 +11,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import file_name
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of
+from llmdistill.models.families import is_causal
 from llmdistill.report.pages import write_page
 from llmdistill.report.plots import Drawing, save_plot
 from llmdistill.report.table import MODELS
@@ -67,7 +67,7 @@ def _run_models(reference: str) -> dict[str, Path] | None:
 def check_kind(models: Mapping[str, Path], *, causal: bool, reason: str) -> None:
     """Raises UserError, which ends with the reason, for a model that is no decoder (causal) or no encoder."""
     for name, path in models.items():
-        if family_of(load_config(path)).causal != causal:
+        if is_causal(load_config(path)) != causal:
             raise UserError(f"--model: the {name} ({path}) is {'an encoder' if causal else 'a decoder'}, and {reason}")
 
 

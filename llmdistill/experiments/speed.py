@@ -16,7 +16,7 @@ from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.experiments.side_by_side import default_folder, named_models, write_results
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of, has_segments
+from llmdistill.models.families import has_segments, is_causal
 from llmdistill.models.load import Head, build_random, load_model
 from llmdistill.models.shapes import parse_shape, shaped_config
 from llmdistill.models.tokenizer import load_tokenizer
@@ -95,7 +95,7 @@ def _timing(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]
 
 
 def _head(config: PreTrainedConfig) -> Head:
-    return "lm_head" if family_of(config).causal else "none"
+    return "lm_head" if is_causal(config) else "none"
 
 
 def _examples(config: SpeedConfig) -> list[Any] | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Outputs
-from llmdistill.models.families import shape_of
+from llmdistill.models.families import layers_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.passes import HookSums, run_passes
 from llmdistill.models.taps import Recorder
@@ -195,7 +195,7 @@ def tapped_output(model: PreTrainedModel) -> TappedModel:
     A model that ZeRO-3 shards is called itself, not its engine, which refuses any backward pass but its own; the hooks
     that gather the parameters are on the modules.
     """
-    last = shape_of(model.config).num_layers - 1
+    last = len(layers_of(model)) - 1
     return TappedModel(model, Recorder(model, {"hidden": frozenset({last})}))
 
 

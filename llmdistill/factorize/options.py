@@ -23,7 +23,7 @@ from llmdistill.factorize.kronecker import (
     most_sums,
     rearrange,
 )
-from llmdistill.models.families import base_name, family_of
+from llmdistill.models.families import base_name, family_of, has_family, layers_name
 
 SAMPLED_LAYERS = 3
 """Number of layers whose weights are used, evenly spread."""
@@ -125,17 +125,25 @@ class Table:
 
 def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]], sums: int) -> list[Group]:
     """The groups of a model's linears, given as (m, n) by name: by size, attention and feed-forward separate."""
-    family = family_of(model.config)
-    feed_forward = tuple(f".{name}" for name in (family.ffn_up, family.ffn_gate, family.ffn_down) if name is not None)
+    layers, feed_forward = layers_name(model), _feed_forward(model)
     found: dict[tuple[str, int, int], dict[str, bool]] = {}
     for name, (m, n) in linears.items():
         # The name begins at the layer: BERT's attention.output.dense is not its output.dense.
-        inner = "." + base_name(model, name).removeprefix(f"{family.layers}.").partition(".")[2]
-        part = "ffn" if inner in feed_forward else "attention"
+        inner = "." + base_name(model, name).removeprefix(f"{layers}.").partition(".")[2]
+        is_known = inner in feed_forward or (not feed_forward and "attn" not in inner and "attention" not in inner)
+        part = "ffn" if is_known else "attention"
         found.setdefault((part, max(m, n), min(m, n)), {})[name] = m < n
     return [
         Group(label=f"{part} {m}x{n}", m=m, n=n, sums=sums, members=members) for (part, m, n), members in found.items()
     ]
+
+
+def _feed_forward(model: PreTrainedModel) -> tuple[str, ...]:
+    """The names within a layer of its feed-forward linears; empty for an architecture that has no entry."""
+    if not has_family(model.config):
+        return ()
+    family = family_of(model.config)
+    return tuple(f".{name}" for name in (family.ffn_up, family.ffn_gate, family.ffn_down) if name is not None)
 
 
 def undominated(options: Options, *, with_flops: bool) -> Options:
@@ -153,7 +161,7 @@ def undominated(options: Options, *, with_flops: bool) -> Options:
 
 def _sample(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """The names that belong to a few layers."""
-    layers = f"{family_of(model.config).layers}."
+    layers = f"{layers_name(model)}."
     number = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in names}
     present = sorted(set(number.values()), key=int)
     count = min(SAMPLED_LAYERS, len(present))

@@ -32,7 +32,7 @@ from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, an
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of
+from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device, installed_versions
@@ -128,7 +128,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
         batch_size=batch_size,
     )
     config = load_config(folder)
-    if not family_of(config).causal:
+    if not is_causal(config):
         raise UserError(f"{folder}: {config.model_type} models do not generate text; give a causal language model")
     decode.check_context(config, settings.max_length)
     examples = read_examples(locate(data), needs_answer=False)[: settings.limit]

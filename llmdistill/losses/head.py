@@ -50,9 +50,10 @@ def token_losses(
     differentiated itself.
 
     Args:
-        student: rows, weight and bias of the student; the total is differentiable with respect to all three.
-        teacher: rows, weight and bias of the teacher, which get no gradient, or its most likely tokens (then a
-            divergence is that of `losses.top_k`); None if no term uses a divergence.
+        student: rows, weight and bias of the student; the total is differentiable with respect to all three. Without a
+            weight the rows are the logits.
+        teacher: the same of the teacher, which get no gradient, or its most likely tokens (then a divergence is that of
+            `losses.top_k`); None if no term uses a divergence.
         labels_N: the token id that each row predicts; IGNORE_INDEX is not allowed.
         terms: the C terms.
         factors: (C,), the factor of each sum in the total.
@@ -70,7 +71,7 @@ def token_losses(
     if all(term.divergence is None for term in terms):
         teacher = None
     if chunk is None:
-        chunk = _default_chunk(student.weight if vocabulary is None else student.weight[:vocabulary])
+        chunk = _default_chunk(student, vocabulary)
     return TokenLosses(
         *_TokenLosses.apply(*student, needs, teacher, labels_N, tuple(terms), factors, vocabulary, chunk)
     )
@@ -81,7 +82,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows_NK: Tensor,
-        weight_VK: Tensor,
+        weight_VK: Tensor | None,
         bias_V: Tensor | None,
         needs: list[bool],
         teacher: HeadInputs | TopK | None,
@@ -94,20 +95,21 @@ class _TokenLosses(torch.autograd.Function):
         whole = HeadInputs(rows_NK, weight_VK, bias_V)
         student = _cut(whole, vocabulary)
         teacher = _cut(teacher, vocabulary) if isinstance(teacher, HeadInputs) else teacher
-        exact = torch.promote_types(weight_VK.dtype, torch.float32)
+        dtype = student.rows.dtype
+        exact = torch.promote_types(dtype, torch.float32)
         factors = factors.to(device=rows_NK.device, dtype=exact)
         inner_factors, unit = factors, None
-        if weight_VK.dtype == torch.float16:
+        if dtype == torch.float16:
             # fp16 would lose derivatives as small as 1 / count, so the backward pass multiplies by `unit`.
             unit = factors.abs().max().clamp(min=torch.finfo(exact).tiny)
             inner_factors = factors / unit
         gradients = _Gradients.of(whole, needs, exact)
         sums = torch.zeros_like(factors)
         half = (min(chunk, len(rows_NK)) + 1) // 2
-        student_buffer = student.weight.new_empty(2 * half, len(student.weight))
+        student_buffer = student.rows.new_empty(2 * half, _words(student))
         teacher_buffer = student_buffer
         if isinstance(teacher, HeadInputs):
-            teacher_buffer = teacher.weight.new_empty(half, len(teacher.weight))
+            teacher_buffer = teacher.rows.new_empty(half, _words(teacher))
         for start in range(0, len(rows_NK), 2 * half or 1):
             logits_NV = _logits(student, slice(start, start + 2 * half), student_buffer)
             for part_NV in logits_NV.split(half):
@@ -137,7 +139,10 @@ class _TokenLosses(torch.autograd.Function):
 
 @dataclass
 class _Gradients:
-    """The gradients of rows, weight and bias, each in the shape of its tensor; None if it is not required."""
+    """The gradients of rows, weight and bias, each in the shape of its tensor; None if it is not required.
+
+    Without a weight the rows are the logits.
+    """
 
     rows: Tensor | None
     weight: Tensor | None
@@ -148,14 +153,18 @@ class _Gradients:
 
     @classmethod
     def of(cls, whole: HeadInputs, needs: Sequence[bool], exact: torch.dtype) -> _Gradients:
-        rows = torch.empty_like(whole.rows, dtype=whole.weight.dtype) if needs[0] else None
-        weight = torch.empty_like(whole.weight, dtype=exact) if needs[1] else None
+        dtype = whole.rows.dtype if whole.weight is None else whole.weight.dtype
+        empty = torch.zeros_like if whole.weight is None else torch.empty_like  # logits beyond the vocabulary get none
+        rows = empty(whole.rows, dtype=dtype) if needs[0] else None
+        weight = None if whole.weight is None or not needs[1] else torch.empty_like(whole.weight, dtype=exact)
         bias = None if whole.bias is None or not needs[2] else torch.zeros_like(whole.bias, dtype=exact)
-        return cls(rows, weight, bias, tuple(whole.weight.dtype if x is None else x.dtype for x in whole))
+        return cls(rows, weight, bias, tuple(dtype if x is None else x.dtype for x in whole))
 
     def add(self, student: HeadInputs, derivative_NV: Tensor, here: slice) -> None:
         """Add the gradients from some rows, given the derivative with respect to their logits."""
-        if self.rows is not None:
+        if self.rows is not None and student.weight is None:
+            self.rows[here, : derivative_NV.shape[1]] = derivative_NV
+        elif self.rows is not None and student.weight is not None:
             torch.mm(derivative_NV, student.weight, out=self.rows[here])
         if self.weight is not None:
             self._add_to_weight(self.weight, student.rows[here], derivative_NV)
@@ -187,6 +196,8 @@ class _Gradients:
 
 def _cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
     """The head restricted to the first `vocabulary` tokens, with rows and bias in the dtype of the weight."""
+    if head.weight is None:
+        return head._replace(rows=head.rows[:, :vocabulary])
     bias_V = None if head.bias is None else head.bias[:vocabulary].to(head.weight.dtype)
     return HeadInputs(head.rows.to(head.weight.dtype), head.weight[:vocabulary], bias_V)
 
@@ -195,12 +206,20 @@ def _logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
     """The logits of some rows, (n, V), written to the buffer."""
     rows_NK = head.rows[here]
     out = buffer[: len(rows_NK)]
+    if head.weight is None:
+        return out.copy_(rows_NK)
     if head.bias is None:
         return torch.mm(rows_NK, head.weight.T, out=out)
     return torch.addmm(head.bias, rows_NK, head.weight.T, out=out)
 
 
-def _default_chunk(weight_VK: Tensor) -> int:
-    if weight_VK.device.type == "cpu":
+def _words(head: HeadInputs) -> int:
+    return head.rows.shape[1] if head.weight is None else len(head.weight)
+
+
+def _default_chunk(head: HeadInputs, vocabulary: int | None) -> int:
+    if head.rows.device.type == "cpu":
         return _CPU_CHUNK
-    return max(1, _CUDA_CHUNK_BYTES // (weight_VK.element_size() * max(1, len(weight_VK))))
+    words = _words(head) if vocabulary is None else min(vocabulary, _words(head))
+    size = (head.rows if head.weight is None else head.weight).element_size()
+    return max(1, _CUDA_CHUNK_BYTES // (size * max(1, words)))

@@ -13,7 +13,7 @@ from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.method import Terms
-from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.families import family_of, is_causal, shape_of
 from llmdistill.models.layer_maps import mapped_layers
 
 
@@ -109,8 +109,8 @@ def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, meth
     Raises:
         UserError: one is a decoder and the other an encoder.
     """
-    causal = family_of(student).causal
-    if family_of(teacher).causal != causal:
+    causal = is_causal(student)
+    if is_causal(teacher) != causal:
         kinds = {True: "a decoder", False: "an encoder"}
         raise UserError(
             f"{method} compares models of one kind, but the teacher ({teacher.model_type}) is {kinds[not causal]} and "

@@ -7,7 +7,7 @@ from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms
-from llmdistill.models.families import family_of
+from llmdistill.models.families import is_causal
 from llmdistill.objective import TOKENS, Objective
 
 
@@ -24,7 +24,7 @@ def build_sft(
     settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """Build sft for a student, from its config; the method needs nothing from the teacher."""
-    return make_sft(causal=family_of(student).causal, objective=objective)
+    return make_sft(causal=is_causal(student), objective=objective)
 
 
 def check_seqkd(settings: None, config: RunConfig) -> None:

@@ -7,19 +7,21 @@ from pathlib import Path
 from textwrap import shorten
 from typing import cast
 
+import transformers
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.adapters import adapter_folder, of_base
-from llmdistill.models.families import family_named, family_of
+from llmdistill.models.families import FAMILIES, is_causal
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
     """The config of the model in a folder or on the hub; for a peft adapter, the config of its base.
 
-    Raises UserError if the folder does not exist, has no config.json or an invalid one, if the architecture is not
-    supported, or if the hub has no such name or cannot be reached.
+    Raises UserError if the folder does not exist, has no config.json or an invalid one, if the model is neither a
+    decoder nor an encoder of text, or if the hub has no such name or cannot be reached.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None:
@@ -30,7 +32,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a config's own checks raise many types of error
         raise not_loaded(path, "config", error) from error
-    family_of(config)
+    is_causal(config)
     return cast(PreTrainedConfig, config)
 
 
@@ -53,7 +55,11 @@ def _check_config_file(file: Path) -> None:
     content = read_json(file)
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")
-    family_named(content["model_type"])
+    if content["model_type"] not in {*CONFIG_MAPPING_NAMES, *FAMILIES}:
+        raise UserError(
+            f"{file}: transformers {transformers.__version__} does not know the model_type {content['model_type']!r}: "
+            "check the name, or take a newer transformers"
+        )
 
 
 def not_loaded(path: str | Path, what: str, error: Exception) -> UserError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from llmdistill.errors import UserError
+from llmdistill.models.general import causal_by_classes, find_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,7 +125,8 @@ FAMILIES: dict[str, Family] = {
 }
 """Supported architectures, by the `model_type` of their config. To support another one, add an entry here, or insert
 one at runtime before a model is loaded. Its attention module must use transformers' attention interface, and pass the
-layer's `sliding_window` to it if there is one; the entry defines everything else."""
+layer's `sliding_window` to it if there is one; the entry defines everything else. A model without an entry is trained
+by the terms on its output alone (`models.general`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +143,20 @@ class Shape:
     """Sliding attention window of each layer in tokens, including the token itself; None for full attention."""
 
 
+def has_family(config: PreTrainedConfig) -> bool:
+    """Whether the architecture of a config has an entry, so that its inner tensors can be compared."""
+    return config.model_type in FAMILIES
+
+
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a model's config. Raises UserError if it is not supported, or if an encoder sets is_decoder."""
-    family = family_named(config.model_type)
+    """The family of a model's config. Raises UserError if it has no entry, or if an encoder sets is_decoder."""
+    if not has_family(config):
+        raise UserError(
+            f"{config.model_type} has no entry in FAMILIES of llmdistill/models/families.py, so nothing can use its "
+            f"inner tensors or sizes (those that have: {', '.join(FAMILIES)}): take method sft, kd or seqkd, on-policy "
+            "data too, and a student by SVD, Kronecker products, LoRA or student.model"
+        )
+    family = FAMILIES[config.model_type]
     if not family.causal and getattr(config, "is_decoder", False):
         raise UserError(
             f"config.json: is_decoder is true for a {config.model_type}, which is supported as an encoder only: "
@@ -152,14 +165,9 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
-def family_named(model_type: str) -> Family:
-    """The family of a `model_type`. Raises UserError if the architecture is not supported."""
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"config.json: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}; "
-            "to add one, give it an entry in FAMILIES of llmdistill/models/families.py"
-        )
-    return FAMILIES[model_type]
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Whether a model is a decoder; works for every architecture. Raises UserError if it is neither of the two."""
+    return family_of(config).causal if has_family(config) else causal_by_classes(config)
 
 
 def has_rotary(config: PreTrainedConfig) -> bool:
@@ -174,8 +182,13 @@ def has_segments(config: PreTrainedConfig) -> bool:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of a model's layers, for a model with any head."""
-    return cast("nn.ModuleList", model.base_model.get_submodule(family_of(model.config).layers))
+    """The list of a model's layers, for a model with any head and of any architecture."""
+    return cast("nn.ModuleList", model.base_model.get_submodule(layers_name(model)))
+
+
+def layers_name(model: PreTrainedModel) -> str:
+    """The name of the list of layers within the base model."""
+    return family_of(model.config).layers if has_family(model.config) else find_layers(model)
 
 
 def base_name(model: PreTrainedModel, name: str) -> str:
@@ -224,4 +237,5 @@ def max_positions(config: PreTrainedConfig, limit: int) -> int:
 
 def first_position(config: PreTrainedConfig) -> int:
     """The position id of the first token of a sequence."""
-    return config.pad_token_id + 1 if family_of(config).positions_after_padding else 0
+    after_padding = has_family(config) and family_of(config).positions_after_padding
+    return config.pad_token_id + 1 if after_padding else 0

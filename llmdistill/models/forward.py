@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
+from llmdistill.errors import UserError
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
-from llmdistill.models.families import family_of, has_segments
+from llmdistill.models.families import has_family, has_segments, is_causal
 from llmdistill.models.heads import LMHead, whole
 from llmdistill.models.taps import Recorder
 
@@ -24,7 +25,16 @@ class TappedModel:
 
     With DeepSpeed, the forward pass is that of the engine: calling the module directly would bypass the engine's hooks.
     The recorder is installed on the engine's module.
+
+    Token losses take the shortcut through the last linear of the LM head, so that the logits of a batch are never there
+    at once. It is right only if the logits are the output of this linear. So an architecture without an entry in
+    `families` starts with its own logits, and `models.own_loss` looks which way is right for a model.
     """
+
+    shortcut: bool
+    """Whether token losses start from the inputs of the LM head's last linear, and not from the model's logits."""
+    own_mask: bool
+    """Whether the model makes its attention mask itself, as in transformers; packed rows and horizons need ours."""
 
     def __init__(self, forward: Callable[..., Any], recorder: Recorder, *, vocabulary: int | None = None) -> None:
         """`vocabulary` keeps only the first logits, and drops padding rows that the other model does not have."""
@@ -32,12 +42,47 @@ class TappedModel:
         self._recorder = recorder
         self._vocabulary = vocabulary
         self._head = LMHead(recorder.model)
-        self._shift = family_of(recorder.model.config).causal
+        config = recorder.model.config
+        self._shift = is_causal(config)
+        self.shortcut = has_family(config) and (self._head.is_there or recorder.model.get_output_embeddings() is None)
+        self.own_mask = not has_family(config)
 
     @property
     def model(self) -> PreTrainedModel:
         """The model itself, whatever wraps it in the forward pass."""
         return self._recorder.model
+
+    @property
+    def shift(self) -> bool:
+        """Whether position i predicts label i+1, as in decoders."""
+        return self._shift
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the model has an LM head that ends in a plain linear, so that there may be a shortcut."""
+        return self._head.is_there
+
+    @contextmanager
+    def ways(self, *, shortcut: bool, own_mask: bool) -> Iterator[None]:
+        """Block in which the model runs in other ways; see the attributes."""
+        before = self.shortcut, self.own_mask
+        self.shortcut, self.own_mask = shortcut, own_mask
+        try:
+            yield
+        finally:
+            self.shortcut, self.own_mask = before
+
+    def own_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits (B, T, V), and the outputs of the last linear of the LM head, without taps."""
+        with self._head.watched() as outputs:
+            logits, _ = self._head_outputs(self._run(batch), batch)
+        assert logits is not None, "the model has no language-model head"
+        return logits, outputs
+
+    def through_head(self, batch: Batch, use: Callable[[HeadInputs], Tensor]) -> None:
+        """Run the model without taps; `use` gets the LM head's inputs at the labels, and its result is their logits."""
+        with self._rows(batch, ("labels",), use):
+            self._run(batch)
 
     def without_engine(self) -> TappedModel:
         """Return the same model and taps with a forward pass that calls the model itself."""
@@ -68,11 +113,14 @@ class TappedModel:
 
         with self._recorder.recording(horizon=batch.horizon), self._rows(batch, lm_head, keep):
             result = self._run(batch)
+        logits, sequences = self._head_outputs(result, batch)
+        if lm_head and not self.shortcut and logits is not None:
+            keep(_logit_rows(logits, batch, lm_head))
         return Outputs(
             logits=None,
             taps=self._recorder.take(),
             lm_head=_by_positions(kept[0], batch, lm_head) if kept else {},
-            sequence_logits=self._head_outputs(result, batch)[1],
+            sequence_logits=sequences,
         )
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
@@ -97,6 +145,8 @@ class TappedModel:
             result = self._run(batch)
         self._recorder.take()
         total, sequences = self._head_outputs(result, batch)
+        if places and not self.shortcut and total is not None:
+            total = use(_logit_rows(total, batch, places))
         if not terms.token_terms:
             # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
             total = 0.0 * torch.stack([each.sum().float() for each in result.values() if torch.is_tensor(each)]).sum()
@@ -120,21 +170,33 @@ class TappedModel:
         self._head.remove()
 
     def _run(self, batch: Batch) -> Any:
+        config = self._recorder.model.config
+        # Teacher and student get the same batch, and only one of them may have segments.
         inputs = {
             "input_ids": batch.input_ids,
-            "attention_mask": _mask(batch, self._recorder.model.config),
-            "sequences": _sequences(batch, self._recorder.model.config),
-            "position_ids": batch.position_ids,
-            # Teacher and student get the same batch, and only one of them may have segments.
-            "token_type_ids": batch.token_type_ids if has_segments(self._recorder.model.config) else None,
+            "token_type_ids": batch.token_type_ids if has_segments(config) else None,
         }
+        if self.own_mask:
+            _check_own_mask(batch, config)
+            inputs["attention_mask"] = batch.attention_mask
+        else:
+            inputs["attention_mask"] = _mask(batch, config)
+            inputs["position_ids"] = batch.position_ids
+        given: dict[str, Any] = {key: value for key, value in inputs.items() if value is not None}
+        if self._shift or not self.own_mask:  # few encoders have the word
+            given["use_cache"] = False
+        if self.own_mask:
+            return self._forward(**given)
+        sequences = _sequences(batch, config)
         with self._recorder.given_mask():
-            return self._forward(**{key: value for key, value in inputs.items() if value is not None}, use_cache=False)
+            return self._forward(**given, **({} if sequences is None else {"sequences": sequences}))
 
     def _rows(
         self, batch: Batch, places: Sequence[Positions], use: Callable[[HeadInputs], Tensor]
     ) -> AbstractContextManager[None]:
         """Restrict the LM head to the rows at these kinds of positions, one kind after the other, or to no rows."""
+        if not self.shortcut:
+            return nullcontext()
         if not places:
             return self._head.taken_over(batch.rows_at("labels")[:0], None)
         # A position of two kinds has two rows: to find it again among the others the host would have to wait.
@@ -160,7 +222,8 @@ class TappedModel:
             spans_B2T = torch.stack([result.start_logits, result.end_logits], dim=1)
             return None, spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
         logits = result.get("logits")
-        return (logits, None) if self._head.is_there else (None, logits)
+        is_of_tokens = self._head.is_there or (logits is not None and logits.dim() == 3)
+        return (logits, None) if is_of_tokens else (None, logits)
 
 
 class LayerLosses:
@@ -210,7 +273,7 @@ def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
     attention_mask = batch.attention_mask
     if batch.horizon is not None:
         return horizon_mask(attention_mask, batch.horizon, config)
-    if family_of(config).causal or batch.padding == "none":
+    if is_causal(config) or batch.padding == "none":
         return None
     return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
 
@@ -224,7 +287,7 @@ def _sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
     window = getattr(config, "sliding_window", None)
     is_short = window is None or batch.input_ids.shape[1] <= window
     is_enough = is_short and batch.position_ids is None and batch.padding != "left"
-    return None if is_enough or not family_of(config).causal else batch.sequences
+    return None if is_enough or not is_causal(config) else batch.sequences
 
 
 def horizon_mask(attention_mask: Tensor, horizon_BT: Tensor, config: PreTrainedConfig) -> Tensor:
@@ -232,11 +295,27 @@ def horizon_mask(attention_mask: Tensor, horizon_BT: Tensor, config: PreTrainedC
 
     Returns (B, 1, T, T), True where a query (third axis) can see a key.
     """
-    assert not family_of(config).causal, "only encoders read a horizon"
+    assert not is_causal(config), "only encoders read a horizon"
     key_T = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     real_BT = attention_mask != 0
     seen_BTT = (key_T < horizon_BT[:, :, None]) & real_BT[:, None, :]
     return (seen_BTT | ~real_BT[:, :, None])[:, None]
+
+
+def _check_own_mask(batch: Batch, config: PreTrainedConfig) -> None:
+    """Raise a UserError if a batch needs more than the mask that a model makes itself: it knows padding alone."""
+    for what, remedy, needs in (
+        ("several sequences in a row", "set data.packing to false", batch.position_ids),
+        ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.horizon),
+    ):
+        if needs is not None:
+            raise UserError(f"{config.model_type} makes its attention mask itself, which has no {what}: {remedy}")
+
+
+def _logit_rows(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:
+    """The logits at these kinds of positions, one kind after the other, in the form of inputs of an LM head."""
+    rows_N = torch.cat([batch.rows_at(place) for place in places])
+    return HeadInputs(logits_BTV.flatten(0, 1).index_select(0, rows_N), None, None)
 
 
 def _by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:

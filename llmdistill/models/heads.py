@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
-from llmdistill.models.families import family_of
+from llmdistill.models.families import family_of, has_family
 from llmdistill.models.load import Head, build_meta, load_model
 from llmdistill.models.sharded import gathered
 
 
 class LMHead:
-    """The LM head of a model, whose last linear (to the vocabulary) can be replaced.
+    """The LM head of a model, whose last linear (to the vocabulary) can be watched or replaced.
 
     Outside `taken_over()` the model behaves as before. The replacement runs inside the head's own modules: there ZeRO-3
     has gathered their parameters, and its hooks on the outputs gather them again in the backward pass.
@@ -31,7 +31,8 @@ class LMHead:
         self._use: Callable[[HeadInputs], Tensor] | None = None
         self._last = _last_linear(model)
         if self._last is not None:
-            entry = model.get_submodule(family_of(model.config).lm_head)
+            config = model.config
+            entry = model.get_submodule(family_of(config).lm_head) if has_family(config) else self._last
             self._handle = entry.register_forward_pre_hook(self._gather)
             # Set on the instance, so that the hooks of DeepSpeed and peft around the call remain.
             self._plain = self._last.forward
@@ -53,6 +54,17 @@ class LMHead:
             yield
         finally:
             self._rows_N = self._use = None
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Tensor]]:
+        """Block in which the outputs of the last linear are added to the list that it gives."""
+        kept: list[Tensor] = []
+        handle = None if self._last is None else self._last.register_forward_hook(lambda *call: kept.append(call[-1]))
+        try:
+            yield kept
+        finally:
+            if handle is not None:
+                handle.remove()
 
     def remove(self) -> None:
         """Restore the LM head; this object cannot be used afterwards."""
@@ -90,8 +102,7 @@ def _last_linear(model: PreTrainedModel) -> nn.Linear | None:
     if head is None:
         return None
     last = [module for module in head.modules() if not list(module.children())][-1]
-    assert type(last) is nn.Linear, f"a head that ends in a {type(last).__name__} multiplies in a way of its own"
-    return last
+    return last if type(last) is nn.Linear else None  # any other multiplies in a way of its own
 
 
 def classifier_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -26,7 +26,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config, not_loaded
-from llmdistill.models.families import family_of, is_head
+from llmdistill.models.families import has_family, is_causal, is_head
 from llmdistill.models.tokenizer import load_tokenizer
 
 Head = Literal["lm_head", "pretraining", "sequence", "span", "none", "saved"]
@@ -53,9 +53,19 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
         return AutoModelForSequenceClassification
     if head == "span":
         return AutoModelForQuestionAnswering
-    if family_of(config).causal:
+    if is_causal(config):
         return AutoModelForCausalLM
     return {"lm_head": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining, "none": AutoModel}[head]
+
+
+def has_checkpointing(config: PreTrainedConfig, head: Head) -> bool:
+    """Whether transformers can recompute the activations of a model in the backward pass."""
+    return bool(auto_class(config, head)._model_mapping[type(config)].supports_gradient_checkpointing)
+
+
+def attention_of(config: PreTrainedConfig) -> dict[str, str]:
+    """The attention implementation to ask transformers for: the one that taps need, else its own choice."""
+    return {"attn_implementation": "sdpa"} if has_family(config) else {}
 
 
 def load_model(
@@ -145,8 +155,8 @@ def _load_weights(
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
-            attn_implementation="sdpa",
             output_loading_info=True,
+            **attention_of(config),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, UserError | torch.OutOfMemoryError):
@@ -179,7 +189,7 @@ def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel
     """A model on the meta device, without weights; by default the one whose parameters papers count."""
     auto = auto_class(config, head)
     with torch.device("meta"):
-        return cast(PreTrainedModel, auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False))
+        return cast(PreTrainedModel, auto.from_config(config, trust_remote_code=False, **attention_of(config)))
 
 
 def install_saved(model: PreTrainedModel) -> None:
@@ -199,7 +209,7 @@ def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrain
     auto = auto_class(config, head)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False)
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **attention_of(config))
     return cast(PreTrainedModel, model)
 
 

@@ -192,8 +192,14 @@ class Recorder:
         self._handles, self._tapped_attention, self._previous_attention, self._taps = [], [], None, None
 
     def _check_request(self) -> None:
-        family, num_layers = family_of(self.model.config), len(layers_of(self.model))
+        if not self._request:
+            return
+        num_layers = len(layers_of(self.model))
         for aspect, layers in self._request.items():
+            if aspect == "hidden":  # every architecture has it
+                assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
+                continue
+            family = family_of(self.model.config)
             assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
             assert aspect != "embedding" or layers == {0}, "the embedding counts as layer 0's"
             assert aspect != "ffn_gate" or family.ffn_gate is not None, "ffn_gate of a model without gate"
@@ -236,10 +242,13 @@ class Recorder:
 
     def _tapped_module(self, aspect: Aspect, index: int) -> nn.Module:
         """The module whose output is tapped; a family names those of the feed-forward part as the aspects."""
-        family, layer = family_of(self.model.config), layers_of(self.model)[index]
+        layer = layers_of(self.model)[index]
+        if aspect == "hidden":
+            return layer
+        family = family_of(self.model.config)
         if aspect == "embedding":
             return self.model.base_model.get_submodule(family.embedding)
-        return layer if aspect == "hidden" else layer.get_submodule(getattr(family, aspect))
+        return layer.get_submodule(getattr(family, aspect))
 
     def _start(self, *_: object) -> None:
         if not self._is_given_mask:

@@ -17,11 +17,13 @@ from tqdm import tqdm
 
 from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs
 from llmdistill.config.cache import CacheConfig
+from llmdistill.errors import UserError
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
 from llmdistill.models.families import max_positions
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import whole
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
+from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
 from llmdistill.runtime.distributed import World
 from llmdistill.teacher.cache_folder import HEAD_FILE, entry_of, shard_name, write_tensors
@@ -120,6 +122,8 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
     plan, world = job.plan, job.world
     live = make_teacher(plan, world)
     teacher = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    if missing:
+        _check_loss(job, teacher)
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
     for numbers in tqdm(rounds, unit="round", disable=None if world.is_main else True, leave=False):
         mine = numbers[world.rank] if world.rank < len(numbers) else None
@@ -131,6 +135,17 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
         for turn in range(passes):
             _taught(job, teacher, job.shards[numbers[0]], turn)
     teacher.remove()
+
+
+def _check_loss(job: Job, teacher: TappedModel) -> None:
+    """Choose how the teacher gives its logits. Raises UserError if they do not follow from what the cache keeps."""
+    batch = job.collate([job.items[index] for index in job.shards[0][0]]).with_label_rows(shift=job.plan.method.shift)
+    check_losses({"teacher": teacher}, batch.to(job.world.device), job.world)
+    if job.top_k is None and job.plan.method.taught_positions and not teacher.shortcut:
+        raise UserError(
+            "--cache.content hidden_states keeps the inputs of the LM head, but the logits of a "
+            f"{teacher.model.config.model_type} are more than its product: take --cache.content top_k"
+        )
 
 
 def _write_shard(job: Job, teacher: TappedModel, number: int, passes: int) -> None:
@@ -209,5 +224,6 @@ def _write_head(job: Job, head: HeadInputs) -> None:
     """Write the LM head, once, on rank 0."""
     if not job.world.is_main or entry_of(job.folder, HEAD_FILE, None) is not None:
         return
+    assert head.weight is not None, "hidden states need the head"
     tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
     write_tensors(job.folder, HEAD_FILE, {name: each.detach().cpu() for name, each in tensors.items()}, {})

@@ -27,7 +27,7 @@ from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.weigh import Source, weigh
 from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
 from llmdistill.fingerprints import fingerprint, memory_fingerprint
-from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.shapes import teacher_layers
 from llmdistill.report.starts import WEIGHTING_FILE
@@ -150,7 +150,7 @@ def measure_weights_on(
             student=model.config,
             teacher_path=Path(folder),
             tokenizer_path=Path(folder),
-            causal=family_of(model.config).causal,
+            causal=is_causal(model.config),
             objective=make_task(config).objective(model.config, uses_output=False),
         )
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
+from llmdistill.models.families import has_family
+from llmdistill.models.load import has_checkpointing
 
 if TYPE_CHECKING:
     from llmdistill.run.plan import Plan
@@ -44,6 +46,27 @@ def check_teacher_head(plan: Plan) -> None:
         f"teacher.model {plan.config.teacher.model} is a {name} without language-model head, but {', '.join(terms)} "
         "compare its output: give them the weight 0, or take a teacher with its head"
     )
+
+
+def check_without_entry(plan: Plan) -> None:
+    """Raise a UserError if a setting needs the entry in FAMILIES that the architecture of a model does not have."""
+    config = plan.config
+    packs = config.data.kind == "instructions" and config.data.packing
+    for key, model in (("teacher.model", plan.teacher_config), ("student.model", plan.student_config)):
+        if has_family(model) or (key == "teacher.model" and not plan.method.needs_teacher):
+            continue
+        for setting, needs in (("data.packing", packs), ("train.compile", config.train.compile)):
+            if needs:
+                raise UserError(
+                    f"{setting} is true, but it needs an entry in FAMILIES of llmdistill/models/families.py, which "
+                    f"{model.model_type} ({key}) does not have: set it to false"
+                )
+    student = plan.student_config
+    if config.train.activation_checkpointing and not has_checkpointing(student, plan.student_head):
+        raise UserError(
+            f"train.activation_checkpointing is true, but transformers has none for {student.model_type}: set it to "
+            "false, and take a smaller train.micro_batch_size"
+        )
 
 
 def check_keep_best(plan: Plan) -> None:

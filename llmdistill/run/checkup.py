@@ -22,6 +22,7 @@ from llmdistill.models.adapters import add_lora
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
+from llmdistill.run.loss_check import check_losses
 from llmdistill.run.loss_watch import HARDLY_TEACHES, small_terms
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.run.term_gradients import alone
@@ -191,6 +192,7 @@ def term_sizes(
     tapped = [learner]
     if method.needs_teacher and teacher is not None:
         tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary))
+    check_losses(dict(zip(("student", "teacher"), tapped, strict=False)), batch, World.current())
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}

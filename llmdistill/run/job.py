@@ -136,6 +136,7 @@ def _train(
         rate = learning_rate(trainer.settings, start)
         steps = trainer.settings.steps
         print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}", world)
+    trainer.check_losses(start, None if checkpoint is None else checkpoint.manifest.get("ways"))
     monitor = monitor_of(trainer.engine)
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor)
     best = trainer.best

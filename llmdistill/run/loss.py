@@ -18,6 +18,8 @@ from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
+from llmdistill.run.loss_check import check_losses
+from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 
 Inputs = Mapping[str, Any]
@@ -96,6 +98,7 @@ class DistillationLoss:
         _check_vocabularies(self.method, teacher, student, vocabulary)
         teacher.eval()
         self._forward: Callable[..., Any] = student
+        self._is_checked = False
         projectors = add_projectors(student, self.method.projections, seed).to(student.device)
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
         student._keys_to_ignore_on_save = {*(student._keys_to_ignore_on_save or ()), *ignored}
@@ -132,19 +135,30 @@ class DistillationLoss:
         """
         located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
         divisors = self._divisors(located, num_items_in_batch)
+        if len(self._tapped) > 1 and self.teacher.device != located.input_ids.device:
+            self.teacher.to(cast(Any, located.input_ids.device))
         taught = None
-        if len(self._tapped) > 1:
-            if self.teacher.device != located.input_ids.device:
-                self.teacher.to(cast(Any, located.input_ids.device))
-            with torch.no_grad():
-                taught = self._tapped[1].teach(located, lm_head=self.method.taught_positions)
         self._forward = self.student if model is None else model
         try:
+            if not self._is_checked:
+                self._check_losses(located)
+            if len(self._tapped) > 1:
+                with torch.no_grad():
+                    taught = self._tapped[1].teach(located, lm_head=self.method.taught_positions)
             losses = self._tapped[0].learn(located, self.method.running(taught, located, divisors))
         finally:
             self._forward = self.student
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
         return LossOutput(losses.total, {name: terms[name] for name in self.method.weights})
+
+    def _check_losses(self, batch: Batch) -> None:
+        """Choose at the first batch how both models give their token losses; all ranks call the loss together."""
+        self._is_checked, training = True, self.student.training
+        self.student.eval()
+        try:
+            check_losses(dict(zip(("student", "teacher"), self._tapped, strict=False)), batch, World.current())
+        finally:
+            self.student.train(training)
 
     def counts(self, batches: Iterable[Inputs]) -> dict[Positions, Tensor]:
         """Count the tokens, labels and sequences of all batches together: int64 scalars by name.

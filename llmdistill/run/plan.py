@@ -19,13 +19,19 @@ from llmdistill.factorize.kinds import kind_of
 from llmdistill.factorize.plan import plan_embedding, summarise
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.heads import copies_classifier
 from llmdistill.models.load import Head
 from llmdistill.models.shapes import check_sizes, parse_shape, shaped_config, teacher_layers
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies
 from llmdistill.objective import Objective
-from llmdistill.run.checks import check_can_cache, check_keep_best, check_teacher_head, check_weighting
+from llmdistill.run.checks import (
+    check_can_cache,
+    check_keep_best,
+    check_teacher_head,
+    check_weighting,
+    check_without_entry,
+)
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.ds_check import check_ds_config, check_zero
 from llmdistill.runtime.ds_config import is_shipped, read_ds_config
@@ -122,7 +128,7 @@ class Plan:
     @property
     def causal(self) -> bool:
         """Whether the run's models are decoders."""
-        return family_of(self.student_config).causal
+        return is_causal(self.student_config)
 
     @property
     def student_head(self) -> Head:
@@ -224,6 +230,7 @@ def make_plan(
     )
     check_teacher_head(planned)
     check_keep_best(planned)
+    check_without_entry(planned)
     if config.teacher.cache is not None and method.needs_teacher:
         check_can_cache(planned)
     return planned

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch, Outputs, Positions
 from llmdistill.losses.terms import RunningTerms
 from llmdistill.methods import Method
-from llmdistill.models.families import family_of
+from llmdistill.models.families import family_of, has_family
 from llmdistill.models.forward import TappedModel
 
 
@@ -37,7 +37,9 @@ def term_gradients(
         batch: a micro batch on the device of the models.
         divisors: the divisor of the sums over each kind of position.
     """
-    lowest = model.base_model.get_submodule(family_of(model.config).embedding)
+    lowest = model.get_input_embeddings()
+    if has_family(model.config):
+        lowest = model.base_model.get_submodule(family_of(model.config).embedding)
     return {
         name: _norm(student, alone(method.running(teach(), batch, divisors), name), lowest, batch)
         for name, weight in method.weights.items()

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.finite import FiniteSteps, Terms
 from llmdistill.run.log import RunLog, Stopwatch
+from llmdistill.run.loss_check import Ways, check_losses, set_ways
 from llmdistill.run.loss_watch import HARDLY_TEACHES, LossWatch, small_terms
 from llmdistill.run.origin import first_not_finite
 from llmdistill.run.stopping import Stopping
@@ -57,6 +58,10 @@ class Trainer:
     """The method whose weighted loss on the validation set is logged; None means `method`."""
     best: BestStudent | None = None
     """Keeps the student of the best validation; None keeps the last student."""
+    ways: Ways = field(default_factory=dict)
+    """How the models give token losses, from `check_losses`."""
+    _first: list[Batch] | None = None
+    """The micro batches of the first step, from `check_losses`: a loader may be asked for them only once."""
 
     def run(self, start: int, log: RunLog) -> None:
         """Train from step `start` to the end and save checkpoints.
@@ -75,7 +80,8 @@ class Trainer:
                 group["lr"] = learning_rate(self.settings, step)
             # The seed depends on the step, so a resumed run draws the same random numbers.
             torch.manual_seed(_mix(self.seed, step, self.world.rank))
-            micro_batches = self.loader.micro_batches(step)
+            micro_batches = self.loader.micro_batches(step) if self._first is None else self._first
+            self._first = None
             losses, counts = self.train_step(micro_batches, clock)
             done = step + 1
             if self.engine.was_step_applied():
@@ -107,11 +113,30 @@ class Trainer:
                 self._note(finite.settle(), watch, since)
                 finite.check_student(done)
             if stop or saves:
-                save_checkpoint(self.engine, self.folder, done, self.settings.keep_checkpoints, self.world)
+                keep = self.settings.keep_checkpoints
+                save_checkpoint(self.engine, self.folder, done, keep, self.world, ways=self.ways)
             log.advance()
             if stop:
                 log.close()
                 raise Stopped(stop, f"after step {done}")
+
+    def check_losses(self, start: int, known: Ways | None) -> None:
+        """Choose how the models give token losses, before the first pass; every rank must call this function.
+
+        `known` are the ways of a resumed run, which goes on with the same numbers; None if it has none yet.
+        """
+        models = {"student": self.student}
+        if isinstance(self.teacher, TappedModel):
+            models = {"teacher": self.teacher, **models}
+        if known is not None:
+            self.ways = known
+            set_ways(models, known)
+            return
+        torch.manual_seed(_mix(self.seed, start, self.world.rank))
+        self._first = self.loader.micro_batches(start)
+        self.engine.eval()
+        self.ways = check_losses(models, self._moved(self._first[0], self.method), self.world)
+        self.engine.train()
 
     def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:
         """Do one optimizer step.

@@ -63,6 +63,13 @@ class World:
         """Return the world of a single process, on the first GPU if there is one."""
         return cls(rank=0, size=1, device=default_device())
 
+    @classmethod
+    def current(cls) -> World:
+        """Return the world of the process group, if there is one, on the device of `alone`."""
+        if not dist.is_initialized():
+            return cls.alone()
+        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=default_device())
+
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, which prints and writes."""

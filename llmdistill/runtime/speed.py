@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.models.families import family_of, layers_of, max_positions
+from llmdistill.models.families import is_causal, layers_of, max_positions
 
 Inputs = Mapping[str, Any]
 """The keyword arguments of a model's forward pass."""
@@ -143,7 +143,7 @@ def time_batches(
         for turn in range(len(next(iter(batches.values())))):
             for name, model in models.items():
                 inputs = {key: value.to(model.device) for key, value in batches[name][turn].items()}
-                if family_of(model.config).causal:
+                if is_causal(model.config):
                     inputs["use_cache"] = False  # a single pass needs no cache, and writing a cache takes time
                 passed = _timed(model.device, partial(works[name], inputs))
                 if turn >= warmup:

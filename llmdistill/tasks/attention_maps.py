@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.data.pairs import EncodedPair, collate_pairs
 from llmdistill.losses.attention import repeat_heads
-from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 
@@ -48,7 +48,7 @@ def _seen(model: PreTrainedModel, tokens: int, layer: int) -> Tensor:
     """Return which keys (second axis) the queries of one text without padding see: (T, T)."""
     seen_TT = torch.ones(tokens, tokens, dtype=torch.bool)
     window = shape_of(model.config).windows[layer]
-    if family_of(model.config).causal:
+    if is_causal(model.config):
         seen_TT = seen_TT.tril()
     return seen_TT if window is None else seen_TT.triu(1 - window)
 

@@ -24,7 +24,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import json_lines
 from llmdistill.fingerprints import fingerprint
 from llmdistill.generation.answers_file import check_teacher
-from llmdistill.models.families import family_of
+from llmdistill.models.families import is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import World, on_every, on_main
@@ -61,7 +61,7 @@ class Instructions(Task):
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """See Task. The models must be decoders."""
-        if not family_of(config).causal:
+        if not is_causal(config):
             raise UserError(
                 f"{key} {reference} is an encoder ({config.model_type}), and instruction data "
                 "train decoders only: take a decoder, or learn from text (data.kind=text)"

@@ -26,7 +26,7 @@ from llmdistill.data.windows import (
 )
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
-from llmdistill.models.families import family_of
+from llmdistill.models.families import is_causal
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
@@ -90,7 +90,7 @@ class Squad(Benchmark):
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """See Task. Both models are encoders; the teacher is fine-tuned."""
-        if family_of(config).causal:
+        if is_causal(config):
             raise UserError(
                 f"{key} {reference}: {TASKS[self.key].title} needs an encoder, because the tokens of a "
                 f"{config.model_type} do not see those after them; give a model such as BERT or RoBERTa"

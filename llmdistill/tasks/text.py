@@ -24,7 +24,7 @@ from llmdistill.data.sources import Data, write_rows
 from llmdistill.data.text import FixedSequences, TextInputs, TextSequences, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.models.families import FAMILIES, family_of, has_segments
+from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments, is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every
@@ -52,16 +52,17 @@ class Text(Task):
         """See Task: tokens, and next sentences if the settings request them or BERT's next-sentence head is used."""
         settings = self.config.data.text
         wanted = settings.next_sentence
+        next_sentence = family_of(teacher).next_sentence if has_family(teacher) else None
         if wanted is None:
-            has_head = (teacher.architectures or [""])[0] == family_of(teacher).next_sentence
+            has_head = next_sentence is not None and (teacher.architectures or [""])[0] == next_sentence
             wanted = uses_output and has_head and settings.pairs is not False
-        if wanted and family_of(teacher).next_sentence is None:
+        if wanted and next_sentence is None:
             having = ", ".join(name for name, family in FAMILIES.items() if family.next_sentence is not None)
             raise UserError(
                 f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: take one "
                 f"that has it ({having}), or leave next_sentence out"
             )
-        if settings.pairs and family_of(teacher).causal:
+        if settings.pairs and is_causal(teacher):
             raise UserError(f"data.text.pairs is true, but {teacher.model_type} is a decoder: leave it out")
         return Objective(tokens=True, sequences="classes" if wanted else None)
 
@@ -287,7 +288,7 @@ def score_texts(
     Raises:
         UserError: the text cannot be read or is too short.
     """
-    shift = family_of(model.config).causal
+    shift = is_causal(model.config)
     total = torch.zeros((), dtype=torch.float64)
     count = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ from llmdistill.data.targets import (
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.generation.beams import BeamSearch, goes_on, write_targets
-from llmdistill.models.families import family_of
+from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
@@ -90,7 +90,7 @@ class Writing(Benchmark):
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         """See Task. Both models are encoders; the teacher is fine-tuned."""
-        if family_of(config).causal:
+        if is_causal(config):
             raise UserError(
                 f"{key} {reference}: on {TASKS[self.key].title} an encoder learns to write; give one, or "
                 f"let the {config.model_type} learn the texts as instructions (data.kind instructions)"

@@ -43,6 +43,7 @@ def to_rows(
         head = outputs.lm_head[place]
         assert isinstance(head, HeadInputs), "a cache is made from a live teacher"
         if top_k is None:
+            assert head.weight is not None, "hidden states need the head"
             rows[f"{place}.states"] = head.rows
             continue
         rows |= top_rows(_most_likely(head, top_k, request.temperatures, vocabulary), place)
@@ -64,11 +65,14 @@ def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
 
 
 def _most_likely(head: HeadInputs, k: int, temperatures: Sequence[float], vocabulary: int | None) -> TopK:
-    weight_VK = head.weight[:vocabulary]
+    weight_VK = None if head.weight is None else head.weight[:vocabulary]
     bias_V = None if head.bias is None else head.bias[:vocabulary]
     parts = []
     for rows_nK in head.rows.split(_CHUNK):
-        logits_nV = torch.nn.functional.linear(rows_nK.to(weight_VK.dtype), weight_VK, bias_V)
+        if weight_VK is None:
+            logits_nV = rows_nK[:, :vocabulary]
+        else:
+            logits_nV = torch.nn.functional.linear(rows_nK.to(weight_VK.dtype), weight_VK, bias_V)
         parts.append(most_likely(logits_nV, k, temperatures))
     return TopK(
         torch.cat([part.tokens for part in parts]),

@@ -180,11 +180,15 @@ def test_ds_config_that_disagrees(fails, tmp_path):
 
 
 def test_unknown_architecture(fails, tmp_path):
-    rows(tmp_path / "config.json", json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}))
+    rows(tmp_path / "config.json", json.dumps({"model_type": "blom", "architectures": ["BloomForCausalLM"]}))
     said = fails("--teacher.model", str(tmp_path))
-    assert "'bloom' is not supported" in said
-    assert "llama" in said
-    assert "FAMILIES" in said
+    assert "does not know the model_type 'blom'" in said
+    rows(tmp_path / "config.json", json.dumps({"model_type": "t5"}))
+    assert "t5 has an encoder beside its decoder" in fails("--teacher.model", str(tmp_path))
+    rows(tmp_path / "config.json", json.dumps({"model_type": "granite"}))
+    said = fails("--teacher.model", str(tmp_path), "--method", "makd")
+    assert "granite has no entry in FAMILIES" in said
+    assert "take method sft, kd or seqkd" in said
 
 
 def test_encoder_is_refused(fails, tmp_path):

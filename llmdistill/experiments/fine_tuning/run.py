@@ -22,7 +22,7 @@ from llmdistill.experiments.launcher import InProcess, Launcher
 from llmdistill.files import check_writable, file_name
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.load import Head, load_model
 from llmdistill.report.record import describe_hardware, make_record
 from llmdistill.run.job import run_config
@@ -210,7 +210,7 @@ def _measure(config: FineTuningConfig, study: TaskStudy, world: World) -> dict[s
         return kept
     loaded = {}
     for role, path in models.items():
-        head: Head = "sequence" if family_of(load_config(path)).causal else "none"
+        head: Head = "sequence" if is_causal(load_config(path)) else "none"
         loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
     found: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
     if config.speed:

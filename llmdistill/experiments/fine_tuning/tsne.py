@@ -18,7 +18,7 @@ from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of, shape_of
+from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
@@ -139,9 +139,7 @@ def layer_features(
     collate = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
     for indices, batch in scoring_batches(items, collate, batch_size=_BATCH_SIZE):
         features_BTW = getattr(forward(batch.to(device)).taps, aspect)[layer - 1]
-        where_B = (
-            batch.attention_mask.sum(1) - 1 if family_of(model.config).causal else torch.zeros(len(indices)).long()
-        )
+        where_B = batch.attention_mask.sum(1) - 1 if is_causal(model.config) else torch.zeros(len(indices)).long()
         chosen_BW = features_BTW[torch.arange(len(indices)), where_B.to(device)]
         features[indices] = chosen_BW.float().cpu().numpy()
     return features

@@ -1,0 +1,52 @@
+"""What is found out about a model of any architecture that transformers loads, without an entry in `families`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmdistill.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def causal_by_classes(config: PreTrainedConfig) -> bool:
+    """Whether a model is a decoder, by the classes that transformers has for its architecture.
+
+    Raises UserError if the model reads more than text, or has an encoder beside a decoder, or if transformers has no
+    class with an LM head for it.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise UserError(f"{name} has an encoder beside its decoder, which is not supported: take a model of one kind")
+    if config.get_text_config() is not config:
+        raise UserError(
+            f"{name} reads more than text: take its language model alone, saved as a model of its own "
+            f"(model_type {config.get_text_config().model_type})"
+        )
+    causal, masked = (name in names for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES))
+    if not causal and not masked:
+        raise UserError(f"transformers has no class with a language-model head for {name}: take another architecture")
+    return bool(getattr(config, "is_decoder", False)) if causal and masked else causal
+
+
+def find_layers(model: PreTrainedModel) -> str:
+    """The name within the base model of its longest list of equal blocks, lists within such a list left out.
+
+    Raises UserError if there is no such list.
+    """
+    from torch import nn
+
+    found: dict[str, int] = {}
+    for name, module in model.base_model.named_modules():
+        is_list = isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+        if is_list and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = len(module)
+    if not found:
+        raise UserError(f"{type(model).__name__} has no list of layers, which every supported architecture has")
+    return max(found, key=lambda name: found[name])

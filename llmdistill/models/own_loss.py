@@ -1,0 +1,133 @@
+"""Compares the token loss of a model, with our masks and through its LM head's last linear, with the model's own."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
+from llmdistill.models.forward import TappedModel
+
+_MOST_TOKENS = 1024
+"""Tokens of the batch that are compared: the model's own logits are all in memory at once."""
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""The largest difference of two losses, as a share of the model's own; other masks take other kernels, which round."""
+_HALF_TOLERANCE = 3e-2
+"""The same for 16-bit models."""
+
+
+class OwnLoss:
+    """Sums over the compared tokens, in one tensor, so that ranks can add theirs up and decide alike."""
+
+    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+        """`values` holds the number of tokens and the sums of the losses below, NaN for a pass that is not possible."""
+        self.values = values
+        self._tolerance = _TOLERANCES.get(dtype, _HALF_TOLERANCE)
+
+    @property
+    def own(self) -> float:
+        """The mean loss of a token by the model's own masks and logits."""
+        return self._mean(1)
+
+    @property
+    def ours(self) -> float:
+        """The same in our way: with our masks, and through the shortcut if the head is plain."""
+        return self._mean(2)
+
+    @property
+    def of_product(self) -> float:
+        """The same with the output of the LM head's last linear as the logits; NaN if it does not run once."""
+        return self._mean(3)
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the logits are the output of the LM head's last linear, bit by bit, on all ranks."""
+        return float(self.values[4]) == 0
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our way gives the model's own loss."""
+        if not math.isfinite(self.own):
+            return True  # the weights are broken, which is said where the first such number is found
+        return abs(self.ours - self.own) <= self._tolerance * max(1.0, self.own)
+
+    def _mean(self, index: int) -> float:
+        return float(self.values[index] / self.values[0])
+
+
+@torch.no_grad()
+def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
+    """Run a model in its own way and in ours, on the first rows of a batch, up to 1,024 tokens: half of it, twice.
+
+    A single row is read twice. The loss is the cross-entropy of the labels, or of all tokens if the rows have no label.
+    The head must be plain bit by bit: a softcap hardly changes the small logits of an untrained model.
+
+    Args:
+        tapped: a model with an LM head, in evaluation mode; its ways are as before afterwards. All ranks of a sharded
+            model must call this function.
+        batch: on the device of the model.
+    """
+    sample = _sample(batch, shift=tapped.shift)
+    rows_N, labels_N = sample.rows_at("labels"), sample.row_labels(shift=tapped.shift)
+
+    def loss(logits_BTV: Tensor) -> Tensor:
+        return _loss(logits_BTV.flatten(0, 1).index_select(0, rows_N), labels_N)
+
+    with tapped.ways(shortcut=False, own_mask=True):
+        logits, outputs = tapped.own_logits(sample)
+    own = loss(logits)
+    ours = of_product = torch.full_like(own, torch.nan)
+    if len(outputs) == 1 and outputs[0].shape == logits.shape:
+        of_product = loss(outputs[0])
+    is_plain = len(outputs) == 1 and _is_same(outputs[0], logits)
+    with tapped.ways(shortcut=is_plain, own_mask=tapped.own_mask):
+        if is_plain:
+            ours = _through_the_head(tapped, sample, labels_N, otherwise=ours)
+        else:  # nothing else differs if the mask is the model's own
+            ours = own if tapped.own_mask else loss(tapped.own_logits(sample)[0])
+    values = [own.new_tensor(float(len(labels_N))), own, ours, of_product, own.new_tensor(float(not is_plain))]
+    return OwnLoss(torch.stack(values), tapped.model.dtype)
+
+
+def _through_the_head(tapped: TappedModel, sample: Batch, labels_N: Tensor, *, otherwise: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+
+    def use(head: HeadInputs) -> Tensor:
+        assert head.weight is not None
+        kept.append(_loss(functional.linear(head.rows.to(head.weight.dtype), head.weight, head.bias), labels_N))
+        return kept[0]
+
+    try:
+        tapped.through_head(sample, use)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        # What an unknown model does around its head may need logits of the usual shape. All ranks fail alike.
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+    return kept[0] if kept else otherwise
+
+
+def _sample(batch: Batch, *, shift: bool) -> Batch:
+    """The first rows of a batch, and of packed rows the first sequence."""
+    count = max(1, min((len(batch.input_ids) + 1) // 2, _MOST_TOKENS // max(1, batch.input_ids.shape[1])))
+    mask = (batch.attention_mask[:count] == 1).long()
+    seen = mask.any(0).nonzero()
+    cut = slice(0, min(int(seen[-1]) + 1, _MOST_TOKENS) if len(seen) else 1)
+    ids, mask = batch.input_ids[:count, cut], mask[:, cut]
+    labels = batch.labels[:count, cut].masked_fill(mask == 0, IGNORE_INDEX)
+    if not (labels[:, 1:] != IGNORE_INDEX).any():
+        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    labels = labels.clone()
+    labels[:, 0] = IGNORE_INDEX
+    types = None if batch.token_type_ids is None else batch.token_type_ids[:count, cut]
+    return Batch(ids, mask, labels, token_type_ids=types).with_label_rows(shift=shift)
+
+
+def _is_same(output: Tensor, logits: Tensor) -> bool:
+    return output.shape == logits.shape and torch.equal(output, logits.to(output.dtype))
+
+
+def _loss(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    return functional.cross_entropy(logits_NV.float(), labels_N, reduction="sum").double()

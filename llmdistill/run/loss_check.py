@@ -1,0 +1,67 @@
+"""Chooses at the start of a run whether the token losses may take the shortcut through the LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmdistill.batch import Batch
+from llmdistill.errors import UserError
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.own_loss import OwnLoss, own_loss
+from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.runtime.terminal import print_main
+
+Ways = Mapping[str, Mapping[str, bool]]
+"""For each model by its name, `TappedModel.shortcut` and `TappedModel.own_mask`; a checkpoint keeps them."""
+
+
+def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> Ways:
+    """Compare our loss with each model's own on the first batch, and take the model's own logits where they differ.
+
+    Every rank must call this function, with models in evaluation mode and its own first batch. A model without an LM
+    head is left as it is.
+
+    Args:
+        models: the models by their names for the user.
+        batch: the first micro batch, on the models' device.
+        world: the ranks, which all decide alike.
+
+    Returns:
+        The ways that were chosen, in which the models run from now on.
+
+    Raises:
+        UserError: our way gives another loss than a model itself, and the batch needs our masks.
+    """
+    found: dict[str, dict[str, bool]] = {}
+    for name, tapped in models.items():
+        if not tapped.has_lm_head:
+            continue
+        loss = own_loss(tapped, batch)
+        all_reduce_sum(loss.values)
+        shortcut, own_mask = loss.has_plain_head and loss.is_ours, tapped.own_mask or not loss.is_ours
+        if not shortcut:
+            print_main(f"Note        {name}: {_why(tapped, loss)}", world)
+        if own_mask and (batch.position_ids is not None or batch.horizon is not None):
+            raise UserError(
+                f"{name}: {_why(tapped, loss)}; its own masks know no packed rows: set data.packing to false"
+            )
+        found[name] = {"shortcut": shortcut, "own_mask": own_mask}
+    set_ways(models, found)
+    return found
+
+
+def set_ways(models: Mapping[str, TappedModel], ways: Ways) -> None:
+    """Let models run in the ways that were chosen for them."""
+    for name in models.keys() & ways.keys():
+        models[name].shortcut, models[name].own_mask = ways[name]["shortcut"], ways[name]["own_mask"]
+
+
+def _why(tapped: TappedModel, loss: OwnLoss) -> str:
+    """Say what differs, and what follows."""
+    kind = tapped.model.config.model_type
+    if loss.has_plain_head:
+        return f"the first batch has the loss {loss.own:.4g} by {kind} itself and {loss.ours:.4g} in our way"
+    return (
+        f"the logits of {kind} are more than the product of its LM head (loss of the first batch {loss.own:.4g}, of "
+        f"the product alone {loss.of_product:.4g}): the model's own are taken, for whole batches"
+    )

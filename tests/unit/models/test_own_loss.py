@@ -1,0 +1,134 @@
+"""The loss of a model through its LM head is its own loss, or its own logits are taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import SETTINGS, WORDS, tiny_model
+from torch import Tensor
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.errors import UserError
+from llmdistill.methods.sft import make_sft
+from llmdistill.models.families import has_family
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.own_loss import own_loss
+from llmdistill.models.taps import Recorder
+from llmdistill.run.loss_check import check_losses, set_ways
+from llmdistill.runtime.distributed import World
+
+SCALED = {"granite": {}, "gemma2": {}, "cohere": {}}
+"""Architectures whose logits are more than the product of their head: a divisor, a softcap, a factor."""
+
+
+def make_batch(*, shift: bool = True, left: bool = False) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, WORDS, (4, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    if left:
+        mask[0, :3] = mask[2, :1] = 0
+    else:
+        mask[0, 6:] = mask[2, 8:] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    labels = ids.masked_fill((mask == 0) | (torch.arange(9) < 4), IGNORE_INDEX)
+    return Batch(ids, mask, labels).with_label_rows(shift=shift)
+
+
+def tapped_model(name: str, **settings: object) -> TappedModel:
+    model = tiny_model(name, scale=3.0, **settings)
+    return TappedModel(model, Recorder(model, {}))
+
+
+def stock_loss(tapped: TappedModel, batch: Batch) -> Tensor:
+    """The loss that transformers itself computes from labels."""
+    return tapped.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
+
+
+def our_loss(tapped: TappedModel, batch: Batch) -> Tensor:
+    return tapped.learn(batch, make_sft(causal=tapped.shift).running(None, batch, batch.divisors())).total
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_loss_after_the_check_is_the_models_own(name: str) -> None:
+    tapped = tapped_model(name)
+    batch = make_batch(shift=tapped.shift)
+    check_losses({"student": tapped}, batch, World.alone())
+    assert tapped.shortcut == (name not in SCALED)
+    assert tapped.own_mask == (not has_family(tapped.model.config))
+    tapped.model.zero_grad()
+    ours = our_loss(tapped, batch)
+    ours.backward()
+    gradients = {key: each.grad.clone() for key, each in tapped.model.named_parameters() if each.grad is not None}
+    tapped.model.zero_grad()
+    own = stock_loss(tapped, batch)
+    own.backward()
+    torch.testing.assert_close(ours, own, atol=2e-5, rtol=1e-5)
+    for key, parameter in tapped.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[key], parameter.grad, atol=2e-5, rtol=1e-3, msg=key)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_head_with_a_factor_or_a_softcap_is_seen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tapped = tapped_model(name)
+    batch = make_batch()
+    with tapped.ways(shortcut=True, own_mask=True):
+        wrong = our_loss(tapped, batch)
+    own = stock_loss(tapped, batch)
+    assert abs((wrong - own).item()) > 1e-4, "the shortcut is no mistake here"
+    check_losses({"teacher": tapped}, batch, World.alone())
+    said = capsys.readouterr().out
+    assert f"the logits of {name} are more than the product of its LM head" in said
+    assert said.count("\n") == 1
+    torch.testing.assert_close(our_loss(tapped, batch), own, atol=2e-5, rtol=1e-5)
+
+
+def test_a_softcap_is_seen_while_the_logits_are_small() -> None:
+    model = tiny_model("gemma2", scale=0.1)
+    loss = own_loss(TappedModel(model, Recorder(model, {})), make_batch())
+    assert abs(loss.own - loss.of_product) < 1e-4, "the losses alone would not show it"
+    assert not loss.has_plain_head
+
+
+def test_other_masks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that our way does not know gives another loss, so the model's own masks are taken."""
+    monkeypatch.setattr("llmdistill.models.forward._sequences", lambda *_: None)
+    tapped = tapped_model("mistral")
+    batch = make_batch()
+    loss = own_loss(tapped, batch)
+    assert loss.has_plain_head
+    assert not loss.is_ours
+    check_losses({"student": tapped}, batch, World.alone())
+    assert not tapped.shortcut
+    assert tapped.own_mask
+    torch.testing.assert_close(our_loss(tapped, batch), stock_loss(tapped, batch), atol=2e-5, rtol=1e-5)
+
+
+def test_packed_rows_need_our_masks() -> None:
+    tapped = tapped_model("phi3")
+    ids = torch.arange(5, 17)[None]
+    mask = (torch.arange(12) // 6 + 1)[None]
+    batch = Batch(ids, mask, ids, position_ids=(torch.arange(12) % 6)[None]).with_label_rows(shift=True)
+    with pytest.raises(UserError, match=r"data\.packing to false"):
+        check_losses({"student": tapped}, batch, World.alone())
+
+
+def test_the_ways_can_be_set_again() -> None:
+    first, again = tapped_model("granite"), tapped_model("granite")
+    again.shortcut = True
+    ways = check_losses({"student": first}, make_batch(), World.alone())
+    assert ways == {"student": {"shortcut": False, "own_mask": True}}
+    set_ways({"student": again, "teacher": tapped_model("llama")}, ways)
+    assert (again.shortcut, again.own_mask) == (False, True)
+
+
+def test_the_check_costs_one_pass_over_the_batch() -> None:
+    tapped, tokens = tapped_model("llama"), []
+    tapped.model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    batch = make_batch()
+    before = torch.get_rng_state()
+    check_losses({"student": tapped}, batch, World.alone())
+    assert sum(tokens) <= batch.input_ids.numel()
+    assert torch.equal(before, torch.get_rng_state())
