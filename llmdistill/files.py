@@ -80,8 +80,8 @@ def refused_by_system(error: BaseException, path: Path | None = None, size: int 
     """
     number = getattr(error, "errno", None)
     place = getattr(error, "filename", None) if path is None else path
-    if not isinstance(error, OSError) and os.strerror(errno.ENOSPC) in str(error):
-        number = errno.ENOSPC
+    if not isinstance(error, OSError):
+        number = _number_in(str(error))
     if number not in _OF_PLACE:
         return None
     said = os.strerror(number).lower()
@@ -94,6 +94,14 @@ def refused_by_system(error: BaseException, path: Path | None = None, size: int 
         f"{shown}: {said}{about}: free some, or give another folder; what is finished stays, and the same command goes "
         "on from there"
     )
+
+
+def _number_in(text: str) -> int | None:
+    """Return the system's error number that a library tells in words, as safetensors does; None without one."""
+    found = re.search(r"\(os error (\d+)\)", text)
+    if found is not None:
+        return int(found[1])
+    return errno.ENOSPC if os.strerror(errno.ENOSPC) in text else None
 
 
 def _about_disk(path: str) -> str:

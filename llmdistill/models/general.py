@@ -48,5 +48,7 @@ def find_layers(model: PreTrainedModel) -> str:
         if is_list and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = len(module)
     if not found:
-        raise UserError(f"{type(model).__name__} has no list of layers, which every supported architecture has")
+        raise UserError(
+            f"{type(model).__name__} has no list of layers, which every supported architecture has: give another model"
+        )
     return max(found, key=lambda name: found[name])
