@@ -292,7 +292,9 @@ def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, monk
     _, trainer = make_trainer(tmp_path, 8)
     trainer.settings = replace(trainer.settings, save_every=save_every)
     saved = []
-    monkeypatch.setattr("llmdistill.run.trainer.save_checkpoint", lambda _, folder, step, *__, **___: saved.append(step))
+    monkeypatch.setattr(
+        "llmdistill.run.trainer.save_checkpoint", lambda _, folder, step, *__, **___: saved.append(step)
+    )
     trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
     assert saved == expected
 
