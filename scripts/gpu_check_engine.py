@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from llmdistill.artifacts import write_record
+from llmdistill.artifacts import entries_of, write_record
 from llmdistill.batch import POSITIONS, Batch, HeadInputs
 from llmdistill.config import FactorizeConfig, TrainConfig
 from llmdistill.config.cache import CacheConfig, Content
@@ -175,7 +175,7 @@ def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder:
         write_tensors(folder, HEAD_FILE, {"weight": head.weight.cpu()}, {})
         names.append(HEAD_FILE)
     held = {**request.record(), "top_k": settings.kept_top_k}
-    write_record(folder / CACHE_FILE, {"held": held, "data": {}, "files": dict.fromkeys(names)})
+    write_record(folder / CACHE_FILE, {"held": held, "data": {}, "files": entries_of(folder, names)})
     return CachedTeacher(CacheFolder(folder), request, shift=method.shift, device=world.device)
 
 

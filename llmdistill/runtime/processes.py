@@ -111,8 +111,11 @@ class NodeWatch:
         """Whether a rank of this node ends within some seconds, and says why or is reported by this or another rank."""
         if not self.sees_an_end(seconds):
             return False
-        ended = [each for each in self._here if each.has_ended()]
-        return any(map(self._says_why, ended)) or not self._is_first() or self._reported.wait(seconds)
+        return self.was_told_why() or not self._is_first() or self._reported.wait(seconds)
+
+    def was_told_why(self) -> bool:
+        """Whether a rank of this node has ended and said why."""
+        return any(each.has_ended() and self._says_why(each) for each in self._here)
 
     def sees_an_end(self, seconds: float) -> bool:
         """Whether a rank of this node ends within some seconds."""

@@ -83,8 +83,12 @@ def _ended_rank(error: BaseException) -> int:
     if rank != 0 or not isinstance(error, Stopped):
         signals.give_up()  # the launcher ends the ranks that wait for another one to speak
     if isinstance(error, Stopped):
-        # A signal to all ranks ends rank 0 too, which says so at once. One to this rank alone leaves rank 0 waiting.
-        heard = rank != 0 and (error.everywhere or (watch is not None and watch.sees_an_end(_HEARING_SECONDS)))
+        # A signal to all ranks ends rank 0 too, which says so at once. One to another rank alone leaves rank 0 waiting,
+        # until that one speaks and the launcher ends rank 0.
+        if error.everywhere or watch is None:
+            heard = error.everywhere and rank != 0
+        else:
+            heard = watch.sees_an_end(_HEARING_SECONDS) if rank else watch.was_told_why()
         code, said, waits = error.code, "" if heard else f"error: {error}{f' (rank {rank})' if rank else ''}", False
     elif isinstance(error, UserError):
         code, said = 2, f"error: {error}" if rank == 0 else f"error: {error} (rank {rank})"
