@@ -39,7 +39,7 @@ def arguments(encoder, data, tmp_path):
             f"teacher: {{model: {encoder}}}\n"
             "student: {factorize: {rank: 6}}\n"
             "method: kroneckerbert\n"
-            f"data: {{kind: text, train: {tmp_path / 'text.txt'}}}\n"
+            f"data: {{kind: text, train: {tmp_path / 'text.txt'}, max_length: 32}}\n"
             "train: {dtype: fp32}\n"
             f"tasks: {{data_dir: {data}, {SHARED}, {tasks}}}\n"
         )
