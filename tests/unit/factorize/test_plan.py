@@ -163,7 +163,7 @@ def test_patterns_first_match_counts_and_is_literal() -> None:
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({}, ["rank, ranks and target_params"]),
+    ({}, ["no size", "rank, ranks, target_params"]),
     ({"rank": 4, "target_params": "50%"}, ["exactly one", "rank and target_params"]),
     ({"rank": 17}, ["rank 17", "model.layers.0.self_attn.k_proj", "16"]),
     ({"rank": 0}, ["rank 0", "from 1"]),

@@ -123,12 +123,12 @@ def test_one_embedding_column_is_the_table_itself() -> None:
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({}, ["exactly one of shapes and target_params", "none"]),
+    ({}, ["no size", "one of shapes, target_params"]),
     ({"shapes": {"*": "4x2"}, "target_params": "50%"}, ["exactly one", "shapes and target_params"]),
     ({"shapes": {"*.q_proj": "5x2"}}, ["shapes['*.q_proj'] 5x2", "model.layers.0.self_attn.q_proj",
                                       "5 rows does not divide the 32 rows", "1, 2, 4, 8, 16, 32"]),
     ({"shapes": {"*.down_proj": "2x5"}}, ["5 columns does not divide the 48 columns", "1, 2, 3, 4, 6, 8, 12"]),
-    ({"shapes": {"*.q_proj": "2x2"}, "sums": 5}, ["5 sums", "from 1 to 4"]),
+    ({"shapes": {"*.q_proj": "2x2"}, "sums": 5}, ["5 sums", "1 to 4"]),
     ({"shapes": {"*.q_proj": "2x2"}, "sums": 0}, ["sums is 0"]),
     ({"shapes": {"*.q_proj": "2,2"}}, ["shapes['*.q_proj'] '2,2'", "384x48"]),
     ({"shapes": {"*.q_porj": "2x2"}}, ["'*.q_porj' in shapes", "q_proj"]),
