@@ -123,8 +123,8 @@ def kept_best(base, settings, validates):
     """A finished run, and what a kill after its third checkpoint would have left."""
     run, killed, save = base / "keeps_best", base / "keeps_best_killed", trainer.save_checkpoint
 
-    def save_and_copy(engine, folder, step, *more):
-        save(engine, folder, step, *more)
+    def save_and_copy(engine, folder, step, *more, **named):
+        save(engine, folder, step, *more, **named)
         if step == 3:
             shutil.copytree(folder, killed)
 
