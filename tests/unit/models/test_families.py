@@ -37,7 +37,10 @@ CONFIGS: list[PreTrainedConfig] = [
     DistilBertConfig(n_layers=2, dim=16, n_heads=4, hidden_dim=40, vocab_size=30),
 ]
 WIDTHS = {"intermediate_size": 40, "ffn_dim": 40, "moe_intermediate_size": 40}
-CONFIGS += [tiny_config(name, **{key: WIDTHS[key] for key in WIDTHS if key in SETTINGS[name]}) for name in ADDED]
+CONFIGS += [
+    tiny_config(name, num_hidden_layers=2, **{key: WIDTHS[key] for key in WIDTHS if key in SETTINGS[name]})
+    for name in ADDED
+]
 
 
 def test_every_family_is_tested() -> None:
