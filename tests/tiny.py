@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "electra": {**_SIZES, "embedding_size": 12},
     "mpnet": _SIZES,
     "deberta-v2": {**_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
-    "modernbert": {**_SIZES, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
+    "modernbert": {**_SIZES, "num_hidden_layers": 4, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
 }
 """The settings of a config by its `model_type`."""
 

@@ -221,6 +221,19 @@ def layer_term(
     return LayerTerm(name, of_student, of_teacher, loss)
 
 
+def check_window(pair: LayerPair, *, causal: bool) -> None:
+    """Check that the losses know what the tokens of two layers see.
+
+    Raises:
+        UserError: they are layers of encoders with a window.
+    """
+    if pair.window is not None and not causal:
+        raise UserError(
+            f"layer {pair.student + 1} sees a window to both sides, and attention and relations are compared "
+            "only where tokens see all others: name a layer without a window (teacher_layer, layer_layers), or take kd"
+        )
+
+
 def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: bool) -> LayerTerm:
     """`attention`: a loss on the queries and keys of both layers, such as `losses.attention_kl`.
 
@@ -228,7 +241,11 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
         pair: layers with the same number of query heads and the same window.
         loss: a function of the attention of student and teacher, the attention mask, `causal` and `window`.
         causal: whether the models are decoders.
+
+    Raises:
+        UserError: see `check_window`.
     """
+    check_window(pair, causal=causal)
 
     def of_taps(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         return loss(
@@ -258,7 +275,11 @@ def relation_term(
         pair: the layers.
         relation_heads: the number of relation heads, which divides the width of both sides in both models.
         causal: whether the models are decoders.
+
+    Raises:
+        UserError: see `check_window`.
     """
+    check_window(pair, causal=causal)
 
     def inputs(taps: Taps, layer: int) -> losses.RelationInputs:
         left = _heads_of(taps, sides[0], layer)

@@ -85,7 +85,7 @@ def build_makd(
         for key in ("matrix_layers", "layer_layers")
     ]
     of_matrices, of_layers = ([pairs[layer] for layer in named if layer in pairs] for named in acting)
-    aspects = [aspect for aspect in MATRIX_TERMS if aspect != "ffn_gate" or family.ffn_gate is not None]
+    aspects = [each for each in MATRIX_TERMS if not each.startswith("ffn_") or getattr(family, each) is not None]
     normalize = settings.normalize_mse
     inner = [
         *(layers.mse_term(aspect, pair, normalize=normalize) for aspect in aspects for pair in of_matrices),

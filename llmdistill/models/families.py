@@ -27,27 +27,31 @@ class Family:
 
     layers: str
     """Name of the list of layers within the base model."""
-    embedding: str
-    """Name within the base model: the module whose output is the input of the first layer."""
+    embedding: str | None
+    """Name within the base model: the module whose output is the input of the first layer; None if this input is the
+    output of no module."""
     attention: str
     """Name within a layer: the module that calls the attention function."""
-    ffn_up: str
-    """Name within a layer: the projection to the feed-forward width."""
+    ffn_up: str | None
+    """Name within a layer: the projection to the feed-forward width, which may hold the gate too; None for experts."""
     ffn_gate: str | None = None
     """Name within a layer: the gate projection of the feed-forward part; None if there is no gate."""
     ffn_down: str
-    """Name within a layer: the projection back to the model's width."""
+    """Name within a layer: the projection back to the model's width, or the experts with their router."""
     lm_head: str = "lm_head"
     """Name within the whole model: the LM head, or the first of its modules, if the model has a head."""
     causal: bool = True
     """True for a decoder (a token sees only itself and the tokens before it), False for an encoder."""
-    layer_axes: Mapping[str, tuple[Axis, ...]]
-    """Axes (outputs, inputs) of the modules of a layer, for students of another shape. The axes of the feed-forward
-    modules follow from the names above. The axis of a norm is the width unless the norm is listed here."""
+    layer_axes: Mapping[str, tuple[Axis, ...]] | None = None
+    """Axes (outputs, inputs) of the modules of a layer, for students of another shape; None allows none. The axes
+    of the feed-forward modules follow from the names above. A norm that is not listed has the width."""
     ffn_size: str = "intermediate_size"
     """The config's name for the feed-forward width; if its value is None, the feed-forward width is 4 x the width."""
     positions_after_padding: bool = False
     """Whether positions start at pad_token_id + 1, so that fewer positions are usable than the config says."""
+    own_mask: bool = False
+    """Whether the attention masks are left to transformers, which allows no packed rows: attention has more to know
+    than causality, padding and a window to the left."""
     next_sentence: str | None = None
     """Class name of the model with a next-sentence head; None if there is no such class."""
 
@@ -112,12 +116,78 @@ _DISTILBERT = Family(
     ffn_size="hidden_dim",
 )
 
+_OLMO2 = replace(
+    _LLAMA,
+    layer_axes={
+        **{name: axes for name, axes in (_LLAMA.layer_axes or {}).items() if not name.endswith("_norm")},
+        "self_attn.q_norm": ("query",),  # over all heads at once
+        "self_attn.k_norm": ("key",),
+    },
+)
+_PHI = Family(
+    layers="layers",
+    embedding="embed_dropout",
+    attention="self_attn",
+    ffn_up="mlp.fc1",
+    ffn_down="mlp.fc2",
+    own_mask=True,
+)
+_GPT_NEOX = Family(
+    layers="layers",
+    embedding="emb_dropout",
+    attention="attention",
+    ffn_up="mlp.dense_h_to_4h",
+    ffn_down="mlp.dense_4h_to_h",
+    own_mask=True,
+)
+_OPT = Family(
+    layers="decoder.layers",
+    embedding=None,
+    attention="self_attn",
+    ffn_up="fc1",
+    ffn_down="fc2",
+    ffn_size="ffn_dim",
+    own_mask=True,  # positions count the tokens of the mask
+)
+_MOE = Family(
+    layers="layers",
+    embedding="embed_tokens",
+    attention="self_attn",
+    ffn_up=None,
+    ffn_down="mlp",
+    ffn_size="moe_intermediate_size",
+    own_mask=True,
+)
+_ELECTRA = replace(
+    _BERT, embedding=None, lm_head="generator_predictions", next_sentence=None, layer_axes=None, own_mask=True
+)
+_MODERNBERT = Family(
+    layers="layers",
+    embedding="embeddings",
+    attention="attn",
+    ffn_up="mlp.Wi",
+    ffn_down="mlp.Wo",
+    lm_head="head",
+    causal=False,
+    own_mask=True,  # windows to both sides
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "gemma3_text": replace(_LLAMA, layer_axes=None),  # its norms multiply by 1 + weight
+    "smollm3": replace(_LLAMA, layer_axes=None),  # whether a layer turns its queries hangs on its number
+    "olmo2": _OLMO2,
+    "granite": replace(_LLAMA, embedding=None),  # the embedding is multiplied
     "gpt2": _GPT2,
+    "phi": _PHI,
+    "gpt_neox": _GPT_NEOX,
+    "opt": _OPT,
+    "qwen3_moe": _MOE,
+    "electra": _ELECTRA,
+    "modernbert": _MODERNBERT,
     "bert": _BERT,
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,

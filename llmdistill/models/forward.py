@@ -15,7 +15,7 @@ from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Seq
 from llmdistill.errors import UserError
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
-from llmdistill.models.families import has_family, has_segments, is_causal
+from llmdistill.models.families import family_of, has_family, has_segments, is_causal
 from llmdistill.models.heads import LMHead, whole
 from llmdistill.models.taps import Recorder
 
@@ -45,7 +45,7 @@ class TappedModel:
         config = recorder.model.config
         self._shift = is_causal(config)
         self.shortcut = has_family(config) and (self._head.is_there or recorder.model.get_output_embeddings() is None)
-        self.own_mask = not has_family(config)
+        self.own_mask = not has_family(config) or family_of(config).own_mask
 
     @property
     def model(self) -> PreTrainedModel:

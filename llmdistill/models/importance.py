@@ -156,6 +156,7 @@ class _Sums(HookSums):
 def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
     """Hooks that add up what the norms, heads, feed-forward parts and layers of a model read and return."""
     family, sizes, handles = family_of(model.config), shape_of(model.config), []
+    assert family.layer_axes is not None, "a student of this architecture has no shape of its own"
 
     def of_norm(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         centred = args[0] - args[0].mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else args[0]

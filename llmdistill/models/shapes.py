@@ -59,6 +59,11 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
     odd head width, or if an architecture has no head width of its own.
     """
     sizes = shape_of(teacher)
+    if family_of(teacher).layer_axes is None:
+        raise UserError(
+            f"student.shape {shape}: the entry of {teacher.model_type} in FAMILIES does not say which axes of its "
+            "matrices a shape cuts: factorize it (student.factorize), or give a smaller model as student.model"
+        )
     values = teacher.to_dict()
     for key in ("quantization_config", "transformers_weights"):
         values.pop(key, None)
@@ -195,7 +200,7 @@ def initialise(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
             whatever pairs of features it takes.
     """
     teacher_sizes, family = shape_of(teacher.config), family_of(student.config)
-    rules: dict[str, tuple[Axis, ...]] = {**family.layer_axes, family.ffn_down: ("hidden", "ffn")}
+    rules: dict[str, tuple[Axis, ...]] = {**(family.layer_axes or {}), family.ffn_down: ("hidden", "ffn")}
     for name in (family.ffn_up, family.ffn_gate):
         if name is not None:
             rules[name] = ("ffn", "hidden")

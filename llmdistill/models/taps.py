@@ -86,6 +86,7 @@ class Recorder:
         self._offer: Callable[[Taps, Tap], None] | None = None
         self._horizon: Tensor | None = None
         self._came: set[Tap] = set()
+        self._places: torch.Size | None = None
         self._taps: Taps | None = None
         self._collected: list[Collected] | None = None
         self._handles: list[Any] = []
@@ -202,7 +203,8 @@ class Recorder:
             family = family_of(self.model.config)
             assert layers <= set(range(num_layers)), f"{aspect} of layers {sorted(layers)} of {num_layers}"
             assert aspect != "embedding" or layers == {0}, "the embedding counts as layer 0's"
-            assert aspect != "ffn_gate" or family.ffn_gate is not None, "ffn_gate of a model without gate"
+            if aspect.startswith("ffn_"):
+                assert getattr(family, aspect) is not None, f"{aspect} of a model without it"
             if aspect.startswith("ffn_") and getattr(self.model.config, "chunk_size_feed_forward", None):
                 raise UserError(
                     "config.json: chunk_size_feed_forward cuts the feed-forward layers into pieces, "
@@ -233,11 +235,14 @@ class Recorder:
 
     def _install_hooks(self) -> None:
         for aspect, layers in self._request.items():
-            if aspect not in _ATTENTION_ASPECTS:
+            if aspect == "embedding" and family_of(self.model.config).embedding is None:
+                hook = partial(self._keep_input, aspect)
+                self._handles.append(layers_of(self.model)[0].register_forward_pre_hook(hook, with_kwargs=True))
+            elif aspect not in _ATTENTION_ASPECTS:
                 for index in sorted(layers):
                     hook = partial(self._keep_output, aspect, index)
                     self._handles.append(self._tapped_module(aspect, index).register_forward_hook(hook))
-        self._handles.append(self.model.register_forward_pre_hook(self._start))
+        self._handles.append(self.model.register_forward_pre_hook(self._start, with_kwargs=True))
         self._handles.append(self.model.register_forward_hook(self._end))
 
     def _tapped_module(self, aspect: Aspect, index: int) -> nn.Module:
@@ -247,10 +252,13 @@ class Recorder:
             return layer
         family = family_of(self.model.config)
         if aspect == "embedding":
+            assert family.embedding is not None, "it has no module"
             return self.model.base_model.get_submodule(family.embedding)
         return layer.get_submodule(getattr(family, aspect))
 
-    def _start(self, *_: object) -> None:
+    def _start(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        self._places = tokens.shape if isinstance(tokens, Tensor) else None
         if not self._is_given_mask:
             self._restore_attention()
         if self._armed:
@@ -268,7 +276,13 @@ class Recorder:
                 self._offered(Collected(aspect, index, tensor, scaling if aspect == "query" else None))
 
     def _keep_output(self, aspect: Aspect, index: int, _module: nn.Module, _args: object, output: Any) -> None:
-        self._offered(Collected(aspect, index, output[0] if isinstance(output, tuple) else output, None))
+        tensor: Tensor = output[0] if isinstance(output, tuple) else output
+        if tensor.dim() == 2 and self._places is not None:  # OPT flattens batch and tokens
+            tensor = tensor.unflatten(0, self._places)
+        self._offered(Collected(aspect, index, tensor, None))
+
+    def _keep_input(self, aspect: Aspect, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._offered(Collected(aspect, 0, args[0] if args else kwargs["hidden_states"], None))
 
     def _offered(self, one: Collected) -> None:
         # While collecting, read no other state: a compiled graph is recompiled when a value that it reads changes.

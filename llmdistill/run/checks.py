@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
-from llmdistill.models.families import has_family
+from llmdistill.models.families import family_of, has_family
 from llmdistill.models.load import has_checkpointing
 
 if TYPE_CHECKING:
@@ -53,13 +53,15 @@ def check_without_entry(plan: Plan) -> None:
     config = plan.config
     packs = config.data.kind == "instructions" and config.data.packing
     for key, model in (("teacher.model", plan.teacher_config), ("student.model", plan.student_config)):
-        if has_family(model) or (key == "teacher.model" and not plan.method.needs_teacher):
+        if (has_family(model) and not family_of(model).own_mask) or (
+            key == "teacher.model" and not plan.method.needs_teacher
+        ):
             continue
         for setting, needs in (("data.packing", packs), ("train.compile", config.train.compile)):
             if needs:
                 raise UserError(
-                    f"{setting} is true, but it needs an entry in FAMILIES of llmdistill/models/families.py, which "
-                    f"{model.model_type} ({key}) does not have: set it to false"
+                    f"{setting} is true, but it needs masks of ours, and those of a {model.model_type} ({key}) are "
+                    "left to transformers: set it to false"
                 )
     student = plan.student_config
     if config.train.activation_checkpointing and not has_checkpointing(student, plan.student_head):

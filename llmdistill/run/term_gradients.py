@@ -38,8 +38,9 @@ def term_gradients(
         divisors: the divisor of the sums over each kind of position.
     """
     lowest = model.get_input_embeddings()
-    if has_family(model.config):
-        lowest = model.base_model.get_submodule(family_of(model.config).embedding)
+    name = family_of(model.config).embedding if has_family(model.config) else None
+    if name is not None:
+        lowest = model.base_model.get_submodule(name)
     return {
         name: _norm(student, alone(method.running(teach(), batch, divisors), name), lowest, batch)
         for name, weight in method.weights.items()

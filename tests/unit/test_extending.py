@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
     for table, entries in zip((METHODS, FAMILIES, TASKS, FORMATS), before, strict=True):
         table.clear()
         table.update(entries)
-    for name in ("mine", "olmo2", "parity"):
+    for name in ("mine", "olmo3", "parity"):
         sys.modules.pop(name, None)
 
 

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import pytest
+from tiny import SETTINGS, tiny_config
 from torch import nn
 from transformers import (
     AutoModel,
     BertConfig,
+    BloomConfig,
     DistilBertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -21,6 +22,8 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of, shape_of
 from llmdistill.models.load import build_meta
 
+FIRST = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "roberta", "xlm-roberta", "distilbert")
+ADDED = [name for name in FAMILIES if name not in FIRST]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 40, "vocab_size": 30}
 CONFIGS: list[PreTrainedConfig] = [
     LlamaConfig(**SMALL, num_key_value_heads=2),
@@ -32,6 +35,11 @@ CONFIGS: list[PreTrainedConfig] = [
     RobertaConfig(**SMALL),
     XLMRobertaConfig(**SMALL),
     DistilBertConfig(n_layers=2, dim=16, n_heads=4, hidden_dim=40, vocab_size=30),
+]
+WIDTHS = {"intermediate_size": 40, "ffn_dim": 40, "moe_intermediate_size": 40}
+CONFIGS += [
+    tiny_config(name, num_hidden_layers=2, **{key: WIDTHS[key] for key in WIDTHS if key in SETTINGS[name]})
+    for name in ADDED
 ]
 
 
@@ -51,8 +59,10 @@ def test_the_named_modules_are_there(config: PreTrainedConfig) -> None:
     for layer in layers:
         attention = layer.get_submodule(family.attention)
         assert "Attention" in type(attention).__name__
-        assert sorted(layer.get_submodule(family.ffn_up).weight.shape) == [16, 40]
-        assert sorted(layer.get_submodule(family.ffn_down).weight.shape) == [16, 40]
+        if family.ffn_up is not None:
+            both = 80 if config.model_type == "modernbert" else 40
+            assert sorted(layer.get_submodule(family.ffn_up).weight.shape) == [16, both]
+            assert sorted(layer.get_submodule(family.ffn_down).weight.shape) == [16, 40]
         if family.ffn_gate is not None:
             assert layer.get_submodule(family.ffn_gate).weight.shape == (40, 16)
     assert (shape.num_layers, shape.hidden_size, shape.num_heads) == (2, 16, 4)
@@ -77,8 +87,10 @@ def test_sliding_windows() -> None:
 
 
 def test_unknown_architecture() -> None:
-    with pytest.raises(UserError, match=r"opt has no entry in FAMILIES.*llama, .*gpt2.*: take method sft, kd or seqkd"):
-        family_of(OPTConfig())
+    with pytest.raises(
+        UserError, match=r"bloom has no entry in FAMILIES.*llama, .*gpt2.*: take method sft, kd or seqkd"
+    ):
+        family_of(BloomConfig())
 
 
 def test_an_encoder_as_decoder_is_refused() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.errors import UserError
 from llmdistill.methods.sft import make_sft
-from llmdistill.models.families import has_family
+from llmdistill.models.families import family_of, has_family
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.own_loss import own_loss
 from llmdistill.models.taps import Recorder
@@ -54,7 +54,8 @@ def test_the_loss_after_the_check_is_the_models_own(name: str) -> None:
     batch = make_batch(shift=tapped.shift)
     check_losses({"student": tapped}, batch, World.alone())
     assert tapped.shortcut == (name not in SCALED)
-    assert tapped.own_mask == (not has_family(tapped.model.config))
+    config = tapped.model.config
+    assert tapped.own_mask == (not has_family(config) or family_of(config).own_mask)
     tapped.model.zero_grad()
     ours = our_loss(tapped, batch)
     ours.backward()
@@ -117,9 +118,9 @@ def test_the_ways_can_be_set_again() -> None:
     first, again = tapped_model("granite"), tapped_model("granite")
     again.shortcut = True
     ways = check_losses({"student": first}, make_batch(), World.alone())
-    assert ways == {"student": {"shortcut": False, "own_mask": True}}
+    assert ways == {"student": {"shortcut": False, "own_mask": False}}
     set_ways({"student": again, "teacher": tapped_model("llama")}, ways)
-    assert (again.shortcut, again.own_mask) == (False, True)
+    assert (again.shortcut, again.own_mask) == (False, False)
 
 
 def test_the_check_costs_one_pass_over_the_batch() -> None:

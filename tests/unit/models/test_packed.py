@@ -14,13 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from llmdistill.batch import IGNORE_INDEX, Aspect, Batch, Sequences
@@ -41,11 +45,17 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 WITHOUT_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+KINDS = ["sliding_attention", "full_attention"]
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=3),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "smollm3": SmolLM3Config(**SIZES, **ENDS, no_rope_layer_interval=2),
+    "olmo2": Olmo2Config(**SIZES, **ENDS),
+    "granite": GraniteConfig(**SIZES, **ENDS),
+    "gemma3_text": Gemma3TextConfig(**SIZES, **ENDS, head_dim=8, sliding_window=3, layer_types=KINDS),
     "gpt2": GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, **WITHOUT_DROPOUT),
 }
 SEGMENTS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 4, [1] * 2 + [2] * 8 + [0] * 3])
@@ -118,7 +128,7 @@ def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
 
 
 def test_every_decoder_is_tried() -> None:
-    assert set(CONFIGS) == {name for name, family in FAMILIES.items() if family.causal}
+    assert set(CONFIGS) == {name for name, family in FAMILIES.items() if family.causal and not family.own_mask}
 
 
 def test_the_sequences_of_a_batch() -> None:
@@ -166,7 +176,8 @@ def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name
     tapped = TappedModel(model, Recorder(model, every_aspect(model)))
     tapped.learn(batch, make_sft().running(None, batch)).total.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    exact = 1e-5 if name == "gemma3_text" else 1e-9  # Gemma's norms compute in fp32, whatever the dtype
+    torch.testing.assert_close(found, expected, rtol=exact, atol=exact)
 
 
 @pytest.mark.usefixtures("_both_ways")

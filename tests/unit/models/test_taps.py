@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import SETTINGS, tiny_config
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +27,7 @@ from transformers import (
 
 from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
-from llmdistill.models.families import family_of, layers_of
+from llmdistill.models.families import FAMILIES, family_of, layers_of
 from llmdistill.models.taps import Recorder
 
 LAYERS = 3
@@ -52,7 +53,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         vocab_size=60, dim=16, n_layers=LAYERS, n_heads=4, hidden_dim=24, max_position_embeddings=40
     ),
 }
+CONFIGS |= {
+    name: tiny_config(name, num_hidden_layers=LAYERS) for name in SETTINGS if name not in CONFIGS and name in FAMILIES
+}
 EVERY = frozenset(range(LAYERS))
+
+
+SCALES = {"granite": 1.0, "opt": 1.0, "gemma3_text": 256**-0.5}
+"""Factors on query·key that are not the root of the head width."""
 
 
 def make(name: str) -> PreTrainedModel:
@@ -74,9 +82,11 @@ def make_inputs(side: str = "right") -> dict[str, Tensor]:
 
 
 def every_aspect(model: PreTrainedModel) -> dict[Aspect, frozenset[int]]:
-    aspects: list[Aspect] = ["query", "key", "value", "ffn_up", "ffn_down", "hidden"]
-    if family_of(model.config).ffn_gate is not None:
-        aspects.append("ffn_gate")
+    aspects: list[Aspect] = ["query", "key", "value", "ffn_down", "hidden"]
+    family = family_of(model.config)
+    for aspect, name in (("ffn_up", family.ffn_up), ("ffn_gate", family.ffn_gate)):
+        if name is not None:
+            aspects.append(aspect)  # type: ignore[arg-type]
     return dict.fromkeys(aspects, EVERY)
 
 
@@ -104,13 +114,14 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     _, taps = record(model, every_aspect(model), inputs)
     family = family_of(model.config)
     heads, groups = 4, getattr(model.config, "num_key_value_heads", 4)
-    width = 8 if name == "qwen3" else 4
+    width = getattr(model.config, "head_dim", None) or 4
+    wide = 48 if name == "modernbert" else 24  # with its gate
     for layer in EVERY:
         assert taps.query[layer].shape == (3, heads, 7, width)
         assert taps.key[layer].shape == taps.value[layer].shape == (3, groups, 7, width)
-        assert taps.ffn_up[layer].shape == (3, 7, 24)
+        assert family.ffn_up is None or taps.ffn_up[layer].shape == (3, 7, wide)
         assert taps.ffn_down[layer].shape == taps.hidden[layer].shape == (3, 7, 16)
-        assert taps.scaling[layer] == pytest.approx(width**-0.5)
+        assert taps.scaling[layer] == pytest.approx(SCALES.get(name, width**-0.5))
     assert set(taps.ffn_gate) == (EVERY if family.ffn_gate else set())
     # The layers' outputs as transformers gives them (the last one only before the final norm).
     reference = model(**inputs, output_hidden_states=True).hidden_states
@@ -118,12 +129,17 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
         assert torch.equal(taps.hidden[layer], reference[layer + 1])
     # A layer computed by hand from its taps: the down projection reads the activation of the up (and gate) tap.
     block = layers_of(model)[1]
-    up, down = block.get_submodule(family.ffn_up), block.get_submodule(family.ffn_down)
-    assert isinstance(up, nn.Module)
-    if family.ffn_gate is not None:
-        inner = nn.functional.silu(taps.ffn_gate[1]) * taps.ffn_up[1]
+    if family.ffn_up is None:
+        return
+    down = block.get_submodule(family.ffn_down)
+    if name == "modernbert":
+        up, gate = taps.ffn_up[1].chunk(2, dim=-1)
+        inner = block.mlp.act(up) * gate
+    elif family.ffn_gate is not None:
+        inner = block.mlp.act_fn(taps.ffn_gate[1]) * taps.ffn_up[1]
     else:
-        places = {"gpt2": "mlp.act", "distilbert": "ffn.activation"}
+        places = {"gpt2": "mlp.act", "distilbert": "ffn.activation", "opt": "activation_fn"}
+        places |= {"phi": "mlp.activation_fn", "gpt_neox": "mlp.act"}
         inner = block.get_submodule(places.get(name, "intermediate.intermediate_act_fn"))(taps.ffn_up[1])
     assert torch.equal(down(inner), taps.ffn_down[1])
 
@@ -159,7 +175,7 @@ def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
     assert model.base_model.get_input_embeddings().weight.grad is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen3"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("distilbert", "mistral", "gemma3_text")])
 def test_queries_and_keys_give_the_models_attention(name: str) -> None:
     model = make(name)
     inputs = make_inputs("none")
@@ -171,6 +187,9 @@ def test_queries_and_keys_give_the_models_attention(name: str) -> None:
         scores = taps.query[layer] @ key.transpose(-1, -2) * taps.scaling[layer]
         if family_of(model.config).causal:
             scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+        elif name == "modernbert" and model.config.layer_types[layer] == "sliding_attention":
+            distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+            scores = scores.masked_fill(distance > model.config.sliding_window, -torch.inf)
         torch.testing.assert_close(scores.softmax(-1), attentions[layer], atol=1e-6, rtol=1e-5)
 
 
