@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
@@ -25,6 +26,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.export import export_dense
+from llmdistill.factorize.onnx_export import export_onnx
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import check_calibration_data
@@ -142,28 +144,40 @@ def sizes(
     return {**result, "settings": rows[0]["settings"], "candidates": rows} if rows else result
 
 
-def export(student: Model, output: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-    """Multiply a student's factors out: the result is a stock Hugging Face model, which loads without llmdistill.
+def export(
+    student: Model,
+    output: str | Path,
+    *,
+    to: Literal["dense", "onnx"] = "dense",
+    int8: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> dict[str, Any]:
+    """Write a student for programs that have no llmdistill.
 
-        llmdistill.export(student, "dense")
+        llmdistill.export(student, "graph", to="onnx", int8=True)
 
     Args:
-        student: a factorized student. A student in memory is not changed.
-        output: a new folder. It gets its name when its logits have been compared with the student's.
+        student: a factorized student, for ONNX any model. A student in memory is not changed.
+        output: a new folder. It gets its name when its outputs have been compared with the student's.
+        to: dense is a stock Hugging Face model, with the factors multiplied out; onnx keeps the factors.
+        int8: with onnx, also a file of int8 matrices.
         tokenizer: the tokenizer of a student in memory; by default that of the folder it was loaded from.
 
     Returns:
-        output, params (the number of parameters), and largest_difference of a logit.
+        output, params (the number of parameters) and largest_difference of an output; for ONNX also sizes and times.
 
     Raises:
-        UserError: the student is not factorized, the output folder is not empty, or the logits differ.
+        UserError: the student is not factorized, a package is missing, `output` is not empty, or the outputs differ.
     """
     check_models(student=student)
+    if to not in ("dense", "onnx") or (int8 and to == "dense"):
+        raise UserError(f"export to={to!r} int8={int8}: to is dense or onnx, and only onnx has int8")
+    write = export_dense if to == "dense" else partial(export_onnx, int8=int8)
     if not isinstance(student, PreTrainedModel):
-        return export_dense(locate(str(student)), output)
+        return write(locate(str(student)), output)
     with TemporaryDirectory() as folder:
         save_with_tokenizer(student, tokenizer, Path(folder))
-        return export_dense(folder, output)
+        return write(folder, output)
 
 
 @dataclass(frozen=True, kw_only=True)

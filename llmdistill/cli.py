@@ -138,22 +138,25 @@ def _compress_parser() -> ArgumentParser:
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Merge a student's factors into a stock Hugging Face model, which loads without llmdistill."""
+    """Write a student as a stock Hugging Face model or as ONNX, which both need no llmdistill."""
     parser = ArgumentParser(
         prog="llmdistill export",
         exit_on_error=False,
-        description="Multiply a student's factors out: the result is a stock Hugging Face model, whose logits are "
-        "compared with the student's before it is saved under its name.",
+        description="Write a student for other programs, which need no llmdistill. Its outputs are compared with the "
+        "student's before it is saved under its name.",
     )
-    parser.add_argument("--dense", action="store_true", help="Multiply the factors out (currently the only format).")
+    text = "onnx: the factors are kept, and size and speed are measured beside the dense model; also for stock models. "
+    text += "dense: the factors are multiplied out, to a stock Hugging Face model of the teacher's size and speed."
+    parser.add_argument("--to", choices=["dense", "onnx"], required=True, help=text)
+    parser.add_argument("--int8", action="store_true", help="With --to onnx: also a file with int8 matrices.")
     parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
-    parser.add_argument("--output", type=str, required=True, help="New folder for the stock model.")
+    parser.add_argument("--output", type=str, required=True, help="New folder.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parsed = parse(parser, arguments)
-    if not parsed.dense:
-        raise UserError("--dense is missing: a student is a Hugging Face model already; add --dense to merge it")
     quiet_transformers()
-    _show(llmdistill.export(parsed.model, parsed.output), parsed.json)
+    _show(llmdistill.export(parsed.model, parsed.output, to=parsed.to, int8=parsed.int8), parsed.json)
+    if parsed.to == "dense" and not parsed.json:
+        print("The factors are multiplied out: this model has the teacher's size and speed again.")
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -254,7 +257,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "compress": ("factorize a model folder", compress),
     "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", cache),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
-    "export": ("merge a student into a stock model", export),
+    "export": ("write a student as ONNX, or merge it into a stock model", export),
     "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),
 }
 """Name of a command -> its description, and the function that runs it with its arguments."""

@@ -120,7 +120,13 @@ FROM_CACHE = Scenario(
 EXPORT = Scenario(
     "exported",
     SCENARIOS["export"].program,
-    lambda shop, folder: ["export", "--dense", f"--model={folder / 'run/student'}", f"--output={folder / 'dense'}"],
+    lambda shop, folder: [
+        "export",
+        "--to",
+        "dense",
+        f"--model={folder / 'run/student'}",
+        f"--output={folder / 'dense'}",
+    ],
     (),
     (0,),
 )

@@ -264,7 +264,7 @@ def _compare(shop: Shop, folder: Path) -> list[str]:
 
 def _export(shop: Shop, folder: Path) -> list[str]:
     student = shop.reference(SCENARIOS["train"], 1) / "run" / "student"
-    return ["export", "--dense", "--model", str(student), "--output", str(folder / "dense")]
+    return ["export", "--to", "dense", "--model", str(student), "--output", str(folder / "dense")]
 
 
 SCENARIOS = {

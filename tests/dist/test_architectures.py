@@ -31,7 +31,7 @@ def check_run(folder: Path, dense: Path) -> None:
     assert losses[-1] < losses[0]
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["student"]["params"] == metrics["untrained"]["params"] < metrics["teacher"]["params"]
-    assert main(["export", "--dense", "--model", str(folder / "student"), "--output", str(dense)]) == 0
+    assert main(["export", "--to", "dense", "--model", str(folder / "student"), "--output", str(dense)]) == 0
     assert "quantization_config" not in json.loads((dense / "config.json").read_text())
     tokens = torch.arange(20)[None]
     logits = [AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (folder / "student", dense)]

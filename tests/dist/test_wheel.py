@@ -106,7 +106,7 @@ def test_every_command_runs_from_a_wheel(run_installed):
         "train --ds_config ds_configs/zero3.json --dry_run --json",
         "compare --methods none,sft --seeds 1 --dry_run --json",
         "compress --model embedded:teacher --rank 8 --dry_run --json",
-        "export --dense --model out/student --output dense --json",
+        "export --to dense --model out/student --output dense --json",
         f"generate --model embedded:teacher --data embedded:valid --output answers.jsonl --engine hf --json {limits}",
         f"evaluate --model dense --data answers.jsonl --json {limits}",
         "evaluate --suite glue --help",

@@ -44,7 +44,7 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
         ),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),
-        (["export", "--model", "x", "--output", "y"], "--dense is missing"),
+        (["export", "--model", "x", "--output", "y"], "required: to"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_two(capsys, arguments, said):

@@ -59,7 +59,7 @@ def test_no_command_runs_code_beside_the_files_it_reads(
     limits = ["--max_length", "60", "--max_prompt_length", "50"]
     commands = {
         "evaluate": ["--model", student, "--data", rows, "--decoding", "greedy", "--limit", "1", *limits],
-        "export": ["--dense", "--model", student],
+        "export": ["--to", "dense", "--model", student],
         "compress": ["--model", str(teacher), "--rank", "4"],
         "generate": ["--model", str(teacher), "--data", rows, "--limit", "1", *limits],
         "cache": [*settings, "--teacher.model", str(teacher)],

@@ -1,0 +1,137 @@
+"""Models as ONNX, with their factors, run by ONNX Runtime and compared with transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+)
+
+from llmdistill.artifacts import manifest_damage
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize import onnx_export
+from llmdistill.factorize.convert import factorize
+from llmdistill.factorize.onnx_export import export_onnx
+from llmdistill.factorize.plan import plan
+
+SIZES = {"num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 66, "num_hidden_layers": 1}
+WIDE = {"hidden_size": 32, "intermediate_size": 48, **SIZES}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "bert": BertConfig(**WIDE),
+    "roberta": RobertaConfig(**WIDE),
+    "llama": LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **WIDE),
+    "gpt2": GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=64, vocab_size=96, bos_token_id=0, eos_token_id=0),
+}
+needs_onnx = pytest.mark.skipif(
+    any(onnx_export.importlib.util.find_spec(name) is None for name in onnx_export._PACKAGES),
+    reason="the extra onnx is not installed",
+)
+
+
+def save(folder: Path, auto: Any, kind: str, settings: dict[str, Any] | None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = auto.from_config(CONFIGS[kind]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    if settings is not None:
+        method = "kronecker" if "shapes" in settings else "svd"
+        factorize(model, plan(model, FactorizeConfig(**settings), method))
+    model.save_pretrained(folder)
+    return model
+
+
+def session(file: Path) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+
+@needs_onnx
+def test_an_encoder_keeps_its_factors(tmp_path: Path) -> None:
+    student = save(tmp_path / "student", AutoModelForSequenceClassification, "bert", {"rank": 3, "embedding_rank": 8})
+    result = export_onnx(tmp_path / "student", tmp_path / "out", int8=True)
+    assert result["largest_difference"] <= 1e-5 < result["int8_largest_difference"]
+    assert result["int8_bytes"] < result["bytes"] < result["dense_bytes"]
+    assert {name for name in result if name.endswith("milliseconds")} == {
+        f"{prefix}milliseconds" for prefix in ("", "int8_", "dense_")
+    }
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert not config.keys() & {"quantization_config", "transformers_weights"}
+    assert manifest_damage(tmp_path / "out") is None
+    # Another batch, length and padding than any that were exported or compared, and other types.
+    ids = torch.randint(3, 96, (5, 23), generator=torch.Generator().manual_seed(3))
+    mask, types = torch.ones_like(ids), torch.arange(23).ge(9).long().expand(5, -1)
+    mask[2, 17:] = 0
+    with torch.no_grad():
+        expected = student(input_ids=ids, attention_mask=mask, token_type_ids=types).logits
+    feed = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": types.numpy()}
+    (logits,) = session(tmp_path / "out/model.onnx").run(["logits"], feed)
+    torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
+
+
+@needs_onnx
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("llama", {"rank": 3, "embedding_rank": 20}), ("gpt2", {"shapes": {"*": "8x4"}, "sums": 2}),
+])  # fmt: skip
+def test_a_decoder_writes_token_by_token_what_transformers_writes(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    student = save(tmp_path / "student", AutoModelForCausalLM, kind, settings)
+    result = export_onnx(tmp_path / "student", tmp_path / "out")
+    assert result["largest_difference"] <= 1e-5
+    assert {"dense_milliseconds_per_token", "milliseconds_per_token"} <= result.keys()
+    prompt = torch.tensor([[5, 6, 7, 8, 9]])
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 8, "pad_token_id": 1}
+    expected = student.generate(prompt, eos_token_id=[], **options)[0].tolist()
+    run = session(tmp_path / "out/model.onnx")
+    names = [each.name for each in run.get_outputs()]
+    past = {
+        each.name: np.zeros((1, each.shape[1], 0, each.shape[3]), np.float32)
+        for each in run.get_inputs()
+        if each.name.startswith("past_key_values")
+    }
+    written, new = prompt[0].tolist(), prompt.numpy()
+    while len(written) < len(expected):
+        count = len(written)
+        feed = {
+            "input_ids": new,
+            "attention_mask": np.ones((1, count), np.int64),
+            "position_ids": np.arange(count - new.shape[1], count)[None],
+        }
+        outputs = dict(zip(names, run.run(names, {**feed, **past}), strict=True))
+        written.append(int(outputs["logits"][0, -1].argmax()))
+        new = np.array([written[-1:]])
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
+    assert written == expected
+
+
+@needs_onnx
+def test_a_difference_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "dense", AutoModelForSequenceClassification, "roberta", None)
+    monkeypatch.setattr(onnx_export, "TOLERANCE", 0.0)
+    with pytest.raises(UserError, match="differs from the model by"):
+        export_onnx(tmp_path / "dense", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(onnx_export.importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else name)
+    with pytest.raises(UserError, match=r"--to onnx needs onnxruntime: pip install llmdistill\[onnx\]"):
+        export_onnx(tmp_path, tmp_path / "out")
