@@ -1,4 +1,4 @@
-"""The ``llmdistill`` command: train, plan, doctor, compare, compress, cache, generate, export, evaluate."""
+"""The ``llmdistill`` command: train, plan, doctor, recipes, compare, compress, cache, generate, export, evaluate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jsonargparse import ArgumentParser
 import llmdistill
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse
+from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
 from llmdistill.runtime.hosts import check_hosts
@@ -36,10 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:10}{text}" for name, (text, _) in COMMANDS.items())
-        print(f"usage: llmdistill COMMAND [--help | arguments]\n\n{lines}")
+        print(f"usage: llmdistill COMMAND [--help | arguments]\n       llmdistill --version\n\n{lines}")
+        return 0
+    if words[0] == "--version":
+        print(f"llmdistill {llmdistill.__version__}")
         return 0
     if words[0] not in COMMANDS:
-        print(f"error: there is no command {words[0]!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        hint = did_you_mean(words[0], COMMANDS)
+        print(f"error: there is no command {words[0]!r}; there are {', '.join(COMMANDS)}{hint}", file=sys.stderr)
         return 2
     return exit_code(lambda: COMMANDS[words[0]][1](words[1:]))
 
@@ -233,6 +238,13 @@ def doctor(arguments: Sequence[str]) -> None:
         raise SystemExit(code)
 
 
+def recipes(arguments: Sequence[str]) -> None:
+    """List the shipped recipes, or show one."""
+    from llmdistill.commands.recipes import recipes as recipes_command
+
+    recipes_command(arguments)
+
+
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
     if as_json:
         print(json.dumps(result))
@@ -254,6 +266,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "plan": ("forecast memory and time of a training on GPUs, and propose settings that fit", plan),
     "doctor": ("check this machine, and a run on one batch of its data, before the launch", doctor),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),
+    "recipes": ("list the shipped recipes, or show one", recipes),
     "compress": ("factorize a model folder", compress),
     "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", cache),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),

@@ -14,9 +14,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import gc
-import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmdistill.config import command_line
 from llmdistill.files import check_writable
@@ -38,12 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> None:
-    """Resolve and check the settings, then distil; a dry run only prints the plan. Reports name the script."""
+    """Resolve and check the settings, then distil; a dry run only says what would run. Reports name the script."""
     config, flags = command_line.parse_run(arguments, METHODS)
     plans = make_plans(config)
     tasks = second_stage(plans)
     if flags.dry_run:
-        print(json.dumps(describe(plans, tasks), indent=None if flags.json else 2))
+        from llmdistill.run.dry_run import show
+
+        if show(config, plans, None if tasks is None else tasks.describe(), flags) != 0:
+            raise SystemExit(1)
         return
     train(plans, tasks, command_line.typed_command(script, arguments), command_line.about_recipe(flags.recipe))
 
@@ -70,15 +72,6 @@ def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
     from llmdistill.experiments.two_stages.plan import plan_tasks  # imported only by runs with tasks
 
     return plan_tasks(plans)
-
-
-def describe(plans: Sequence[Plan], tasks: TasksPlan | None) -> dict[str, Any]:
-    """Return the output of a dry run: the run, the assistants before it, and the tasks after it."""
-    from llmdistill.run.describe import describe as describe_plan
-
-    assistants = [describe_plan(plan) for plan in plans[:-1]]
-    described = {**describe_plan(plans[-1]), **({"assistants": assistants} if assistants else {})}
-    return described if tasks is None else {**described, "tasks": tasks.describe()}
 
 
 def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str, first_line: str) -> None:

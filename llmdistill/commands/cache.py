@@ -26,7 +26,7 @@ def build_parser(prog: str) -> ArgumentParser:
         usage=f"{prog} --output DIR [--num_gpus N] [--recipe NAME] [--cache.KEY VALUE ...] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Run the teacher of a run once over its training set and keep of its outputs what the method "
-        "needs. All settings of a run (llmdistill train --help) can be given too; --num_gpus and similar flags are "
+        "needs. All settings of a run (llmdistill train --help all) can be given too; --num_gpus and similar flags are "
         "passed to the launcher. The same run with --teacher.cache DIR then trains without the teacher. After an "
         "interruption the same command continues, on any number of ranks.",
     )

@@ -99,8 +99,8 @@ def build_parser() -> ArgumentParser:
         "[--KEY VALUE ...]",
         exit_on_error=False,
         description="Train a student by several methods under equal conditions and report how they compare. All "
-        "settings of a run (llmdistill train --help) can be given too; --num_gpus and similar flags are passed to the "
-        "launcher. Finished runs are kept, so the same command continues an interrupted comparison.",
+        "settings of a run (llmdistill train --help all) can be given too; --num_gpus and similar flags are passed to "
+        "the launcher. Finished runs are kept, so the same command continues an interrupted comparison.",
         epilog=f"Methods: {', '.join(method_names())}. Suites of decoders: {', '.join(suite_names())}; of encoders: "
         f"{', '.join(table_names())}.",
     )

@@ -28,7 +28,7 @@ def build_parser(prog: str) -> ArgumentParser:
         exit_on_error=False,
         description="Check libraries, compiler, GPU, communication and disk, and a run on one batch of its data: the "
         "teacher against chance, the teacher as its own student, and each term's size and share of the gradient in a "
-        "first step. All settings of a run (llmdistill train --help) can be given; without any it checks the quick "
+        "first step. All settings of a run (llmdistill train --help all) can be given; without any it checks the quick "
         "start. The exit code is 1 if a check fails.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON list with the findings.")
@@ -45,6 +45,8 @@ def doctor(arguments: Sequence[str], prog: str = "llmdistill doctor") -> int:
     parsed = parse(build_parser(prog), own)
     config, _ = parse_run(words, METHODS)
     quiet_transformers()
+    from llmdistill.runtime.environment import print_finding
+
     found = []
     for finding in findings(config):
         found.append(finding)
@@ -76,16 +78,3 @@ def findings(config: RunConfig) -> Iterator[Finding]:
         pass  # the check of the run names it
     yield from check_machine(Path(str(config.output_dir)), needed)
     yield from check_run(config)
-
-
-def print_finding(finding: Finding) -> None:
-    """Print a finding on one line, and what to do about it on the next."""
-    from rich.console import Console
-    from rich.text import Text
-
-    color = {"ok": "green", "warning": "yellow", "failure": "bold red"}[finding.state]
-    line = Text.assemble((f"{finding.state:8}", color), f" {finding.what:26} {finding.said}")
-    console = Console()
-    console.print(line, soft_wrap=True)
-    if finding.remedy is not None:
-        console.print(f"{'':8} {'':26} -> {finding.remedy}", soft_wrap=True, markup=False, highlight=False)

@@ -39,9 +39,9 @@ def build_parser(prog: str) -> ArgumentParser:
         exit_on_error=False,
         description="Forecast, from configurations alone, the memory of a training by part and the time of a step, for "
         "each ZeRO stage, micro batch, activation checkpointing and place of the teacher, and propose what fits best. "
-        "All settings of a run (llmdistill train --help) can be given too; with --ds_config only that one is looked "
-        "at, and a train.micro_batch_size that is given is kept where it fits. A file with the teacher's outputs "
-        "(llmdistill cache) is one of its places where the run can have it.",
+        "All settings of a run (llmdistill train --help all) can be given too; with --ds_config only that one is "
+        "looked at, and a train.micro_batch_size that is given is kept where it fits. A file with the teacher's "
+        "outputs (llmdistill cache) is one of its places where the run can have it.",
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object with all settings.")
     parser.add_argument("--all", action="store_true", help="List every micro batch size, not only the best one.")

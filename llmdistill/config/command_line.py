@@ -18,6 +18,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
+from llmdistill.config.help import asked_help, help_of, hide_stubs
 from llmdistill.config.methods import MethodInfo, MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, flattened, nearest, one_sentence
@@ -60,12 +61,15 @@ def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
     parser.add_argument("--recipe", action="config", help=text)
     parser.add_argument("--extends", type=str | None, help=_EXTENDS)
     parser.add_argument(
-        "--dry_run", action="store_true", help="Check and print all settings, without reading weights or data."
+        "--dry_run", action="store_true", help="Check the settings and say what would run; no weights or data are read."
     )
-    parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object.")
+    text = "With --dry_run: read the data and the models too, and check them on one batch, as llmdistill doctor does."
+    parser.add_argument("--check", action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object with all settings.")
     # The launcher adds this flag; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     add_config(parser, RunConfig, dict(methods))
+    hide_stubs(parser)
     return parser
 
 
@@ -80,13 +84,17 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
 
 
 def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig, argparse.Namespace]:
-    """Parse the main job's command line: the configuration, and the flags ``recipe``, ``dry_run`` and ``json``.
+    """Parse the main job's command line: the configuration, and the flags recipe, dry_run, check and json.
 
     `recipe` is None for a run without one: the embedded example is only for runs that name no teacher or data.
 
     Raises UserError if a key is unknown, a value does not fit, or a recipe does not exist.
     """
     arguments = list(arguments)
+    topic = asked_help(arguments)
+    if topic is not None:
+        print(help_of(run_parser(methods), topic, methods), end="")
+        raise SystemExit(0)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--recipe")
     first.add_argument("--extends")
@@ -112,8 +120,10 @@ def parse_run(arguments: Sequence[str], methods: MethodTable) -> tuple[RunConfig
     if parsed.output_dir is None:
         folder = "own" if name is None else name if name in recipe_names() else Path(name).stem
         parsed.output_dir = f"runs/{folder}-{Path(parsed.ds_config).stem}"
-    recipe = argparse.Namespace(recipe=name, dry_run=parsed.dry_run, json=parsed.json)
-    return build(parsed, RunConfig, methods), recipe
+    if parsed.check and not parsed.dry_run:
+        raise UserError("--check belongs to --dry_run: add that, or start llmdistill doctor with the same settings")
+    said = argparse.Namespace(recipe=name, **{key: parsed[key] for key in ("dry_run", "check", "json")})
+    return build(parsed, RunConfig, methods), said
 
 
 def _recipe_for(typed: Mapping[str, Any]) -> str | None:
@@ -154,6 +164,7 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
     Raises UserError if a key is unknown, or a value does not fit.
     """
+    hide_stubs(parser)
     for word in arguments:
         check_plain(word, "the command line")
     flags = [word[2:].split("=")[0] for word in arguments if word.startswith("--") and word != "--"]

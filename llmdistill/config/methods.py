@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
 
@@ -42,4 +43,5 @@ def check_names(key: str, names: Collection[str], allowed: Collection[str]) -> N
     """Raise a UserError if a setting names a method that is not allowed."""
     for name in names:
         if name not in allowed:
-            raise UserError(f"{key}: {name!r} does not fit; expected {', '.join(allowed)}")
+            hint = did_you_mean(name, allowed)
+            raise UserError(f"{key}: {name!r} does not fit; expected {', '.join(allowed)}{hint}")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.strict import check_keys, check_plain, check_sections, flattened
+from llmdistill.config.strict import check_keys, check_plain, check_sections, did_you_mean, flattened
 from llmdistill.errors import UserError
 
 RECIPES = Path(str(resources.files("llmdistill") / "recipes"))
@@ -34,6 +34,7 @@ def recipe_path(name_or_path: str) -> Path:
     if not os.path.isfile(path):  # Path.is_file raises an error for a name that is too long
         raise UserError(
             f"--recipe {name_or_path}: neither a file nor a shipped recipe; shipped are {', '.join(recipe_names())}"
+            + did_you_mean(name_or_path, recipe_names())
         )
     return path
 

@@ -90,6 +90,12 @@ def nearest(key: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{found[0]}?" if found else "; --help lists them all"
 
 
+def did_you_mean(value: str, choices: Iterable[str]) -> str:
+    """A hint at the choice of a setting nearest to another value; "" if none is near."""
+    found = difflib.get_close_matches(value, list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested mappings by dotted key."""
     flat: dict[str, Any] = {}
@@ -107,7 +113,10 @@ def one_sentence(message: str) -> str:
     if key is not None and value is not None:
         kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
         given = "null" if value.group(1) == "None" else repr(_short(value.group(1)))  # as YAML and --help write it
-        return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}"
+        choices = [each.strip("' \"") for each in re.findall(r"Literal\[(.*?)\]", kinds) for each in each.split(",")]
+        kinds = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", ""), kinds).replace("NoneType", "null")
+        hint = did_you_mean(value.group(1).strip("'"), choices)
+        return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}{hint}"
     section = re.search(r'key "([\w.]+)":\s+Unable to load config ([^\n]*)', message)
     if section is not None:
         return f"{section.group(1)}: {_short(section.group(2))} does not fit; expected settings such as {{...}}"

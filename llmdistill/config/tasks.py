@@ -62,7 +62,7 @@ class GridConfig:
     """Layer, counted from 1, whose output t-SNE draws, read as kroneckerbert.ffn_output says; default: the middle
     layer of each model."""
     run_settings: dict[str, Any] = field(default_factory=dict)
-    """Further settings of every run, by their keys in the configuration of a run (llmdistill train --help), such as
+    """Further settings of every run, by their keys in the configuration of a run (llmdistill train --help all), such as
     {train.compile: true, student.lora.rank: 8, teacher.sharding: zero3, train.save_every: 200}."""
 
     prefix: ClassVar[str] = "--"

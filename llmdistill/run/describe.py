@@ -48,6 +48,16 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
 
+def cost(plan: Plan) -> str:
+    """Describe the estimate of the cost, and the room that the run takes on the disk, in one line."""
+    found = estimate(plan)
+    room = f"up to {DiskNeed.of(plan).total / 1e9:.2g} GB on the disk"
+    if found is None:
+        return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
+    hours = f"{found['a100_hours']:.2g} hours of an A100"
+    return f"{found['tokens']:,} tokens at most, {found['flops']:.2g} FLOP, about {hours}; {room}"
+
+
 def describe(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain JSON values."""
     config = {**to_dict(plan.config), "output_dir": str(plan.folder)}

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 
@@ -31,8 +32,11 @@ def ds_config_path(name_or_path: str) -> Path:
     shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
     if str(path.parent) in (".", "ds_configs") and os.path.isfile(shipped):
         return shipped
-    names = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
-    raise UserError(f"--ds_config {name_or_path}: neither a file nor a shipped configuration; shipped are {names}")
+    names = sorted(file.stem for file in SHIPPED.glob("*.json"))
+    raise UserError(
+        f"--ds_config {name_or_path}: neither a file nor a shipped configuration; shipped are {', '.join(names)}"
+        + did_you_mean(path.name.removesuffix(".json"), names)
+    )
 
 
 def read_ds_config(path: str) -> dict[str, Any]:

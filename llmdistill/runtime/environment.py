@@ -32,6 +32,19 @@ class Finding:
     """What to do about it; None if nothing is to be done."""
 
 
+def print_finding(finding: Finding) -> None:
+    """Print a finding on one line, and what to do about it on the next."""
+    from rich.console import Console
+    from rich.text import Text
+
+    color = {"ok": "green", "warning": "yellow", "failure": "bold red"}[finding.state]
+    line = Text.assemble((f"{finding.state:8}", color), f" {finding.what:26} {finding.said}")
+    console = Console()
+    console.print(line, soft_wrap=True)
+    if finding.remedy is not None:
+        console.print(f"{'':8} {'':26} -> {finding.remedy}", soft_wrap=True, markup=False, highlight=False)
+
+
 def check_machine(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
     """Check this machine for runs.
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
 
+import llmdistill
 from llmdistill import cli
 from llmdistill.cli import main, split_launcher_flags
+from llmdistill.config.recipes import RECIPES, recipe_names
 from llmdistill.train import main as train_main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +41,8 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
     [
         (
             ["compres"],
-            "there is no command 'compres'; there are train, plan, doctor, compare, compress, cache, generate, export, "
-            "evaluate",
+            "there is no command 'compres'; there are train, plan, doctor, compare, recipes, compress, cache, "
+            "generate, export, evaluate; did you mean compress?",
         ),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),
@@ -140,3 +142,54 @@ def test_the_launcher_gets_a_free_port_where_its_own_is_busy(monkeypatch, flags,
     assert given[: len(flags) + 1] == ["deepspeed", *flags]
     assert len(given) == 1 + len(flags) + (2 if added else 0)
     assert not added or (given[-2] == "--master_port" and int(given[-1]) != 29500)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"llmdistill {llmdistill.__version__}\n"
+
+
+def test_a_mistyped_command_is_guessed(capsys):
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err.endswith("; did you mean train?\n")
+
+
+def test_recipes_are_listed_with_a_line_each_and_shown(capsys):
+    assert main(["recipes"]) == 0
+    *lines, _, _ = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    assert min(len(line.split(maxsplit=1)[1]) for line in lines) > 20
+    assert "makd/bert-256" in recipe_names()
+    assert main(["recipes", "makd/bert-256"]) == 0
+    assert capsys.readouterr().out == (RECIPES / "makd/bert-256.yaml").read_text()
+    assert main(["recipes", "makd/bert-25"]) == 2
+    assert "did you mean makd/bert-256?" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_a_few_lines_for_people(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert train_main(["--dry_run", "--train.steps", "7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 7 <= len(lines) <= 9
+    names = ["Recipe", "Run", "Teacher", "Student", "Method", "Data", "Batch", "Cost"]
+    assert [line.split()[0] for line in lines] == names
+    assert "7 steps" in lines[6]
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_dry_run_with_a_check_reads_the_data(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    small = ["--student.factorize.rank", "6", "--train.global_batch_size", "4", "--dry_run"]
+    assert train_main([*small, "--check", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["config"]["student"]["factorize"]["rank"] == 6
+    assert {"settings and data", "teacher above chance", "term logits"} <= {each["what"] for each in found["check"]}
+    missing = ["--recipe", "quickstart", *small, "--data.train", str(tmp_path / "none.jsonl")]
+    assert train_main(missing) == 0, "without --check the data are not read"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        train_main([*missing, "--check"])
+    assert ended.value.code == 1
+    assert "no such file" in capsys.readouterr().out
+    assert train_main(["--check"]) == 2
+    assert "--check belongs to --dry_run" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    *("train", "plan", "doctor", "compare", "compress", "cache", "generate", "export"),
+    *("train", "plan", "doctor", "recipes", "compare", "compress", "cache", "generate", "export"),
     *("evaluate", "evaluate --suite glue"),
 )
 CODE = """

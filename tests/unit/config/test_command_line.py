@@ -184,7 +184,7 @@ def test_recipes_in_subfolders_have_names_and_folders_of_their_own(tmp_path, mon
     assert recipe_names() == ["one", "paper/two"]
     config, flags = parse_run([*DS, "--recipe", "paper/two"], METHODS)
     assert (config.seed, config.output_dir, flags.recipe) == (5, "runs/paper/two-zero2", "paper/two")
-    with pytest.raises(UserError, match=r"shipped are one, paper/two$"):
+    with pytest.raises(UserError, match=r"shipped are one, paper/two;"):
         parse_run([*DS, "--recipe", "paper/_base"], METHODS)
 
 

@@ -1,0 +1,110 @@
+"""The help of the main job: the common settings first, and every setting by section or all at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from llmdistill.config.strict import nearest
+from llmdistill.errors import UserError
+
+COMMON = (
+    *("recipe", "teacher.model", "data.train", "data.valid", "data.tests", "data.max_length"),
+    *("method", "student.factorize.target_params", "student.factorize.rank", "student.shape", "student.model"),
+    *("train.steps", "train.learning_rate", "train.global_batch_size", "train.micro_batch_size"),
+    *("ds_config", "output_dir", "dry_run", "check"),
+)
+"""The settings that most runs give, in the order of the help."""
+ALL = "all"
+RUN = "run"
+"""The section of the settings that are in none."""
+_WIDTH = 36
+
+
+def hide_stubs(parser: ArgumentParser) -> None:
+    """Leave out of the help the flags that take a whole section from a file, which jsonargparse adds for each."""
+    for action in parser._actions:
+        if action.metavar == "CONFIG":
+            action.help = argparse.SUPPRESS
+
+
+def asked_help(words: Sequence[str]) -> str | None:
+    """Return what a command line asks the help of: a section, `all`, or "" for the common settings; None if no help."""
+    place = next((n for n, word in enumerate(words) if word == "-h" or word.split("=")[0] == "--help"), None)
+    if place is None:
+        return None
+    _, equals, topic = words[place].partition("=")
+    following = "".join(words[place + 1 : place + 2])
+    return topic if equals else "" if following.startswith("-") else following
+
+
+def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str:
+    """Return the help of the common settings (""), of all settings (`all`), or of a section such as train or makd.
+
+    Raises:
+        UserError: there is no such section.
+    """
+    if topic == "":
+        return _common(parser, methods)
+    if topic == ALL:
+        return parser.format_help()
+    others = [action for action in _settings(parser) if not _is_in(_key(action), topic)]
+    if len(others) == len(_settings(parser)):
+        hint = nearest(topic, [ALL, *_sections(parser)]).replace("; --help lists them all", "; --help lists them")
+        raise UserError(f"--help {topic}: there is no such section{hint}")
+    texts = [action.help for action in others]
+    for action in others:
+        action.help = argparse.SUPPRESS
+    try:
+        return parser.format_help()
+    finally:
+        for action, text in zip(others, texts, strict=True):
+            action.help = text
+
+
+def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
+    actions = {_key(action): action for action in parser._actions}
+    lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
+    for key in COMMON:
+        flag, text = f"  --{key}", _first_sentence(str(actions[key].help))
+        default = actions[key].default
+        if default not in (None, False, argparse.SUPPRESS) and default != {}:
+            text += f" (default: {default})"
+        wrapped = textwrap.wrap(text, 118 - _WIDTH)
+        lines += [f"{flag:{_WIDTH}}{wrapped[0]}", *(" " * _WIDTH + line for line in wrapped[1:])]
+    plain = [section for section in _sections(parser) if section not in methods]
+    lines += [
+        "",
+        "more settings:",
+        f"  {'--help SECTION':{_WIDTH - 2}}{', '.join(plain)}, or a part such as student.lora",
+        f"  {'--help METHOD':{_WIDTH - 2}}{', '.join(section for section in _sections(parser) if section in methods)}",
+        f"  {'--help all':{_WIDTH - 2}}every setting",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.) |; ", " ".join(text.split()), maxsplit=1)[0].rstrip(".") + "."
+
+
+def _settings(parser: ArgumentParser) -> list[Any]:
+    return [action for action in parser._actions if action.help != argparse.SUPPRESS and action.option_strings]
+
+
+def _key(action: Any) -> str:
+    """The dotted key of a flag."""
+    return str(action.option_strings[-1 if action.option_strings[0] == "-h" else 0]).removeprefix("--")
+
+
+def _sections(parser: ArgumentParser) -> list[str]:
+    keys = [_key(action) for action in _settings(parser)]
+    return [RUN, *dict.fromkeys(key.split(".")[0] for key in keys if "." in key)]
+
+
+def _is_in(key: str, topic: str) -> bool:
+    return "." not in key if topic == RUN else f"{key}.".startswith(f"{topic}.")
