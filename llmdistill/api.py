@@ -171,7 +171,7 @@ def export(
     """
     check_models(student=student)
     if to not in ("dense", "onnx") or (int8 and to == "dense"):
-        raise UserError(f"export to={to!r} int8={int8}: to is dense or onnx, and only onnx has int8")
+        raise UserError(f"export to={to!r} int8={int8}: give to='dense' or 'onnx', and int8 with onnx alone")
     write = export_dense if to == "dense" else partial(export_onnx, int8=int8)
     if not isinstance(student, PreTrainedModel):
         return write(locate(str(student)), output)

@@ -56,7 +56,7 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
     others = [action for action in _settings(parser) if not _is_in(_key(action), topic)]
     if len(others) == len(_settings(parser)):
         hint = nearest(topic, [ALL, *_sections(parser)]).replace("; --help lists them all", "; --help lists them")
-        raise UserError(f"--help {topic}: there is no such section{hint}")
+        raise UserError(f"--help {topic}: there is no such section{hint}; give `--help all` for every setting")
     texts = [action.help for action in others]
     for action in others:
         action.help = argparse.SUPPRESS

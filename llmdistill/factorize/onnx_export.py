@@ -66,7 +66,7 @@ def export_onnx(model_dir: Path | str, out_dir: Path | str, *, int8: bool = Fals
         if not difference <= TOLERANCE:  # a NaN must also be an error
             raise UserError(
                 f"the ONNX of {model_dir} differs from the model by {difference:.2g} of its largest output, of which "
-                f"{TOLERANCE:g} is allowed; nothing was written"
+                f"{TOLERANCE:g} is allowed: nothing was written; take --to dense"
             )
         figures: dict[str, Any] = {"largest_difference": difference}
         if int8:

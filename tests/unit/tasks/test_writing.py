@@ -127,7 +127,7 @@ def test_bad_settings_are_named(folder: Path, arguments: list[str], said: str) -
 
 def test_models_that_cannot_write_or_teach_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_task(config_of(folder))
-    with pytest.raises(UserError, match="a decoder such as llama"):
+    with pytest.raises(UserError, match="let the llama learn the texts as instructions"):
         task.check_model("student.model", "here", LlamaConfig())
     with pytest.raises(UserError, match="BertModel without language-model head"):
         task.check_model("teacher.model", "here", BertConfig(architectures=["BertModel"]))
