@@ -369,3 +369,34 @@ def test_smoothed_labels_are_those_of_torch() -> None:
     logits = torch.nn.functional.linear(student.rows, student.weight, student.bias)
     expected = torch.nn.functional.cross_entropy(logits, labels(), reduction="sum", label_smoothing=0.1)
     torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("vocabulary", [None, V - 4])
+@every_choice
+def test_logits_in_place_of_a_head(terms: Sequence[TokenTerm], vocabulary: int | None) -> None:
+    """Rows without a weight are the logits: the same sums, and the gradient of the logits leads to that of the head."""
+    student, teacher, words = learnt(head(1)), head(2, width=K_TEACHER), V if vocabulary is None else vocabulary
+    expected = token_losses(
+        student, teacher, labels(words=words), terms, factors_of(terms), vocabulary=vocabulary, chunk=4
+    )
+    expected.total.backward()
+    logits = [torch.nn.functional.linear(each.rows, each.weight, each.bias).detach() for each in (student, teacher)]
+    kept = logits[0].clone()
+    mine = learnt(HeadInputs(logits[0], None, None))
+    found = token_losses(
+        mine,
+        HeadInputs(logits[1], None, None),
+        labels(words=words),
+        terms,
+        factors_of(terms),
+        vocabulary=vocabulary,
+        chunk=4,
+    )
+    found.total.backward()
+    torch.testing.assert_close(found.sums, expected.sums)
+    assert torch.equal(mine.rows.detach(), kept), "the model's logits are overwritten"
+    gradient = mine.rows.grad
+    assert gradient is not None
+    assert not gradient[:, words:].any()
+    assert student.weight is not None
+    torch.testing.assert_close(gradient @ student.weight.detach(), student.rows.grad)
