@@ -20,12 +20,12 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
 from llmdistill.runtime.hosts import check_hosts
-from llmdistill.runtime.launch import DEFAULT_PORT, free_port, is_busy
+from llmdistill.runtime.launch import DEFAULT_PORT, free_port, has_gpu_device, is_busy
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 
 LAUNCHER_FLAGS = (
     *("num_gpus", "num_nodes", "hostfile", "include", "exclude"),
-    *("master_addr", "master_port", "node_rank"),
+    *("master_addr", "master_port", "node_rank", "log_level"),
 )
 """Flags that are passed on to the deepspeed launcher; each flag takes a value."""
 LAUNCHER_SWITCHES = ("no_ssh",)
@@ -71,6 +71,10 @@ def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
     # Nodes that are started one by one could not agree on another port.
     if not given & {"--master_port", "--no_ssh", "--node_rank"} and is_busy(DEFAULT_PORT):
         flags = [*flags, "--master_port", str(free_port())]
+    if "--log_level" not in given:
+        flags = [*flags, "--log_level", "error"]  # its other lines say what the run says too
+    if not has_gpu_device():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else each of its processes warns that it finds none
     # Without --no_local_rank the launcher would insert --local_rank before the name of the command.
     os.execvp("deepspeed", ["deepspeed", *flags, "--no_local_rank", "--module", module, *arguments])
 
@@ -109,6 +113,8 @@ def compress(arguments: Sequence[str]) -> None:
         student = llmdistill.compress(parsed.model, method=parsed.method, output=parsed.output, **chosen)
         params = count_parameters(build_reference(student.config))  # the data may have decided the ranks
         result |= {"student_params": params, "ratio": params / result["teacher_params"]}
+        lost = _lost(parsed.model, student)
+        result |= {"lost": lost} if parsed.json else {}
     if parsed.candidates and parsed.json:
         result["candidates"] = candidates
     elif parsed.candidates:
@@ -120,6 +126,20 @@ def compress(arguments: Sequence[str]) -> None:
         *("flops_per_token", "teacher_flops_per_token", "settings"),
     )
     _show(result, parsed.json, [key for key in shown if key in result])
+    if not parsed.json and not parsed.dry_run and lost:
+        from llmdistill.factorize.lost import as_lines
+
+        print(as_lines(lost))
+
+
+def _lost(model: str, student: Any) -> dict[str, Any]:
+    """What the matrices of a named model lost in its student; empty if only the token embedding is factorized."""
+    from llmdistill.embedded import locate
+    from llmdistill.factorize.lost import lost_by_kind
+    from llmdistill.models.load import load_model
+
+    teacher = load_model(locate(model), dtype="auto", head="saved")
+    return lost_by_kind(teacher, student)
 
 
 def _compress_parser() -> ArgumentParser:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -60,16 +59,14 @@ def doctor(arguments: Sequence[str], prog: str = "llmdistill doctor") -> int:
 def findings(config: RunConfig) -> Iterator[Finding]:
     """Check the machine, and then the run, one finding after the other."""
     # Imported here so that --help does not wait for torch and transformers.
-    import torch
-
     from llmdistill.errors import UserError
     from llmdistill.run.checkup import check_run
     from llmdistill.run.disk import DiskNeed
     from llmdistill.run.plan import make_plans
+    from llmdistill.runtime.devices import settle_accelerator
     from llmdistill.runtime.environment import check_machine
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns of what a finding says
+    settle_accelerator()
     needed = None
     try:
         plan = make_plans(config)[-1]

@@ -19,6 +19,12 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def settle_accelerator() -> None:
+    """Tell DeepSpeed that a machine without a GPU computes on its CPU; otherwise it warns of that when it is loaded."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def best_dtype(device: torch.device) -> Literal["fp32", "bf16"]:
     """Return the dtype in which a model runs best: bf16 on a GPU that supports it, else fp32."""
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 from llmdistill.errors import UserError
 
@@ -80,6 +81,11 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def has_gpu_device() -> bool:
+    """Return whether the system has a device file of a GPU (NVIDIA's, AMD's or that of WSL); loads no library."""
+    return any(Path("/dev").glob("nvidia*")) or any(Path("/dev", name).exists() for name in ("kfd", "dxg"))
 
 
 def is_busy(port: int) -> bool:

@@ -168,9 +168,15 @@ def guest() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Hide the messages and progress bars of transformers; its errors are still printed."""
+    """Hide the messages and progress bars of transformers, and DeepSpeed's warning that there is no GPU.
+
+    The errors of transformers are still printed.
+    """
     from transformers.utils import logging as transformers_logging
 
+    from llmdistill.runtime.devices import settle_accelerator
+
+    settle_accelerator()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

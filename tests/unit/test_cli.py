@@ -113,6 +113,9 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys):
     student = AutoModelForCausalLM.from_pretrained(output)
     assert told["student_params"] == sum(parameter.numel() for parameter in student.parameters())
     assert 0.399 < told["ratio"] <= 0.4
+    kinds = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert told["lost"].keys() <= kinds
+    assert all(0 < each["lost"] < 1 for each in told["lost"].values())
 
 
 def test_compress_asks_for_calibration_data_before_it_loads_a_model(tmp_path, capsys, monkeypatch):
@@ -140,8 +143,9 @@ def test_the_launcher_gets_a_free_port_where_its_own_is_busy(monkeypatch, flags,
     cli.launch(flags, "llmdistill.train", "--seed", "1")
     given = started[: started.index("--no_local_rank")]
     assert given[: len(flags) + 1] == ["deepspeed", *flags]
-    assert len(given) == 1 + len(flags) + (2 if added else 0)
-    assert not added or (given[-2] == "--master_port" and int(given[-1]) != 29500)
+    assert given[-2:] == ["--log_level", "error"]
+    assert len(given) == 3 + len(flags) + (2 if added else 0)
+    assert not added or (given[-4] == "--master_port" and int(given[-3]) != 29500)
 
 
 def test_the_version_is_that_of_the_package(capsys):
