@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planted import plant
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModel,
@@ -252,6 +253,16 @@ def test_mistakes_are_told_before_a_model_is_loaded(
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_code_in_the_folder_of_a_model_does_not_run(
+    teacher: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    shutil.copytree(teacher, tmp_path / "model")
+    plant(tmp_path / "model", tmp_path / "code ran")
+    assert main([*command(data, tmp_path / "model"), "--output_dir", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_a_table_shows_them_beside_the_paper_s(

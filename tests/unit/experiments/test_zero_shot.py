@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from planted import plant
 
 import llmdistill
 from llmdistill.commands.side_by_side import main
@@ -121,6 +122,15 @@ def test_limits_reach_the_harness(task_dir: Path, tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     entry = results["models"]["embedded:teacher"]["tasks"]["ages"]
     assert (entry["examples"], entry["num_fewshot"], results["limit"]) == (4, 2, 4)
+
+
+def test_code_in_the_folders_of_models_does_not_run(
+    task_dir: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    plant(run, tmp_path / "code ran")
+    assert main("zero_shot", ["--model", str(run), "--tasks", "ages", "--task_dir", str(task_dir), "--limit", "2"]) == 0
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_mistakes_are_told_before_a_model_is_loaded(
