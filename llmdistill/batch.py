@@ -273,7 +273,8 @@ class Outputs:
     taps: Taps
     sequence_logits: Tensor | None = None
     """(B, C), logits of a next-sentence or classification head (C = 1 if it predicts scores); or (B, K, C) of a head
-    for spans, with K = 2 for start and end and C = T, -inf at padding; None without such a head."""
+    for spans, with K = 2 for start and end and C = T, -inf at padding; or the embeddings of sentences (B, W), if these
+    are learnt; None without such a head."""
     lm_head: Mapping[Positions, HeadInputs | TopK] = field(default_factory=dict)
     """In place of the logits, for each kind of positions at which they are compared: the inputs and the parameters of
     the LM head's last linear, or a teacher's most likely tokens."""

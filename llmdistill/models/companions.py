@@ -22,8 +22,8 @@ _TOKENIZER = (
     "*.model",
     "*.jinja",
 )
-_MODULES = "modules.json"
-_POOLING = ("sentence_*_config.json", "config_sentence_transformers.json", _MODULES)
+MODULES_FILE = "modules.json"
+_POOLING = ("sentence_*_config.json", "config_sentence_transformers.json", MODULES_FILE)
 """The files of sentence-transformers; modules.json, which names the folders of the other modules, is the last one."""
 _MODULE_FILES = ("*.json", "*.safetensors", "*.txt")
 _WIDTHS = ("word_embedding_dimension", "embedding_dimension")
@@ -59,7 +59,7 @@ def copy_companions(source: Path | str, target: Path) -> None:
     if adapter is not None:
         folder = of_base(adapter, downloaded)
         _copy(folder, target, (GENERATION_FILE, *(() if has_tokenizer(adapter) else _TOKENIZER)))
-    if (folder / _MODULES).is_file():
+    if (folder / MODULES_FILE).is_file():
         _copy_modules(folder, target)
     _end_with_the_tokenizer(target)
 
@@ -78,7 +78,7 @@ def _copy_modules(source: Path, target: Path) -> None:
     The modules learn the width of a model that has another one. Of such a model none is copied if some have weights,
     because these are matrices of the old width.
     """
-    names = [str(module.get("path") or "") for module in read_json(source / _MODULES)]
+    names = [str(module.get("path") or "") for module in read_json(source / MODULES_FILE)]
     folders = [source / name for name in names if name and Path(name).name == name and (source / name).is_dir()]
     width, new_width = (_width(folder) for folder in (source, target))
     if width != new_width and any(file for folder in folders for file in folder.glob("*.safetensors")):

@@ -17,7 +17,9 @@ from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
 from llmdistill.models.families import family_of, has_family, has_segments, is_causal
 from llmdistill.models.heads import LMHead, whole
+from llmdistill.models.sentences import pooled
 from llmdistill.models.taps import Recorder
+from llmdistill.objective import Pooling
 
 
 class TappedModel:
@@ -36,11 +38,26 @@ class TappedModel:
     own_mask: bool
     """Whether the model makes its attention mask itself, as in transformers; packed rows and horizons need ours."""
 
-    def __init__(self, forward: Callable[..., Any], recorder: Recorder, *, vocabulary: int | None = None) -> None:
-        """`vocabulary` keeps only the first logits, and drops padding rows that the other model does not have."""
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        recorder: Recorder,
+        *,
+        vocabulary: int | None = None,
+        pooling: Pooling | None = None,
+    ) -> None:
+        """Take the forward pass and the recorder of a model.
+
+        Args:
+            forward: the model, or the engine around it.
+            recorder: the hooks on the model.
+            vocabulary: keeps only the first logits, and drops padding rows that the other model does not have.
+            pooling: makes the outputs of a model without a head the embeddings of sentences, `sequence_logits`.
+        """
         self._forward = forward
         self._recorder = recorder
         self._vocabulary = vocabulary
+        self._pooling = pooling
         self._head = LMHead(recorder.model)
         config = recorder.model.config
         self._shift = is_causal(config)
@@ -215,6 +232,8 @@ class TappedModel:
 
     def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
+        if self._pooling is not None:
+            return None, pooled(result.last_hidden_state, batch.attention_mask, self._pooling)
         if "prediction_logits" in result:
             return result.prediction_logits, result.seq_relationship_logits
         if "start_logits" in result:

@@ -1,0 +1,116 @@
+"""The settings of sentence-transformers' files, and the embeddings that they ask for, against plain loops."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertModel
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.errors import UserError
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.sentences import pooled, read_sentence_settings
+from llmdistill.models.taps import Recorder
+from llmdistill.objective import Pooling
+
+KINDS = ["Transformer", "Pooling", "Normalize"]
+
+
+def folder_of(folder: Path, kinds: list[str] = KINDS, **files: Any) -> Path:
+    """A folder with the files of sentence-transformers; `files` are by name without .json, 1_Pooling the pooling's."""
+    (folder / "1_Pooling").mkdir(parents=True)
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], start=1))]
+    modules = [{"path": path, "type": f"a.b.{kind}"} for path, kind in zip(paths, kinds, strict=True)]
+    for name, values in {"modules": modules, **files}.items():
+        file = folder / ("1_Pooling/config.json" if name == "pooling" else f"{name}.json")
+        file.write_text(json.dumps(values))
+    return folder
+
+
+def test_settings_of_both_forms_of_the_files(tmp_path: Path) -> None:
+    old = folder_of(
+        tmp_path / "old",
+        pooling={"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+        sentence_bert_config={"max_seq_length": 7, "do_lower_case": True},
+        config_sentence_transformers={"prompts": {"query": "Q: ", "document": ""}, "default_prompt_name": "query"},
+    )
+    found = read_sentence_settings(old)
+    assert found is not None
+    assert (found.pooling, found.max_length) == (Pooling(("cls", "mean"), normalize=True), 7)
+    assert found.text("One") == "q: one"
+    new = folder_of(tmp_path / "new", KINDS[:2], pooling={"pooling_mode": "lasttoken"})
+    found = read_sentence_settings(new)
+    assert found is not None
+    assert (found.pooling, found.max_length) == (Pooling(("lasttoken",)), None)
+    assert found.text("One") == "One"
+    assert read_sentence_settings(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "said"),
+    [
+        (["Transformer", "Pooling", "Dense"], {}, "the modules are Transformer, Pooling, Dense"),
+        (KINDS, {"pooling_mode": "median"}, "pooling_mode is median"),
+        (KINDS, {"pooling_mode": []}, "pooling_mode is "),
+        (KINDS, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
+        (KINDS, [], "a list, not an object"),
+    ],
+)
+def test_other_models_are_refused(tmp_path: Path, kinds: list[str], pooling: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_sentence_settings(folder_of(tmp_path / "model", kinds, pooling=pooling))
+
+
+def naive(rows: Tensor, mode: str) -> list[float]:
+    """The embedding of the real tokens of one sentence, (T, W)."""
+    tokens = rows.tolist()
+    columns = list(zip(*tokens, strict=True))
+    if mode in ("cls", "lasttoken"):
+        return list(tokens[0 if mode == "cls" else -1])
+    if mode == "max":
+        return [max(column) for column in columns]
+    weights = range(1, len(tokens) + 1) if mode == "weightedmean" else [1] * len(tokens)
+    divisor = math.sqrt(len(tokens)) if mode == "mean_sqrt_len_tokens" else sum(weights)
+    return [sum(weight * value for weight, value in zip(weights, column, strict=True)) / divisor for column in columns]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
+def test_pooling(mode: Any, side: str) -> None:
+    lengths = [4, 1, 6]
+    hidden = torch.full((3, 6, 5), math.nan, dtype=torch.float64)  # of which padding must stay without effect
+    mask = torch.zeros(3, 6, dtype=torch.int64)
+    expected = []
+    for row, length in enumerate(lengths):
+        here = slice(6 - length, 6) if side == "left" else slice(0, length)
+        hidden[row, here] = torch.randn(length, 5, generator=torch.Generator().manual_seed(row)).double() - 3
+        mask[row, here] = 1
+        expected.append(naive(hidden[row, here], mode))
+    found = pooled(hidden, mask, Pooling((mode, "cls")))
+    assert found.shape == (3, 10)
+    torch.testing.assert_close(found[:, :5], torch.tensor(expected, dtype=torch.float64))
+    normal = pooled(hidden, mask, Pooling((mode,), normalize=True))
+    lengths_B1 = torch.tensor([[math.hypot(*row)] for row in expected], dtype=torch.float64)
+    torch.testing.assert_close(normal, torch.tensor(expected, dtype=torch.float64) / lengths_B1)
+
+
+def test_a_model_gives_its_embeddings_as_the_outputs_of_sequences() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    model = BertModel(BertConfig(vocab_size=10, **sizes), add_pooling_layer=False).eval()
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    batch = Batch(ids, mask, torch.full_like(ids, IGNORE_INDEX), targets=torch.zeros(2, dtype=torch.int64))
+    tapped = TappedModel(model, Recorder(model, {}), pooling=Pooling(normalize=True))
+    with torch.no_grad():
+        found = tapped(batch).sequence_logits
+        tapped.remove()
+        alone = [model(ids[:1]).last_hidden_state[0].mean(0), model(ids[1:, :2]).last_hidden_state[0].mean(0)]
+    assert found is not None
+    torch.testing.assert_close(found, torch.stack([each / each.norm() for each in alone]), atol=1e-6, rtol=0)
