@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmdistill.config.sentences import SentencesConfig
 from llmdistill.errors import check_least, check_name
 
 
@@ -150,10 +151,11 @@ class DataConfig:
     that hold instruction, input (may be empty) and output (a string or a list of strings), or prompt and completion,
     or messages. Text is a plain text file, or such rows with a text in them."""
 
-    kind: Literal["instructions", "text", "task"] = "instructions"
+    kind: Literal["instructions", "text", "task", "sentences"] = "instructions"
     """instructions: a decoder learns the answers; text: a corpus, of which a decoder learns each next token and an
     encoder the masked tokens (settings under data.text); task: a model is fine-tuned on a task with labels, such as
-    one of GLUE (settings under data.task)."""
+    one of GLUE (settings under data.task); sentences: sentences without labels, of which an encoder learns the
+    teacher's embeddings (settings under data.sentences)."""
     train: str = "embedded:train"
     """Training set; if an instruction has several answers, the first one is the label."""
     valid: str | None = None
@@ -194,6 +196,8 @@ class DataConfig:
     """Settings if kind is text."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """Settings if kind is task."""
+    sentences: SentencesConfig = field(default_factory=SentencesConfig)
+    """Settings if kind is sentences."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if the limits contradict each other, or a set's name cannot be that of a file."""
@@ -203,6 +207,8 @@ class DataConfig:
             self._check_text()
         elif self.kind == "task":
             self._check_task()
+        elif self.kind == "sentences":
+            self._check_sentences()
         elif not 0 < self.max_prompt_length < self.max_length:
             raise ValueError(
                 f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
@@ -238,8 +244,14 @@ class DataConfig:
         if self.train.startswith("embedded:"):
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")
 
-    def _check_unused(self) -> None:
+    def _check_sentences(self) -> None:
+        check_least(self, 1, "max_length", prefix="data.")
+        self._check_unused("tests")
+        if self.train.startswith("embedded:"):
+            raise ValueError(f"data.train {self.train} holds instructions, but data.kind is sentences: name a file")
+
+    def _check_unused(self, *used: str) -> None:
         defaults = DataConfig()
         for key in ("tests", "on_policy", "streaming", "bucket_steps", "packing"):
-            if getattr(self, key) != getattr(defaults, key):
+            if key not in used and getattr(self, key) != getattr(defaults, key):
                 raise ValueError(f"data.{key} is for instructions, but data.kind is {self.kind}: leave it out")

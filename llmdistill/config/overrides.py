@@ -69,6 +69,7 @@ _RULES: Mapping[str, Sequence[_Rule]] = {
     "train.warmup_ratio": [_Rule({"train.warmup_steps": 0})],
     "data.kind": [
         _Rule(_OF_INSTRUCTIONS, _is("text", "task")),
+        _Rule({key: value for key, value in _OF_INSTRUCTIONS.items() if key != "data.tests"}, _is("sentences")),
         _Rule({"train.epochs": None}, _is("instructions")),
         _Rule({"data.train": "embedded:train", "data.valid": None}, _is("task")),
     ],

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from llmdistill.losses.sequence import (
         sequence_cross_entropy,
         sequence_divergence,
+        sequence_embedding_cosine,
+        sequence_embedding_mse,
         sequence_mse,
         sequence_score_mse,
         sequence_soft_cross_entropy,
@@ -71,8 +73,8 @@ _NAMES = {
     "features": ("hidden_cosine", "hidden_mse", "matrix_mse"),
     "head": ("HeadInputs", "TokenLosses", "token_losses"),
     "sequence": (
-        *("sequence_cross_entropy", "sequence_divergence", "sequence_mse", "sequence_score_mse"),
-        "sequence_soft_cross_entropy",
+        *("sequence_cross_entropy", "sequence_divergence", "sequence_embedding_cosine", "sequence_embedding_mse"),
+        *("sequence_mse", "sequence_score_mse", "sequence_soft_cross_entropy"),
     ),
     "terms": ("LayerTerm", "Losses", "RunningTerms", "SequenceTerm", "TokenTerm", "add_losses"),
 }

@@ -1,4 +1,4 @@
-"""Losses on whole sequences: next sentence, class, score or span.
+"""Losses on whole sequences: next sentence, class, score, span or embedding.
 
 Each loss is the sum over the sequences with a target, and their number. Logits are (B, C), scores (B, 1). A sequence
 with K targets, such as the start and the end of a span, has the logits (B, K, C), and its loss is the mean over the K
@@ -78,6 +78,21 @@ def sequence_soft_cross_entropy(
         student_logits, teacher_logits, has_target, divergence=SOFT_CROSS_ENTROPY.value, temperature=temperature
     )
     return LossSum(loss.sum / temperature**2, loss.count)
+
+
+def sequence_embedding_cosine(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
+    """1 - cos between the embeddings of student and teacher, (B, W); an embedding of zeros has the cosine 0."""
+    assert student.shape == teacher.shape, f"{tuple(student.shape)}, {tuple(teacher.shape)}"
+    # Zeros in place of an unknown embedding have a finite gradient, which the last line takes away.
+    cosine_B = functional.cosine_similarity(_cleared(student, has_target), _cleared(teacher, has_target), dim=-1)
+    return LossSum(torch.where(has_target, 1 - cosine_B, 0.0).sum(), has_target.sum())
+
+
+def sequence_embedding_mse(student: Tensor, teacher: Tensor, has_target: Tensor) -> LossSum:
+    """Squared error between the embeddings of student and teacher, (B, W), as the mean over the width."""
+    assert student.shape == teacher.shape, f"{tuple(student.shape)}, {tuple(teacher.shape)}"
+    error_BW = _cleared(student, has_target) - _cleared(teacher, has_target)
+    return LossSum(error_BW.square().mean(-1).sum(), has_target.sum())
 
 
 def _cleared(logits: Tensor, has_target: Tensor) -> Tensor:

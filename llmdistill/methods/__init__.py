@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmdistill.methods.distilbert import DISTILBERT
+from llmdistill.methods.embedding import EMBEDDING
 from llmdistill.methods.entry import MethodEntry, Preset
 from llmdistill.methods.kd import KD
 from llmdistill.methods.kroneckerbert import KRONECKERBERT
@@ -37,6 +38,7 @@ METHODS: dict[str, MethodEntry] = {
     "kroneckerbert": KRONECKERBERT,
     "sft": SFT,
     "seqkd": SEQKD,
+    "embedding": EMBEDDING,
     "none": UNTRAINED,
 }
 """The methods by the name that users type. Their settings have the same name."""

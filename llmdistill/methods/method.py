@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmdistill import losses
 from llmdistill.batch import Aspect, Batch, Outputs, Positions, TapRequest
 from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap
+from llmdistill.objective import Pooling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +46,8 @@ class Method(Terms):
     projections: Mapping[Aspect, tuple[int, int]] = field(default_factory=dict)
     """Aspects for which a learnt matrix maps the student's taps to the teacher's width before the comparison (the
     mapped taps are in `Taps.projected`): the input width, all heads side by side, and the output width."""
+    pooling: Pooling | None = None
+    """How both models make the embeddings of sentences that the terms on sequences compare; None if none does."""
 
     def __post_init__(self) -> None:
         """Check that the weights and the terms have the same names."""
@@ -120,7 +123,8 @@ def combine(methods: Mapping[str, Method]) -> Method:
         for aspect, widths in method.projections.items():
             assert projections.setdefault(aspect, widths) == widths, f"two methods map {aspect} to different widths"
     (shift,) = {method.shift for method in methods.values()}
-    return Method(**vars(terms), shift=shift, projections=projections)
+    pooling = next((method.pooling for method in methods.values() if method.pooling is not None), None)
+    return Method(**vars(terms), shift=shift, projections=projections, pooling=pooling)
 
 
 def _divided(weight: float, divisor: Tensor) -> Tensor:

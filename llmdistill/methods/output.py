@@ -12,6 +12,7 @@ from typing import Literal
 
 from llmdistill import losses
 from llmdistill.batch import Batch, LossSum, Outputs, Positions
+from llmdistill.errors import UserError
 from llmdistill.losses.terms import SequenceTerm
 from llmdistill.methods.annotations import Tensor
 from llmdistill.methods.method import Terms
@@ -60,6 +61,11 @@ def divergence_terms(
 
 def _terms(token_term: losses.TokenTerm, on_sequences: SequenceTerm, weight: float, objective: Objective) -> Terms:
     """The terms that the objective has; none if the weight is 0."""
+    if weight != 0 and objective.sequences == "embeddings":
+        raise UserError(
+            f"the term {token_term.name} compares probabilities or labels, and sentences (data.kind) have only "
+            "embeddings: take method embedding, or give the term the weight 0"
+        )
     terms = Terms({})
     if weight != 0 and objective.tokens:
         terms |= Terms({token_term.name: weight}, token_terms=(token_term,))

@@ -231,11 +231,11 @@ def make_trainer(
     elif method.needs_teacher:
         live = teacher()
         recorder = make_recorder(plan, live.model, method.teacher_taps)
-        trained_by = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary)
+        trained_by = TappedModel(live.forward, recorder, vocabulary=plan.vocabulary, pooling=method.pooling)
     recorder = make_recorder(plan, engine.module, method.student_taps, projectors)
     return Trainer(
         engine=engine,
-        student=TappedModel(engine, recorder, vocabulary=plan.vocabulary),
+        student=TappedModel(engine, recorder, vocabulary=plan.vocabulary, pooling=method.pooling),
         teacher=trained_by,
         method=method,
         loader=prepare_loader(plan, loader, engine, data, world),

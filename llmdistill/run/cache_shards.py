@@ -121,7 +121,9 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
         return
     plan, world = job.plan, job.world
     live = make_teacher(plan, world)
-    teacher = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
+    teacher = TappedModel(
+        live.forward, make_recorder(plan, live.model, plan.method.teacher_taps), pooling=plan.method.pooling
+    )
     if missing:
         _check_loss(job, teacher)
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]

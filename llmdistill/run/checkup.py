@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,10 +189,11 @@ def term_sizes(
     """
     student.eval()
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
-    learner = TappedModel(student, Recorder(student, method.student_taps, projectors), vocabulary=vocabulary)
+    ways: dict[str, Any] = {"vocabulary": vocabulary, "pooling": method.pooling}
+    learner = TappedModel(student, Recorder(student, method.student_taps, projectors), **ways)
     tapped = [learner]
     if method.needs_teacher and teacher is not None:
-        tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary))
+        tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), **ways))
     check_losses(dict(zip(("student", "teacher"), tapped, strict=False)), batch, World.current())
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]

@@ -197,7 +197,7 @@ def make_plan(
     # The last layer is a placeholder for the layer that the search will find.
     settled = config if searched is None else config.with_settings(searched, teacher_layer="last")
     method = build_method(names, settled.method_settings, teacher_config, student_config, objective)
-    if task.head is not None and not {"labels", "sequences"} & set(method.positions.values()):
+    if task.head not in (None, "none") and not {"labels", "sequences"} & set(method.positions.values()):
         # Without sft no term would train the head of the task.
         method = build_method([*names, "sft"], settled.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None

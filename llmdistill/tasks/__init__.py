@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 _GLUE = "llmdistill.tasks.glue:Glue"
 _SQUAD = "llmdistill.tasks.squad:Squad"
 _WRITING = "llmdistill.tasks.writing:Writing"
-_KINDS = {"instructions", "text"}
+_KINDS = {"instructions", "text", "sentences"}
 
 TASKS: dict[str, type[Task] | str] = {
     "instructions": "llmdistill.tasks.instructions:Instructions",
     "text": "llmdistill.tasks.text:Text",
+    "sentences": "llmdistill.tasks.sentences:Sentences",
     **dict.fromkeys(("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"), _GLUE),
     "xnli": "llmdistill.tasks.xnli:Xnli",
     **dict.fromkeys(("squad1", "squad2", "mlqa"), _SQUAD),

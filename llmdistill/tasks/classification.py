@@ -128,6 +128,11 @@ def _metric(name: Metric, predictions: np.ndarray, targets: np.ndarray) -> float
         return float(correlation(predictions.astype(np.float64), targets.astype(np.float64)).statistic)
 
 
+def rank_correlation(predictions: np.ndarray, targets: np.ndarray) -> float:
+    """Return Spearman's rank correlation, -1 to 1; 0 if either side is constant or not finite."""
+    return _metric("spearman", predictions, targets)
+
+
 def targets_of(examples: Sequence[PairExample | EncodedPair]) -> np.ndarray:
     """Return the target of each example: (examples,)."""
     return np.array([example.target for example in examples])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,13 +14,26 @@ from llmdistill.data.store import store, store_folder, token_dtype, tokenizer_fi
 from llmdistill.fingerprints import file_sha256
 
 if TYPE_CHECKING:
-    from llmdistill.tasks.benchmark import Benchmark
+    from llmdistill.config import RunConfig
 
 _FORMAT = 1
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
 
 
-def store_task(task: Benchmark, tokenizer: PreTrainedTokenizerBase) -> Path:
+class StoredTask(Protocol):
+    """What `store_task` asks of a task; `tasks.benchmark.Benchmark` describes the methods."""
+
+    config: RunConfig
+
+    @property
+    def key(self) -> str: ...
+    def paths(self) -> Sequence[Path] | None: ...
+    def read_files(self) -> Any: ...
+    def decides(self) -> Mapping[str, Any]: ...
+    def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]: ...
+
+
+def store_task(task: StoredTask, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Read and tokenise the examples of a task into a folder; reuse that of the same data, tokenizer and settings.
 
     The tokens are stored in the folder ``tasks`` of data.cache_dir. Local files are identified by their paths and

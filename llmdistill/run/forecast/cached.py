@@ -109,7 +109,7 @@ def trace_cache(
     tracer, request = Tracer(), request_of(method)
     tracer.ignore([*teacher.parameters(), *teacher.buffers()])
     teacher.eval().requires_grad_(False)
-    tapped = TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary)
+    tapped = TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary, pooling=method.pooling)
     with on_gpu(), tracer, torch.no_grad():
         outputs = tapped.teach(batch, lm_head=method.taught_positions)
         rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)

@@ -119,6 +119,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
         None: None,
         "classes": ids[:, 0],
         "scores": ids[:, 0].float(),
+        "embeddings": ids[:, 0],
         "spans": ids[:, :2],
     }[plan.objective.sequences]
     packed = data.kind == "instructions" and data.packing
@@ -151,7 +152,7 @@ def trace_step(models: Models, batch: Batch, *, checkpointing: bool, cached: Cac
         for parameter in student.parameters()
         if parameter.requires_grad
     ]
-    learner = _tapped(student, method.student_taps, tracer, models.vocabulary, models.projectors)
+    learner = _tapped(student, method.student_taps, tracer, models, models.projectors)
     tapped = [learner]
     teacher: Teacher | None = cached
     tracer.ignore(_tensors(student))
@@ -159,7 +160,7 @@ def trace_step(models: Models, batch: Batch, *, checkpointing: bool, cached: Cac
         models.teacher.eval().requires_grad_(False)
         tracer.ignore(_tensors(models.teacher))
         if cached is None:
-            teacher = _tapped(models.teacher, method.teacher_taps, tracer, models.vocabulary)
+            teacher = _tapped(models.teacher, method.teacher_taps, tracer, models)
             tapped.append(teacher)
     taught, of_teacher = None, Work()
     with on_gpu(), tracer:
@@ -240,10 +241,11 @@ def _tapped(
     model: PreTrainedModel,
     taps: TapRequest,
     tracer: Tracer,
-    vocabulary: int | None,
+    models: Models,
     projectors: nn.ModuleDict | None = None,
 ) -> TappedModel:
-    tapped = _WatchedModel(model, Recorder(model, taps, projectors), vocabulary=vocabulary)
+    ways: dict[str, Any] = {"vocabulary": models.vocabulary, "pooling": models.method.pooling}
+    tapped = _WatchedModel(model, Recorder(model, taps, projectors), **ways)
     tapped.tracer = tracer
     return tapped
 

@@ -1,0 +1,17 @@
+"""Settings of sentences, whose embeddings are learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentencesConfig:
+    """How the embeddings of sentences are made. Files of sentence-transformers beside the teacher say it by default."""
+
+    pooling: Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"] | None = None
+    """How the outputs of the tokens become the embedding; default: as in the teacher's 1_Pooling/config.json, and
+    mean without it."""
+    normalize: bool | None = None
+    """Whether an embedding is divided by its length; default: whether the teacher's modules.json says so."""

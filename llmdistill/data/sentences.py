@@ -1,0 +1,115 @@
+"""Reads sentences, whose embeddings are learnt, and pairs of sentences with a similarity (STS), which score them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmdistill.data.sources import open_rows, unreadable
+from llmdistill.errors import UserError
+
+FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")
+"""Keys of the sentences in a row of training data."""
+_PAIR = ("sentence1", "sentence2")
+_SCORES = ("score", "similarity_score", "label")
+
+
+@dataclass(frozen=True)
+class SentencePair:
+    """Two sentences and how similar people found them."""
+
+    sentence1: str
+    sentence2: str
+    score: float
+    """The larger, the more similar; 0 to 5 in STS."""
+
+
+def read_sentences(reference: str | Path) -> list[str]:
+    """Read the sentences of a training set, each once, in order.
+
+    Args:
+        reference: a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored;
+            or a file or data set on the hub with rows (see `data.sources.read_examples`), with sentences under any of
+            FIELDS.
+
+    Raises:
+        UserError: there is no sentence, or a row has none.
+    """
+    path = Path(reference)
+    if path.suffix.lower() == ".txt":
+        found = dict.fromkeys(line.strip() for line in _lines(path) if line.strip())
+    elif _is_plain(path):
+        found = dict.fromkeys(text for pair in _plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
+    else:
+        found = dict.fromkeys(text for row in open_rows(reference, streaming=False) for text in _sentences(*row))
+    if not found:
+        raise UserError(f"{reference}: holds no sentence; give a text with a sentence on each line")
+    return list(found)
+
+
+def read_pairs(reference: str | Path) -> list[SentencePair]:
+    """Read pairs of sentences with a score.
+
+    Args:
+        reference: a TSV file without a header and with the columns score, sentence, sentence; or a file or data set on
+            the hub with rows of sentence1, sentence2 and score (or similarity_score, or label).
+
+    Raises:
+        UserError: a row is malformed, or the scores are fewer than two or all the same, so that nothing correlates.
+    """
+    path = Path(reference)
+    plain = _is_plain(path)
+    pairs = list(_plain_pairs(path) if plain else (_pair(*row) for row in open_rows(reference, streaming=False)))
+    if len({pair.score for pair in pairs}) < 2:
+        raise UserError(f"{reference}: {len(pairs)} pairs with no two different scores; give pairs whose scores differ")
+    return pairs
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether a file is a TSV without a header, which begins with a number."""
+    if path.suffix.lower() != ".tsv" or not path.is_file():
+        return False
+    return _number(next(_lines(path), "").split("\t")[0]) is not None
+
+
+def _plain_pairs(path: Path) -> Iterator[SentencePair]:
+    for number, line in enumerate(_lines(path), start=1):
+        cells = line.rstrip("\r\n").split("\t")
+        score = _number(cells[0])
+        if len(cells) != 3 or score is None or not cells[1].strip() or not cells[2].strip():
+            raise UserError(f"{path}:{number}: not a score and two sentences, separated by tabs; mend the line")
+        yield SentencePair(cells[1], cells[2], score)
+
+
+def _sentences(row: Mapping[str, Any], place: str) -> list[str]:
+    found = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
+    if not found:
+        raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
+    return found
+
+
+def _pair(row: Mapping[str, Any], place: str) -> SentencePair:
+    texts = [row.get(key) for key in _PAIR]
+    score = next((_number(row[key]) for key in _SCORES if key in row), None)
+    if score is None or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise UserError(f"{place}: give {', '.join(_PAIR)} and a number as score, similarity_score or label")
+    return SentencePair(str(texts[0]), str(texts[1]), score)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,91 @@
+"""Distillation of sentence embeddings (Reimers and Gurevych 2020): the embedding is drawn to the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llmdistill import losses
+from llmdistill.batch import Batch, LossSum, Outputs
+from llmdistill.config import RunConfig
+from llmdistill.errors import UserError
+from llmdistill.losses.terms import SequenceTerm
+from llmdistill.methods.annotations import PreTrainedConfig, Tensor
+from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.layers import same_direction
+from llmdistill.methods.method import Method
+from llmdistill.models.families import shape_of
+from llmdistill.objective import TOKENS, Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """Distillation of the embedding of each sentence (data.kind sentences). A weight of 0 drops the term."""
+
+    cosine: float = 1.0
+    """Weight of 1 - cos between the embeddings of student and teacher."""
+    mse: float = 1.0
+    """Weight of the squared error between them, as the mean over their width (Reimers and Gurevych 2020, eq. 1).
+    Between embeddings of length 1 it is (1 - cos) times 2 over the width, so it matters if the teacher does not
+    normalise."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a weight is out of its range."""
+        check_settings("embedding", self, ("cosine", "mse"))
+
+
+def build_embedding(
+    settings: EmbeddingConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
+) -> Method:
+    """cosine · (1 - cos) + mse · mean squared error between the embeddings that the objective's pooling makes.
+
+    Raises:
+        UserError: the data give no embeddings, or the embeddings of the models differ in their width.
+    """
+    causal = same_direction(teacher, student, method="embedding")
+    if objective.sequences != "embeddings":
+        raise UserError("method embedding compares embeddings of sentences: set data.kind to sentences")
+    widths = shape_of(student).hidden_size, shape_of(teacher).hidden_size
+    if widths[0] != widths[1]:
+        raise UserError(
+            f"method embedding compares embeddings, but they are {widths[1]} wide in the teacher and {widths[0]} in "
+            "the student: give the student the teacher's width (factors or fewer layers keep it)"
+        )
+    measures = {"cosine": losses.sequence_embedding_cosine, "mse": losses.sequence_embedding_mse}
+    weights = {name: getattr(settings, name) for name in measures if getattr(settings, name) > 0}
+    terms = [SequenceTerm(name, True, _compared(measures[name])) for name in weights]
+    return Method(weights, sequence_terms=terms, shift=causal, pooling=objective.pooling)
+
+
+def _compared(
+    measure: Callable[[Tensor, Tensor, Tensor], LossSum],
+) -> Callable[[Outputs, Outputs | None, Batch], LossSum]:
+    def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
+        assert student.sequence_logits is not None, "the student gives no embeddings"
+        assert teacher is not None
+        assert teacher.sequence_logits is not None, "the teacher gives no embeddings"
+        return measure(student.sequence_logits, teacher.sequence_logits, batch.has_target())
+
+    return loss
+
+
+def check_embedding(settings: EmbeddingConfig, config: RunConfig) -> None:
+    """Check that the run has sentences.
+
+    Raises:
+        ValueError: it has other data.
+    """
+    if config.data.kind != "sentences":
+        raise ValueError(
+            f"method embedding compares embeddings of sentences, but data.kind is {config.data.kind}: set it to "
+            "sentences"
+        )
+
+
+EMBEDDING = MethodEntry(
+    label="Embedding",
+    help="the embeddings of sentences",
+    settings=EmbeddingConfig,
+    build=build_embedding,
+    check=check_embedding,
+)

@@ -1,0 +1,281 @@
+"""Sentences: an encoder learns the teacher's embeddings, and is scored by the correlation of its cosines with people's.
+
+The score is that of STS: Spearman's rank correlation between the cosine of two embeddings and the given similarity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from llmdistill.batch import Batch
+from llmdistill.config import RunConfig
+from llmdistill.data.columns import MappedColumns, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
+from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
+from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.files import write_text
+from llmdistill.models.families import is_causal
+from llmdistill.models.forward import TappedModel
+from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
+from llmdistill.models.taps import Recorder
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.objective import Objective, Pooling
+from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.turns import made_once
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.benchmark import check_positions, gather
+from llmdistill.tasks.classification import rank_correlation
+from llmdistill.tasks.stored import store_task
+
+VALID = "valid"
+"""The name of the validation set in the scores and predictions of a run."""
+_SCORES = "scores of "
+"""Begins the name of the part of the stored examples that has the similarities of a set."""
+
+
+class Sentences(Task):
+    """The task of giving sentences the teacher's embeddings."""
+
+    head = "none"
+    validation_metric = "Spearman"
+    key = "sentences"
+
+    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
+        """Raise UserError if a test set has the name of the validation set, or the settings need another teacher."""
+        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
+        if VALID in config.data.tests:
+            raise UserError(
+                f"data.tests.{VALID}: that name is the validation set's (data.{VALID}); call the test set other"
+            )
+        if config.student.assistants:
+            raise UserError("student.assistants: assistants do not learn sentences (data.kind); leave them out")
+
+    @cached_property
+    def settings(self) -> SentenceSettings:
+        """How embeddings are made: as the run's settings say, else as the files beside the teacher do."""
+        model, own = self.config.teacher.model or self.config.student.model, self.config.data.sentences
+        found = read_sentence_settings(locate(str(model))) or SentenceSettings(pooling=Pooling(), max_length=None)
+        pooling = found.pooling
+        if own.pooling is not None:
+            pooling = replace(pooling, modes=(own.pooling,))
+        if own.normalize is not None:
+            pooling = replace(pooling, normalize=own.normalize)
+        longest = self.config.data.max_length
+        return replace(found, pooling=pooling, max_length=min(longest, found.max_length or longest))
+
+    def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
+        """See Task. The models must be encoders."""
+        if is_causal(config):
+            raise UserError(
+                f"{key} {reference} is a decoder ({config.model_type}), and embeddings of sentences are learnt by "
+                "encoders: take an encoder"
+            )
+
+    def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
+        """See Task: an embedding for each sentence."""
+        return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
+
+    def paths(self) -> list[Path] | None:
+        """Return the files that `read_files` reads; None if one is a data set of the hub."""
+        paths = [locate(reference) for reference in self._references().values()]
+        return paths if all(path.is_file() for path in paths) else None
+
+    def _references(self) -> dict[str, str]:
+        """Return the data sets: train if the run trains, the validation set, and the test sets."""
+        data = self.config.data
+        given = {"train": data.train if self.trains else None, VALID: data.valid}
+        return {**{name: each for name, each in given.items() if each is not None}, **data.tests}
+
+    def check_files(self) -> None:
+        """See Task: the small sets that score are read whole."""
+        for name, reference in self._references().items():
+            if name != "train":
+                read_pairs(locate(reference))
+            elif locate(reference).suffix and not locate(reference).is_file():
+                raise UserError(f"data.train {reference}: no such file; give a text with a sentence on each line")
+
+    def read_files(self) -> SentenceFiles:
+        """Read every set; raise UserError for a file that is missing or malformed."""
+        references = {name: locate(reference) for name, reference in self._references().items()}
+        train = read_sentences(references.pop("train")) if self.trains else []
+        return SentenceFiles(train, {name: read_pairs(reference) for name, reference in references.items()})
+
+    def decides(self) -> dict[str, Any]:
+        """Return the settings on which the tokens depend."""
+        settings = self.settings
+        sets = list(self._references())
+        return {
+            "max_length": settings.max_length,
+            "prompt": settings.prompt,
+            "lower_case": settings.lower_case,
+            "sets": sets,
+        }
+
+    def write(self, files: SentenceFiles, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
+        """Tokenise the sentences and write them; the sentences of a pair follow each other."""
+        length = int(self.settings.max_length or 0)
+        sets = {
+            name: [text for pair in pairs for text in (pair.sentence1, pair.sentence2)]
+            for name, pairs in files.scored.items()
+        }
+        for name, texts in {"train": files.train, **sets}.items():
+            if texts:
+                # A target of any kind makes the sentence one to learn.
+                rows = [PairExample(self.settings.text(text), None, 0, number) for number, text in enumerate(texts)]
+                writer.add(name, (encode_pairs(piece, tokenizer, length) for piece in in_pieces(rows)), PAIRS)
+        for name, pairs in files.scored.items():
+            writer.add_text(_SCORES + name, [pair.score for pair in pairs])
+        return {"sets": list(files.scored)}
+
+    def read(self, models: Models) -> SentenceData:
+        """See Task. The tokens are kept on disk, where the next run finds them."""
+        return self._opened(store_task(self, load_tokenizer(models.tokenizer_path)), models)
+
+    def read_on_all(self, models: Models, world: World) -> SentenceData:
+        """See Task. Rank 0 reads and tokenises the sentences, and all ranks map their tokens."""
+        folder = made_once(lambda: store_task(self, load_tokenizer(models.tokenizer_path)), world)
+        return on_every(lambda: self._opened(folder, models), world)
+
+    def _opened(self, folder: Path, models: Models) -> SentenceData:
+        stored = StoredSplits(folder)
+        encoded = {
+            name: stored.items(name, PAIRS) for name in (*(["train"] if self.trains else []), *stored.meta["sets"])
+        }
+        length = int(self.settings.max_length or 0)
+        for config in (models.student, models.teacher):
+            check_positions(config, "the sentences", (items.longest for items in encoded.values()), length)
+        train = self.config.train
+        return SentenceData(
+            tokenizer=load_tokenizer(models.tokenizer_path),
+            encoded=encoded,
+            scores={name: stored.text(_SCORES + name) for name in stored.meta["sets"]},
+            settings=self.settings,
+            digest=folder.name,
+            batch_size=train.micro_batch_size or train.global_batch_size,
+            report=f"{len(encoded['train']):,} sentences" if self.trains else "not read, as nothing is trained",
+        )
+
+
+@dataclass(frozen=True)
+class SentenceFiles:
+    """The content of the files of a run."""
+
+    train: list[str]
+    """The sentences to learn; empty if the run does not train."""
+    scored: Mapping[str, list[SentencePair]]
+    """The validation set and the test sets."""
+
+    def parts(self) -> chain[object]:
+        """Yield all that identifies them."""
+        return chain(self.train, *([name, *pairs] for name, pairs in self.scored.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceData(TaskData):
+    """The sentences of a run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    encoded: Mapping[str, MappedColumns[EncodedPair]]
+    """The sentences of `train` (if the run trains) and of each scored set, which has the two of a pair side by side."""
+    scores: Mapping[str, Sequence[float]]
+    """The similarity of each pair."""
+    settings: SentenceSettings
+    digest: str
+    """Identifies the sentences and their tokens."""
+    batch_size: int
+    """The number of sentences per rank in a forward pass of scoring."""
+    report: str
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See TaskData: the validation set and the test sets."""
+        pooling = self.settings.pooling
+        asked = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
+        return dict.fromkeys(self.scores, asked)
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See TaskData."""
+        return -(-epochs * len(self.encoded["train"]) // global_batch_size)
+
+    def loader(self, share: Share) -> TrainLoader[EncodedPair]:
+        """See TaskData."""
+        train = self.encoded["train"]
+        return TrainLoader(train, share, self._collate, length=train.length)
+
+    def _collate(self, items: Sequence[EncodedPair]) -> Batch:
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_pairs(items, padding)
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See TaskData: the sentences of the validation set."""
+        if VALID not in self.encoded:
+            return []
+        rank = {"rank": share.rank, "world_size": share.world_size}
+        batches = scoring_batches(self.encoded[VALID], self._collate, batch_size=share.micro_batch_size, **rank)
+        return [batch for _, batch in batches]
+
+    def validation_score(self, scored: ScoredModel) -> float:
+        """See TaskData: Spearman's correlation on the validation set, times 100."""
+        return float(self.score_set(VALID, scored)["spearman"])
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See TaskData: Spearman's correlation of the cosines with the similarities, times 100."""
+        embeddings = self._embeddings(self.encoded[name], scored)
+        cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
+        scores = np.array(self.scores[name], dtype=np.float64)
+        if scored.world.is_main:
+            rows = (f"{cosine:.6f}\t{score:g}\n" for cosine, score in zip(cosines, scores, strict=True))
+            write_text(scored.predictions / f"{name}.tsv", "".join(["cosine\tscore\n", *rows]))
+        return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
+
+    def _embeddings(self, items: Sequence[EncodedPair], scored: ScoredModel) -> torch.Tensor:
+        """Return the embedding of each sentence, (sentences, W), on the CPU; every rank must call this method."""
+        world = scored.world
+        ranks = {"rank": world.rank, "world_size": world.size}
+        batches = scoring_batches(items, self._collate, batch_size=self.batch_size, **ranks)
+        tapped = TappedModel(scored.model, Recorder(scored.model, {}), pooling=self.settings.pooling)
+        mine: list[tuple[int, Any]] = []
+        try:
+            with torch.no_grad():
+                for indices, batch in batches:
+                    embeddings = tapped(batch.to(world.device)).sequence_logits
+                    assert embeddings is not None
+                    mine += zip(indices, embeddings.float().cpu(), strict=False)
+        finally:
+            tapped.remove()
+        return torch.stack([each for _, each in sorted(gather(mine, world), key=lambda pair: pair[0])])
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See TaskData: ``{"spearman": {SET: -100 to 100}}``."""
+        return {"spearman": {name: score["spearman"] for name, score in scores.items()}}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        """See TaskData."""
+        shown = "  ".join(f"{name} {value:.2f}" for name, value in summary["spearman"].items())
+        return f"Spearman of the {model}: {shown or 'no test sets'}"
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """See TaskData."""
+        return ScoreTable(
+            title="Spearman x 100 on each set",
+            columns=[f"{name} (n = {len(scores):,})" for name, scores in self.scores.items()],
+            rows={
+                name: [f"{result['spearman'][each]:.2f}" for each in self.scores] for name, result in results.items()
+            },
+            legend=(
+                "Spearman's rank correlation between the cosine of two sentences' embeddings and the similarity that "
+                "people gave them, x 100."
+            ),
+        )
