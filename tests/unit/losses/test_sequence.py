@@ -11,6 +11,8 @@ from llmdistill.losses.divergence import forward_kl, reverse_kl
 from llmdistill.losses.sequence import (
     sequence_cross_entropy,
     sequence_divergence,
+    sequence_embedding_cosine,
+    sequence_embedding_mse,
     sequence_mse,
     sequence_score_mse,
     sequence_soft_cross_entropy,
@@ -37,6 +39,8 @@ LOSSES = {
     "divergence": (lambda s, t: sequence_divergence(s, t, HAS_TARGET, divergence=reverse_kl, temperature=1.7), 3),
     "soft cross-entropy": (lambda s, t: sequence_soft_cross_entropy(s, t, HAS_TARGET, temperature=1.7), 3),
     "score mse": (lambda s, t: sequence_score_mse(s, t, HAS_TARGET), 1),
+    "embedding cosine": (lambda s, t: sequence_embedding_cosine(s, t, HAS_TARGET), 3),
+    "embedding mse": (lambda s, t: sequence_embedding_mse(s, t, HAS_TARGET), 3),
 }
 every_loss = pytest.mark.parametrize(("loss_of", "classes"), LOSSES.values(), ids=LOSSES)
 
@@ -72,7 +76,19 @@ def test_the_teacher(temperature: float) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["divergence", "soft cross-entropy", "score mse"])
+def test_embeddings() -> None:
+    student, teacher = make(0), make(1)
+    cosine = squares = 0.0
+    for b in COUNTED:
+        ours, theirs = student[b].tolist(), teacher[b].tolist()
+        dot = sum(x * y for x, y in zip(ours, theirs, strict=True))
+        cosine += 1 - dot / math.hypot(*ours) / math.hypot(*theirs)
+        squares += sum((x - y) ** 2 for x, y in zip(ours, theirs, strict=True)) / len(ours)
+    check(sequence_embedding_cosine(student, teacher, HAS_TARGET), cosine)
+    check(sequence_embedding_mse(student, teacher, HAS_TARGET), squares)
+
+
+@pytest.mark.parametrize("name", ["divergence", "soft cross-entropy", "score mse", "embedding cosine", "embedding mse"])
 def test_no_gradient_where_student_equals_teacher(name: str) -> None:
     loss_of, classes = LOSSES[name]
     student = make(1, classes).requires_grad_()
@@ -123,6 +139,8 @@ def test_without_any_target_the_loss_is_zero_and_has_a_gradient() -> None:
         (lambda s: sequence_divergence(s, make(1), none, divergence=forward_kl), 3),
         (lambda s: sequence_soft_cross_entropy(s, make(1), none), 3),
         (lambda s: sequence_score_mse(s, make(1, 1), none), 1),
+        (lambda s: sequence_embedding_cosine(s, make(1), none), 3),
+        (lambda s: sequence_embedding_mse(s, make(1), none), 3),
     ):
         student = make(0, classes).requires_grad_()
         loss = loss_of(student)

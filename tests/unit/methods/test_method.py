@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def test_there_are_all_methods() -> None:
-    teachers = {"makd", "kd", "minilm", "minilmv2", "distilbert", "tinybert", "kroneckerbert"}
+    teachers = {"makd", "kd", "minilm", "minilmv2", "distilbert", "tinybert", "kroneckerbert", "embedding"}
     assert set(METHODS) == teachers | {"sft", "seqkd", "none"}
 
 

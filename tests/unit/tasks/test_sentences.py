@@ -1,0 +1,159 @@
+"""Sentences and STS files: what is read, what is refused, and Spearman's correlation of a model's cosines."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast
+
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import changed
+from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences
+from llmdistill.errors import UserError
+from llmdistill.methods import METHODS, build_method
+from llmdistill.objective import Pooling
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.base import Models, ScoredModel
+from llmdistill.tasks.sentences import SentenceData, Sentences
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "b", "c", "d", "e", "f"]
+PAIRS = [("a b", "a c", 4.0), ("d", "e f a", 0.5), ("b b b", "b", 5.0), ("c d e", "f", 1.0), ("a", "d e", 2.0)]
+
+
+def encoder(folder: Path) -> BertModel:
+    """A tiny encoder that takes the first token as the embedding, as sentence-transformers saves it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    sizes |= {"initializer_range": 0.5}  # or else all cosines are nearly 1, and their ranks rounding
+    model = BertModel(BertConfig(vocab_size=len(WORDS), **sizes)).eval()
+    model.save_pretrained(folder)
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
+    modules = [{"path": path, "type": f"x.{path[2:] or 'Transformer'}"} for path in ("", "1_Pooling")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "cls"}')
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 4}')
+    return model
+
+
+def run_of(folder: Path, **data: object) -> RunConfig:
+    (folder / "train.txt").write_text("a b\n\nc\na b\nd e f a b c\n")
+    sts = folder / "sts.tsv"
+    sts.write_text("".join(f"{score:g}\t{one}\t{other}\n" for one, other, score in PAIRS))
+    settings = {"kind": "sentences", "train": str(folder / "train.txt"), "tests": {"sts": str(sts)}, **data}
+    settings["cache_dir"] = str(folder / "cache")
+    return changed(RunConfig(method="embedding"), {"teacher.model": str(folder / "teacher"), "data": settings}, key="")
+
+
+def data_of(folder: Path) -> tuple[BertModel, SentenceData]:
+    model = encoder(folder / "teacher")
+    task = Sentences(run_of(folder))
+    paths = {"teacher_path": folder / "teacher", "tokenizer_path": folder / "teacher"}
+    objective = task.objective(model.config, uses_output=False)
+    assert objective.pooling == Pooling(("cls",))
+    data = task.read(Models(teacher=model.config, student=model.config, causal=False, objective=objective, **paths))
+    return model, data
+
+
+def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path: Path) -> None:
+    model, data = data_of(tmp_path)
+    cosines = []
+    with torch.no_grad():
+        for one, other, _ in PAIRS:
+            ids = [[1, *map(WORDS.index, text.split()[:2]), 2] for text in (one, other)]  # cut to 4 tokens
+            first, second = (model(torch.tensor([each])).last_hidden_state[0, 0] for each in ids)
+            cosines.append(float(first @ second / first.norm() / second.norm()))
+    scored = ScoredModel(
+        model=model, tokenizer=data.tokenizer, predictions=tmp_path, world=World.alone(), sharded=False
+    )
+    found = data.score_set("sts", scored)
+    expected = 100 * stats.spearmanr(cosines, [score for *_, score in PAIRS]).statistic
+    assert found == {"spearman": pytest.approx(expected, abs=1e-9), "pairs": len(PAIRS)}
+    lines = (tmp_path / "sts.tsv").read_text().splitlines()
+    assert [float(line.split("\t")[0]) for line in lines[1:]] == pytest.approx(cosines, abs=1e-5)
+    assert data.summary({"sts": found}) == {"spearman": {"sts": found["spearman"]}}
+
+
+def test_sentences_are_learnt_once_and_cut_as_the_teachers_files_say(tmp_path: Path) -> None:
+    _, data = data_of(tmp_path)
+    assert [item.input_ids for item in data.encoded["train"]] == [[1, 4, 5, 2], [1, 6, 2], [1, 7, 8, 2]]
+    batch = data._collate(list(data.encoded["train"]))
+    assert int(batch.counts()["sequences"]) == 3
+    assert int(batch.counts()["labels"]) == 0
+
+
+def test_the_files_that_are_read(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"query": "a", "positive": "b", "n": 3}\n{"sentence1": "c", "sentence2": "a", "score": 2}\n')
+    assert read_sentences(rows) == ["a", "b", "c"]
+    named = tmp_path / "named.tsv"
+    named.write_text("score\tsentence1\tsentence2\n1\ta\tb\n4.5\tc\td\n")
+    assert read_pairs(named) == [SentencePair("a", "b", 1.0), SentencePair("c", "d", 4.5)]
+    plain = tmp_path / "plain.tsv"
+    plain.write_text("1\ta\tb\n4.5\tc\ta\n")
+    assert read_pairs(plain) == [SentencePair("a", "b", 1.0), SentencePair("c", "a", 4.5)]
+    assert read_sentences(plain) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("plain.tsv", "1\ta\tb\n2\tc\n", "plain.tsv:2: not a score and two sentences"),
+        ("plain.tsv", "1\ta\tb\nnan\tc\td\n", "plain.tsv:2: not a score"),
+        ("plain.tsv", "1\ta\tb\n1\tc\td\n", "2 pairs with no two different scores"),
+        ("rows.jsonl", '{"sentence1": "a", "sentence2": "", "score": 1}\n', "rows.jsonl:1: give sentence1, sentence2"),
+        ("rows.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "rows.jsonl:1: give sentence1, sentence2"),
+        ("rows.jsonl", "", "0 pairs"),
+    ],
+)
+def test_pairs_that_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_pairs(tmp_path / name)
+
+
+def test_sentences_that_are_refused(tmp_path: Path) -> None:
+    for name, text, said in (("a.txt", "\n \n", "no sentence"), ("b.jsonl", '{"words": "a"}\n', "b.jsonl:1: no sent")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=said):
+            read_sentences(tmp_path / name)
+    with pytest.raises(UserError, match=r"missing\.txt"):
+        read_sentences(tmp_path / "missing.txt")
+
+
+def test_models_methods_and_settings_that_are_refused(tmp_path: Path) -> None:
+    model = encoder(tmp_path / "teacher")
+    task = Sentences(run_of(tmp_path, sentences={"pooling": "max", "normalize": True}))
+    objective = task.objective(model.config, uses_output=False)
+    assert objective.pooling == Pooling(("max",), normalize=True)
+    with pytest.raises(UserError, match="is a decoder"):
+        task.check_model("teacher.model", "x", LlamaConfig())
+    with pytest.raises(UserError, match=r"data\.tests\.valid"):
+        Sentences(run_of(tmp_path, tests={"valid": "sts.tsv"}))
+    with pytest.raises(UserError, match=r"sentences .* have only embeddings: take method embedding"):
+        build_method(["kd"], {}, model.config, model.config, objective)
+    with pytest.raises(UserError, match=r"set data\.kind to sentences"):
+        build_method(["embedding"], {}, model.config, model.config)
+    narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})
+    with pytest.raises(UserError, match="16 wide in the teacher and 8 in the student"):
+        build_method(["embedding"], {}, model.config, narrow, objective)
+    assert METHODS["embedding"].build(METHODS["embedding"].defaults(), model.config, model.config, objective).pooling
+
+
+def test_the_shared_sts_file() -> None:
+    folder = os.environ.get("LLMDISTILL_DATA")
+    if folder is None or not (Path(folder) / "sts/sts.tsv").is_file():
+        pytest.skip("LLMDISTILL_DATA names no folder with sts/sts.tsv")
+    pairs = read_pairs(Path(folder) / "sts/sts.tsv")
+    assert len(pairs) == 3000
+    assert {pair.score for pair in pairs} <= {score for score in map(lambda n: n / 1000, range(5001))}
