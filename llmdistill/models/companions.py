@@ -30,14 +30,19 @@ _WIDTHS = ("word_embedding_dimension", "embedding_dimension")
 """Keys under which versions of sentence-transformers keep the width of the model in the config of a module."""
 
 
-def downloaded(path: Path | str) -> Path:
-    """The folder itself, or the folder into which the safetensors and companion files of a hub name are downloaded."""
+def downloaded(path: Path | str, *, weights: bool = True) -> Path:
+    """The folder itself, or the folder into which the files of a hub name are downloaded.
+
+    These are the companion files and, with `weights`, safetensors.
+    """
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
     of_modules = [f"[0-9]_*/{pattern}" for pattern in _MODULE_FILES]
     files = ["config.json", CONFIG_FILE, "*.safetensors*", GENERATION_FILE, *_TOKENIZER, *_POOLING, *of_modules]
+    if not weights:
+        files = [pattern for pattern in files if ".safetensors" not in pattern]
     return Path(snapshot_download(str(path), allow_patterns=files))
 
 

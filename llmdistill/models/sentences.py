@@ -53,7 +53,7 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     Raises:
         UserError: the model does more than pooling and normalisation, or a file is malformed.
     """
-    folder = downloaded(source)
+    folder = downloaded(source, weights=False)  # a plan reads them
     if not (folder / MODULES_FILE).is_file():
         return None
     modules = read_json(folder / MODULES_FILE)
