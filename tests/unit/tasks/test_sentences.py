@@ -156,4 +156,4 @@ def test_the_shared_sts_file() -> None:
         pytest.skip("LLMDISTILL_DATA names no folder with sts/sts.tsv")
     pairs = read_pairs(Path(folder) / "sts/sts.tsv")
     assert len(pairs) == 3000
-    assert {pair.score for pair in pairs} <= {score for score in map(lambda n: n / 1000, range(5001))}
+    assert all(0 <= pair.score <= 5 for pair in pairs)
