@@ -161,7 +161,7 @@ class DataConfig:
     valid: str | None = None
     """Validation set, for choosing settings: its loss is logged, for instructions also ROUGE-L; never trained on."""
     tests: dict[str, str] = field(default_factory=dict)
-    """Test sets of instructions as {name: path}; every model of the final table is scored on each."""
+    """Test sets of instructions or of pairs of sentences as {name: path}; every model of the final table is scored on each."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
     shuffle_buffer: int = 10_000
@@ -246,7 +246,7 @@ class DataConfig:
 
     def _check_sentences(self) -> None:
         check_least(self, 1, "max_length", prefix="data.")
-        self._check_unused("tests")
+        self._check_unused("tests", "bucket_steps")
         if self.train.startswith("embedded:"):
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is sentences: name a file")
 

@@ -22,10 +22,7 @@ _PLAIN = {f"{_FACTORIZE}weighting": "none", **_UNIFORM}
 _NO_SEARCH = {**_UNIFORM, f"{_FACTORIZE}max_flops": None}
 _OF_SVD = {f"{_FACTORIZE}{key}": value for key, value in {"sigma": "left", "form": "plain", "rank_multiple": 1}.items()}
 _CALIBRATION_DATA = f"{_FACTORIZE}calibration.data"
-_OF_INSTRUCTIONS: Mapping[str, Any] = {
-    **{"data.tests": {}, "data.on_policy": 0.0, "data.streaming": False, "data.bucket_steps": 1},
-    "data.packing": False,
-}
+_OF_INSTRUCTIONS: Mapping[str, Any] = {"data.on_policy": 0.0, "data.streaming": False, "data.packing": False}
 
 
 class _Rule(NamedTuple):
@@ -68,8 +65,8 @@ _RULES: Mapping[str, Sequence[_Rule]] = {
     "train.warmup_steps": [_Rule({"train.warmup_ratio": None})],
     "train.warmup_ratio": [_Rule({"train.warmup_steps": 0})],
     "data.kind": [
-        _Rule(_OF_INSTRUCTIONS, _is("text", "task")),
-        _Rule({key: value for key, value in _OF_INSTRUCTIONS.items() if key != "data.tests"}, _is("sentences")),
+        _Rule(_OF_INSTRUCTIONS, _is("text", "task", "sentences")),
+        _Rule({"data.tests": {}, "data.bucket_steps": 1}, _is("text", "task")),
         _Rule({"train.epochs": None}, _is("instructions")),
         _Rule({"data.train": "embedded:train", "data.valid": None}, _is("task")),
     ],

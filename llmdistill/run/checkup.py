@@ -103,10 +103,10 @@ def _check_models(plan: Plan, data: TaskData, world: World) -> Iterator[Finding]
 
 def above_chance(plan: Plan, teacher: PreTrainedModel, batch: Batch) -> Finding:
     """Compare the teacher's loss on the labels with that of a guess at random."""
-    labels = make_sft(causal=plan.causal, objective=plan.objective)
     what = "teacher above chance"
-    if plan.objective.sequences == "scores" or (plan.teacher_head == "none"):
+    if plan.objective.sequences in ("scores", "embeddings") or plan.teacher_head == "none":
         return Finding("ok", what, "not applicable: the teacher predicts no classes or tokens")
+    labels = make_sft(causal=plan.causal, objective=plan.objective)
     with torch.no_grad():
         found = term_sizes(labels, None, teacher, batch, gradients=False)
     chances = {"label": teacher.config.vocab_size, "sequence_label": _num_classes(plan, teacher, batch)}

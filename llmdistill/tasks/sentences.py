@@ -164,6 +164,7 @@ class Sentences(Task):
             settings=self.settings,
             digest=folder.name,
             batch_size=train.micro_batch_size or train.global_batch_size,
+            bucket_steps=self.config.data.bucket_steps,
             report=f"{len(encoded['train']):,} sentences" if self.trains else "not read, as nothing is trained",
         )
 
@@ -196,6 +197,8 @@ class SentenceData(TaskData):
     """Identifies the sentences and their tokens."""
     batch_size: int
     """The number of sentences per rank in a forward pass of scoring."""
+    bucket_steps: int
+    """See `config.DataConfig.bucket_steps`."""
     report: str
 
     @property
@@ -212,7 +215,7 @@ class SentenceData(TaskData):
     def loader(self, share: Share) -> TrainLoader[EncodedPair]:
         """See TaskData."""
         train = self.encoded["train"]
-        return TrainLoader(train, share, self._collate, length=train.length)
+        return TrainLoader(train, share, self._collate, bucket_steps=self.bucket_steps, length=train.length)
 
     def _collate(self, items: Sequence[EncodedPair]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id
