@@ -161,7 +161,8 @@ class DataConfig:
     valid: str | None = None
     """Validation set, for choosing settings: its loss is logged, for instructions also ROUGE-L; never trained on."""
     tests: dict[str, str] = field(default_factory=dict)
-    """Test sets of instructions or of pairs of sentences as {name: path}; every model of the final table is scored on each."""
+    """Test sets of instructions or of pairs of sentences as {name: path}; every model of the final table is scored on
+    each."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
     shuffle_buffer: int = 10_000

@@ -14,6 +14,9 @@ from llmdistill.errors import UserError
 FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")
 """Keys of the sentences in a row of training data."""
 _PAIR = ("sentence1", "sentence2")
+_TRIPLE = (("query", "anchor"), ("positive",), ("negative",))
+TRIPLE = len(_TRIPLE)
+"""The number of sentences of a triple."""
 _SCORES = ("score", "similarity_score", "label")
 
 
@@ -48,6 +51,24 @@ def read_sentences(reference: str | Path) -> list[str]:
     if not found:
         raise UserError(f"{reference}: holds no sentence; give a text with a sentence on each line")
     return list(found)
+
+
+def read_triples(reference: str | Path) -> list[str]:
+    """Read the sentences of a training set of triples, in order: query, positive and negative of each row.
+
+    Args:
+        reference: a file or data set on the hub with rows of query (or anchor), positive and negative.
+
+    Raises:
+        UserError: there is no row, or one lacks a sentence.
+    """
+    path = Path(reference)
+    if path.suffix.lower() == ".txt" or _is_plain(path):
+        raise UserError(f"{reference}: has no rows of query, positive, negative (data.sentences.triples); name a JSONL")
+    found = [text for row in open_rows(reference, streaming=False) for text in _triple(*row)]
+    if not found:
+        raise UserError(f"{reference}: holds no row; give rows of query, positive, negative")
+    return found
 
 
 def read_pairs(reference: str | Path) -> list[SentencePair]:
@@ -96,6 +117,14 @@ def _sentences(row: Mapping[str, Any], place: str) -> list[str]:
     found = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
     if not found:
         raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
+    return found
+
+
+def _triple(row: Mapping[str, Any], place: str) -> list[str]:
+    given = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
+    found = [text for text in given if isinstance(text, str) and text.strip()]
+    if len(found) != TRIPLE:
+        raise UserError(f"{place}: give query (or anchor), positive and negative, as data.sentences.triples says")
     return found
 
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         sequence_divergence,
         sequence_embedding_cosine,
         sequence_embedding_mse,
+        sequence_margin_mse,
         sequence_mse,
         sequence_score_mse,
         sequence_soft_cross_entropy,
@@ -74,7 +75,7 @@ _NAMES = {
     "head": ("HeadInputs", "TokenLosses", "token_losses"),
     "sequence": (
         *("sequence_cross_entropy", "sequence_divergence", "sequence_embedding_cosine", "sequence_embedding_mse"),
-        *("sequence_mse", "sequence_score_mse", "sequence_soft_cross_entropy"),
+        *("sequence_margin_mse", "sequence_mse", "sequence_score_mse", "sequence_soft_cross_entropy"),
     ),
     "terms": ("LayerTerm", "Losses", "RunningTerms", "SequenceTerm", "TokenTerm", "add_losses"),
 }

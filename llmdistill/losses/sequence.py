@@ -95,6 +95,30 @@ def sequence_embedding_mse(student: Tensor, teacher: Tensor, has_target: Tensor)
     return LossSum(error_BW.square().mean(-1).sum(), has_target.sum())
 
 
+def sequence_margin_mse(student: Tensor, teacher: Tensor, place: Tensor) -> LossSum:
+    """MarginMSE (Hofstätter et al. 2020): squared error between the margins of student and teacher.
+
+    A triple has the margin q·p - q·n of its embeddings. The mean over the triples is the sum by the count.
+
+    Args:
+        student: (B, W), the embeddings; query, positive and negative of a triple follow each other.
+        teacher: (B, W'), W' may differ from W.
+        place: (B,), 0, 1 and 2 in a triple; 0 for a sentence without one, and IGNORE_INDEX for one that does not count.
+    """
+    is_positive = place == 1
+    error_B = _margins(student, is_positive) - _margins(teacher, is_positive)
+    # The count is that of all sentences, as of the other terms, and each triple has three.
+    return LossSum(3 * error_B.square().sum(), (place != IGNORE_INDEX).sum())
+
+
+def _margins(embeddings_BW: Tensor, is_positive_B: Tensor) -> Tensor:
+    """The margins at the positives, 0 elsewhere, where the neighbours are no triple."""
+    embeddings_BW = embeddings_BW.to(torch.promote_types(embeddings_BW.dtype, torch.float32))
+    query_BW, negative_BW = embeddings_BW.roll(1, 0), embeddings_BW.roll(-1, 0)
+    difference_BW = torch.where(is_positive_B[:, None], embeddings_BW - negative_BW, 0.0)
+    return (torch.where(is_positive_B[:, None], query_BW, 0.0) * difference_BW).sum(-1)
+
+
 def _cleared(logits: Tensor, has_target: Tensor) -> Tensor:
     """The logits in at least fp32, with zeros for sequences without a target, whose logits may be NaN."""
     known = has_target.view(-1, *[1] * (logits.dim() - 1))

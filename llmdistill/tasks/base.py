@@ -176,6 +176,11 @@ class Task(ABC):
         """The number of outputs of the classifier; None if the task has no classifier."""
         return None
 
+    @property
+    def rows_per_example(self) -> int:
+        """The number of a batch's sequences that an example of training has."""
+        return 1
+
     def changing_examples(self, *, causal: bool) -> str | None:
         """Return why the examples of decoders (`causal`) or encoders change while they are learnt, as a clause.
 

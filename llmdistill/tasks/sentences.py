@@ -5,7 +5,7 @@ The score is that of STS: Spearman's rank correlation between the cosine of two 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -19,10 +19,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import MappedColumns, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.columns import MappedColumns, MappedItems, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
-from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences
+from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
@@ -61,6 +61,11 @@ class Sentences(Task):
             )
         if config.student.assistants:
             raise UserError("student.assistants: assistants do not learn sentences (data.kind); leave them out")
+
+    @property
+    def rows_per_example(self) -> int:
+        """See Task: three sentences of a triple."""
+        return TRIPLE if self.config.data.sentences.triples else 1
 
     @cached_property
     def settings(self) -> SentenceSettings:
@@ -109,7 +114,8 @@ class Sentences(Task):
     def read_files(self) -> SentenceFiles:
         """Read every set; raise UserError for a file that is missing or malformed."""
         references = {name: locate(reference) for name, reference in self._references().items()}
-        train = read_sentences(references.pop("train")) if self.trains else []
+        read = read_triples if self.config.data.sentences.triples else read_sentences
+        train = read(references.pop("train")) if self.trains else []
         return SentenceFiles(train, {name: read_pairs(reference) for name, reference in references.items()})
 
     def decides(self) -> dict[str, Any]:
@@ -120,6 +126,7 @@ class Sentences(Task):
             "max_length": settings.max_length,
             "prompt": settings.prompt,
             "lower_case": settings.lower_case,
+            "triples": self.config.data.sentences.triples,
             "sets": sets,
         }
 
@@ -132,8 +139,12 @@ class Sentences(Task):
         }
         for name, texts in {"train": files.train, **sets}.items():
             if texts:
-                # A target of any kind makes the sentence one to learn.
-                rows = [PairExample(self.settings.text(text), None, 0, number) for number, text in enumerate(texts)]
+                # The target is the place in a triple. Any target makes the sentence one to learn.
+                size = self.rows_per_example if name == "train" else 1
+                rows = [
+                    PairExample(self.settings.text(text), None, number % size, number)
+                    for number, text in enumerate(texts)
+                ]
                 writer.add(name, (encode_pairs(piece, tokenizer, length) for piece in in_pieces(rows)), PAIRS)
         for name, pairs in files.scored.items():
             writer.add_text(_SCORES + name, [pair.score for pair in pairs])
@@ -165,8 +176,27 @@ class Sentences(Task):
             digest=folder.name,
             batch_size=train.micro_batch_size or train.global_batch_size,
             bucket_steps=self.config.data.bucket_steps,
+            size=self.rows_per_example,
             report=f"{len(encoded['train']):,} sentences" if self.trains else "not read, as nothing is trained",
         )
+
+
+class _Rows(MappedItems[list[EncodedPair]]):
+    """The sentences of the training set, so many at a time."""
+
+    def __init__(self, sentences: MappedColumns[EncodedPair], size: int) -> None:
+        self._sentences = sentences
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._sentences) // self._size
+
+    def _item(self, place: int) -> list[EncodedPair]:
+        return self._sentences[place * self._size : (place + 1) * self._size]
+
+    def length(self, index: int) -> int:
+        """See MappedItems: of the longest of them, to which the others are padded."""
+        return max(self._sentences.length(place) for place in range(index * self._size, (index + 1) * self._size))
 
 
 @dataclass(frozen=True)
@@ -199,6 +229,8 @@ class SentenceData(TaskData):
     """The number of sentences per rank in a forward pass of scoring."""
     bucket_steps: int
     """See `config.DataConfig.bucket_steps`."""
+    size: int
+    """The number of sentences that stay together in training: 3 for triples, else 1."""
     report: str
 
     @property
@@ -210,12 +242,19 @@ class SentenceData(TaskData):
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         """See TaskData."""
-        return -(-epochs * len(self.encoded["train"]) // global_batch_size)
+        return -(-epochs * len(_Rows(self.encoded["train"], self.size)) // global_batch_size)
 
-    def loader(self, share: Share) -> TrainLoader[EncodedPair]:
-        """See TaskData."""
-        train = self.encoded["train"]
-        return TrainLoader(train, share, self._collate, bucket_steps=self.bucket_steps, length=train.length)
+    def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
+        """See TaskData; a batch of triples has three times as many sentences."""
+        rows = _Rows(self.encoded["train"], self.size)
+        return TrainLoader(rows, share, self._collate_rows, bucket_steps=self.bucket_steps, length=rows.length)
+
+    def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
+        """See TaskData: the sentences one by one."""
+        return self.encoded["train"], self._collate
+
+    def _collate_rows(self, rows: Sequence[Sequence[EncodedPair]]) -> Batch:
+        return self._collate(list(chain.from_iterable(rows)))
 
     def _collate(self, items: Sequence[EncodedPair]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id

@@ -126,18 +126,21 @@ def make_choices(
     sizes_of_batch = [size for size in range(1, share + 1) if share % size == 0]
     models = build_models(plan)
     sizes = Sizes.of(models.student, models.teacher)
-    ends = [full_batch(plan, size) for size in (1, share)]
+    ends = [(size, full_batch(plan, size * plan.task.rows_per_example)) for size in (1, share)]
     teachers: list[str | None] = [None]
     if models.teacher is not None:
         teachers = [] if plan.is_cached else [*shardings(machine)]
-    kept, forecast, of_sequence = None, None, Counts.of(ends[0])
+    kept, forecast, of_sequence = None, None, Counts.of(ends[0][1])
     if can_cache(plan):
         asked, kept = trace_making(plan, models, cache or CacheAsked())
         sizes = replace(sizes, cached_head_bytes=kept.head_bytes)
         forecast = forecast_making(plan, asked, kept, sizes, machine)
         teachers += [CACHED] if forecast.fits or plan.is_cached else []
     traces = {
-        (on, cached): [trace_step(models, batch, checkpointing=on, cached=kept if cached else None) for batch in ends]
+        (on, cached): [
+            replace(trace_step(models, batch, checkpointing=on, cached=kept if cached else None), micro_batch_size=size)
+            for size, batch in ends
+        ]
         for on in (False, True)
         for cached in sorted({teacher == CACHED for teacher in teachers})
     }

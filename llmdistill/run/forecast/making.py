@@ -78,7 +78,7 @@ def forecast_making(
     each is as long as it may be.
     """
     train, counts = plan.config.train, asked.counts
-    of_step = Counts.of(full_batch(plan, 1)).times(train.global_batch_size)
+    of_step = Counts.of(full_batch(plan, plan.task.rows_per_example)).times(train.global_batch_size)
     if counts is None and train.epochs is None:
         counts = of_step.times(train.steps)
     sharding, fits = _teacher_that_fits(trace, sizes, machine)

@@ -13,6 +13,7 @@ from llmdistill.losses.sequence import (
     sequence_divergence,
     sequence_embedding_cosine,
     sequence_embedding_mse,
+    sequence_margin_mse,
     sequence_mse,
     sequence_score_mse,
     sequence_soft_cross_entropy,
@@ -200,3 +201,26 @@ def test_spans_have_gradients_at_real_tokens_alone() -> None:
     assert (raw.grad[~HAS_TARGET] == 0).all()
     assert (raw.grad.transpose(1, 2)[is_padding] == 0).all()
     assert torch.autograd.gradcheck(losses, make_spans(0, padding=0.0).requires_grad_())
+
+
+def test_margins_are_those_of_a_loop_over_the_triples() -> None:
+    torch.manual_seed(3)
+    # A sentence alone, two triples, and padding of a batch that does not count.
+    place = torch.tensor([0, 0, 1, 2, 0, 1, 2, IGNORE_INDEX])
+    student, teacher = torch.randn(8, 5, requires_grad=True), torch.randn(8, 7)
+    found = sequence_margin_mse(student, teacher, place)
+    expected = torch.zeros(())
+    for query in (1, 4):
+        margins = [each[query] @ each[query + 1] - each[query] @ each[query + 2] for each in (student, teacher)]
+        expected = expected + (margins[0] - margins[1]) ** 2
+    assert float(found.count) == 7
+    # By the count of the sentences, of which a triple has three, it is the mean over the triples.
+    torch.testing.assert_close(found.sum / 6, expected / 2)
+    (gradient,) = torch.autograd.grad(found.sum / 6, student, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected / 2, student)[0])
+    assert sequence_margin_mse(student, student, place).sum == 0
+
+
+def test_margins_of_sentences_without_triples_are_zero_even_where_nothing_is_known() -> None:
+    embeddings = torch.full((3, 4), float("nan"))
+    assert sequence_margin_mse(embeddings, embeddings, torch.tensor([0, 0, IGNORE_INDEX])).sum == 0

@@ -14,7 +14,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizer
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
-from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences
+from llmdistill.data.sampler import Share
+from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences, read_triples
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, build_method
 from llmdistill.objective import Pooling
@@ -90,6 +91,47 @@ def test_sentences_are_learnt_once_and_cut_as_the_teachers_files_say(tmp_path: P
     batch = data._collate(list(data.encoded["train"]))
     assert int(batch.counts()["sequences"]) == 3
     assert int(batch.counts()["labels"]) == 0
+
+
+def test_triples_stay_together_in_every_batch(tmp_path: Path) -> None:
+    model = encoder(tmp_path / "teacher")
+    rows = [("a", "b c", "d"), ("e f", "a", "b"), ("c", "c d", "a b"), ("f", "f e", "b")]
+    file = tmp_path / "rows.jsonl"
+    keys = ("anchor", "positive", "negative")
+    file.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
+    assert read_triples(file) == [text for row in rows for text in row]
+    task = Sentences(run_of(tmp_path, train=str(file), sentences={"triples": True}, bucket_steps=2))
+    paths = {"teacher_path": tmp_path / "teacher", "tokenizer_path": tmp_path / "teacher"}
+    objective = task.objective(model.config, uses_output=False)
+    data = task.read(Models(teacher=model.config, student=model.config, causal=False, objective=objective, **paths))
+    assert (data.num_steps(1, 2), task.rows_per_example) == (2, 3)
+    loader = data.loader(Share(seed=0, global_batch_size=2, micro_batch_size=1))
+    seen = []
+    for step in range(2):
+        for batch in loader.micro_batches(step):
+            assert batch.targets is not None
+            assert batch.targets.tolist() == [0, 1, 2]
+            texts = [[WORDS[word] for word in row if word > 3] for row in batch.input_ids.tolist()]
+            seen.append(tuple(" ".join(words) for words in texts))
+    assert sorted(seen) == sorted(rows)
+    assert [item.target for item in data.taught_examples()[0]] == [0, 1, 2] * 4
+    file.write_text('{"query": "a", "positive": "b"}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: give query"):
+        read_triples(file)
+    with pytest.raises(UserError, match=r"no rows of query, positive, negative"):
+        read_triples(tmp_path / "train.txt")
+    settings = METHODS["embedding"].settings(margin=1.0)
+    with pytest.raises(ValueError, match=r"set data\.sentences\.triples"):
+        METHODS["embedding"].check(settings, run_of(tmp_path))
+
+
+def test_margins_alone_are_learnt_by_a_student_of_another_width(tmp_path: Path) -> None:
+    model = encoder(tmp_path / "teacher")
+    objective = Sentences(run_of(tmp_path)).objective(model.config, uses_output=False)
+    narrow = BertConfig(**{**model.config.to_dict(), "hidden_size": 8})
+    settings = METHODS["embedding"].settings(cosine=0.0, mse=0.0, margin=2.0)
+    method = METHODS["embedding"].build(settings, model.config, narrow, objective)
+    assert dict(method.weights) == {"margin": 2.0}
 
 
 def test_the_files_that_are_read(tmp_path: Path) -> None:
