@@ -19,10 +19,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import MappedColumns, MappedItems, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.columns import LazyItems, MappedColumns, MappedItems, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
+from llmdistill.data.sources import stream_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
@@ -108,8 +109,8 @@ class Sentences(Task):
         for name, reference in self._references().items():
             if name != "train":
                 read_pairs(locate(reference))
-            elif locate(reference).suffix and not locate(reference).is_file():
-                raise UserError(f"data.train {reference}: no such file; give a text with a sentence on each line")
+            elif not locate(reference).is_file():
+                stream_rows(locate(reference))
 
     def read_files(self) -> SentenceFiles:
         """Read every set; raise UserError for a file that is missing or malformed."""
@@ -199,6 +200,23 @@ class _Rows(MappedItems[list[EncodedPair]]):
         return max(self._sentences.length(place) for place in range(index * self._size, (index + 1) * self._size))
 
 
+class _Joined(LazyItems[EncodedPair]):
+    """Several sets, one after the other."""
+
+    def __init__(self, sets: Sequence[MappedColumns[EncodedPair]]) -> None:
+        self._sets = sets
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sets))
+
+    def _item(self, place: int) -> EncodedPair:
+        for items in self._sets:
+            if place < len(items):
+                return items[place]
+            place -= len(items)
+        raise IndexError(place)
+
+
 @dataclass(frozen=True)
 class SentenceFiles:
     """The content of the files of a run."""
@@ -250,8 +268,8 @@ class SentenceData(TaskData):
         return TrainLoader(rows, share, self._collate_rows, bucket_steps=self.bucket_steps, length=rows.length)
 
     def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
-        """See TaskData: the sentences one by one."""
-        return self.encoded["train"], self._collate
+        """See TaskData: the sentences one by one, and those of the validation set, on which the loss is measured."""
+        return _Joined([self.encoded[name] for name in ("train", VALID) if name in self.encoded]), self._collate
 
     def _collate_rows(self, rows: Sequence[Sequence[EncodedPair]]) -> Batch:
         return self._collate(list(chain.from_iterable(rows)))

@@ -17,8 +17,8 @@ from llmdistill.config.strict import flattened
 from llmdistill.methods import METHODS
 
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
-OF_NO_PAPER = {"quickstart", "pruned", "finetune"}
-"""Recipes of the embedded world, and one for a model and task of the user's own."""
+OF_NO_PAPER = {"quickstart", "pruned", "finetune", "sentences"}
+"""Recipes of the embedded world, one for a model and task of the user's own, and one for sentences."""
 OF_THE_MACHINE = (
     *("extends", "output_dir", "data.train", "data.valid", "data.tests", "scoring.batch_size"),
     *(f"train.{name}" for name in ("dtype", "micro_batch_size", "log_every", "save_every", "validate_every")),

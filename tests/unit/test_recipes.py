@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from llmdistill.config.command_line import recipe_names, recipe_path
 from llmdistill.train import main
@@ -14,6 +14,7 @@ from llmdistill.train import main
 ROOT = Path(__file__).resolve().parents[2]
 TEACHERS = {
     "gpt2": GPT2Config(),
+    "sentences": BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536),
     "llama3": LlamaConfig(
         vocab_size=128_256,
         hidden_size=2048,

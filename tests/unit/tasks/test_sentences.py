@@ -114,7 +114,7 @@ def test_triples_stay_together_in_every_batch(tmp_path: Path) -> None:
             texts = [[WORDS[word] for word in row if word > 3] for row in batch.input_ids.tolist()]
             seen.append(tuple(" ".join(words) for words in texts))
     assert sorted(seen) == sorted(rows)
-    assert [item.target for item in data.taught_examples()[0]] == [0, 1, 2] * 4
+    assert [item.target for item in data.taught_examples()[0]] == [0, 1, 2] * 4  # there is no validation set
     file.write_text('{"query": "a", "positive": "b"}\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:1: give query"):
         read_triples(file)

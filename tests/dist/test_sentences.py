@@ -1,0 +1,125 @@
+"""A small encoder for sentences: its student learns the teacher's embeddings, on one rank and two, live or cached."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.dist
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(60))]
+
+
+def text(generator: torch.Generator) -> str:
+    length = int(torch.randint(2, 9, (), generator=generator))
+    return " ".join(f"w{word}" for word in torch.randint(60, (length,), generator=generator).tolist())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random encoder whose files are those of sentence-transformers, and its data."""
+    folder, generator = tmp_path_factory.mktemp("sentences"), torch.Generator().manual_seed(0)
+    teacher = folder / "teacher"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # which differs between ranks
+    BertModel(BertConfig(vocab_size=len(WORDS), initializer_range=0.3, **sizes, **without)).save_pretrained(teacher)
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(teacher)
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(parts)
+    ]
+    (teacher / "modules.json").write_text(json.dumps(modules))
+    (teacher / "1_Pooling").mkdir()
+    (teacher / "1_Pooling/config.json").write_text(
+        '{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}'
+    )
+    (teacher / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
+    (folder / "train.txt").write_text("\n".join(text(generator) for _ in range(96)))
+    triples = [
+        json.dumps({name: text(generator) for name in ("query", "positive", "negative")}) + "\n" for _ in range(24)
+    ]
+    (folder / "triples.jsonl").write_text("".join(triples))
+    pairs = [f"{number % 6}\t{text(generator)}\t{text(generator)}\n" for number in range(20)]
+    (folder / "sts.tsv").write_text("".join(pairs))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(launch, folder):
+    def run(name: str, *arguments: str, ranks: int = 1, data: str = "train.txt", cache: bool = False) -> Path:
+        output = folder / name
+        sets = f"{{sts: {folder / 'sts.tsv'}}}"
+        given = ("--teacher.model", str(folder / "teacher"), "--data.train", str(folder / data), "--data.tests", sets)
+        settings = ("--method", "embedding", "--data.kind", "sentences", "--data.cache_dir", str(folder / "cache"))
+        short = ("--train.steps", "8", "--train.global_batch_size", "8", "--train.learning_rate", "5e-3")
+        shape = ("--student.method", "svd", "--student.factorize.target_params", "70%", "--train.log_every", "1")
+        valid = ("--data.valid", str(folder / "sts.tsv"), "--train.dtype", "fp32")
+        words = (*given, *settings, *short, *shape, *valid, *arguments)
+        if cache:
+            launch("cache", *words, "--output", str(output), ranks=ranks, program="llmdistill.cli")
+        else:
+            launch(*words, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(output), ranks=ranks)
+        return output
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(train) -> Path:
+    """The run of one rank."""
+    return train("alone")
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def embeddings(model: torch.nn.Module) -> torch.Tensor:
+    """Normalised means over the tokens of two sentences."""
+    ids = torch.tensor([[1, 5, 9, 2], [1, 30, 31, 2]])
+    with torch.no_grad():
+        return torch.nn.functional.normalize(model(ids).last_hidden_state.mean(1), dim=-1)
+
+
+def test_the_student_comes_nearer_and_keeps_what_sentence_transformers_reads(alone, folder) -> None:
+    logged = [row["loss"] for row in rows(alone) if "loss" in row]
+    assert logged[-1] < 0.7 * logged[0]
+    metrics = json.loads((alone / "metrics.json").read_text())
+    assert set(metrics["student"]["spearman"]) == {"sts", "valid"}
+    taught, untrained, student = (
+        embeddings(AutoModel.from_pretrained(path).eval())
+        for path in (folder / "teacher", alone / "untrained", alone / "student")
+    )
+    assert float((student * taught).sum(-1).min()) > float((untrained * taught).sum(-1).min())
+    for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+        assert (alone / "student" / name).read_bytes() == (folder / "teacher" / name).read_bytes()
+
+
+def test_two_ranks_learn_from_a_cached_teacher_what_one_learns_from_a_live_one(alone, train) -> None:
+    cached = train("cached", cache=True, ranks=2)
+    two = train("two", "--train.micro_batch_size", "2", "--teacher.cache", str(cached), ranks=2)
+    for key in ("loss", "valid_loss"):
+        live, from_cache = ([row[key] for row in rows(run) if key in row] for run in (alone, two))
+        assert from_cache == pytest.approx(live, rel=1e-4)
+    one, other = (json.loads((run / "metrics.json").read_text())["untrained"]["spearman"] for run in (alone, two))
+    assert one == pytest.approx(other, abs=1e-9)
+
+
+def test_margins_of_triples_are_learnt_on_two_ranks_as_on_one(train) -> None:
+    margins = ("--data.sentences.triples", "true", "--embedding.margin", "0.5", "--train.global_batch_size", "4")
+    one = train("one_of_triples", *margins, data="triples.jsonl")
+    two = train("two_of_triples", *margins, ranks=2, data="triples.jsonl")
+    of_one, of_two = ([row["margin"] for row in rows(run) if "margin" in row] for run in (one, two))
+    assert of_two == pytest.approx(of_one, rel=1e-4)
+    assert min(of_one) > 0
