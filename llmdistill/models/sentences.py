@@ -92,7 +92,7 @@ def _modes(settings: Mapping[str, Any], file: Path) -> tuple[PoolingMode, ...]:
     modes = tuple(given) if isinstance(given, list) else (given,)
     unknown = [mode for mode in modes if mode not in get_args(PoolingMode)]
     if unknown or not modes:
-        raise UserError(f"{file}: pooling_mode is {given}; it may be {', '.join(get_args(PoolingMode))}")
+        raise UserError(f"{file}: pooling_mode is {given}; take {', '.join(get_args(PoolingMode))}")
     if settings.get("include_prompt") is False:
         raise UserError(f"{file}: include_prompt is false, and prompts are always pooled here; take another model")
     return modes

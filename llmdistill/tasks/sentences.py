@@ -5,10 +5,11 @@ The score is that of STS: Spearman's rank correlation between the cosine of two 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -205,16 +206,14 @@ class _Joined(LazyItems[EncodedPair]):
 
     def __init__(self, sets: Sequence[MappedColumns[EncodedPair]]) -> None:
         self._sets = sets
+        *self._starts, self._length = accumulate(map(len, sets), initial=0)
 
     def __len__(self) -> int:
-        return sum(map(len, self._sets))
+        return self._length
 
     def _item(self, place: int) -> EncodedPair:
-        for items in self._sets:
-            if place < len(items):
-                return items[place]
-            place -= len(items)
-        raise IndexError(place)
+        number = bisect_right(self._starts, place) - 1
+        return self._sets[number][place - self._starts[number]]
 
 
 @dataclass(frozen=True)
