@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ from llmdistill.config.methods import check_names, with_teacher
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.forward import TappedModel
+from llmdistill.models.sentences import read_sentence_settings
 from llmdistill.models.taps import Recorder
-from llmdistill.objective import Objective
+from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.run.loss_check import check_losses
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 
+_EMBEDDING = "embedding"
+"""The method that compares the embeddings of sentences."""
 Inputs = Mapping[str, Any]
 """A batch from a data collator of transformers: see `DistillationLoss.__call__`."""
 
@@ -64,6 +68,7 @@ class DistillationLoss:
         *,
         also: Sequence[str] = (),
         vocabulary: int | None = None,
+        pooling: PoolingMode | None = None,
         settings: Mapping[str, Any] | None = None,
         seed: int = 0,
         **keywords: Any,
@@ -75,10 +80,13 @@ class DistillationLoss:
             student: the model to train. With a classification head (`...ForSequenceClassification`) the labels are
                 classes or scores of whole sequences, and with a head for spans (`...ForQuestionAnswering`) the batch
                 has start_positions and end_positions (B,); with any other head the labels are tokens.
-            method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert or sft.
+            method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, sft, or embedding for encoders of
+                sentences.
             also: further methods, whose terms are added.
             vocabulary: the number of tokens that both models share, if they pad the vocabulary to different sizes;
                 these are the first tokens of both.
+            pooling: for embedding, how the outputs of the tokens become a sentence's embedding; by default as the
+                files of sentence-transformers in the teacher's folder say, and mean without them.
             settings: settings by dotted key: `{"minilm.attention": 2.0}`.
             seed: the seed of the projectors, the matrices that map the student's widths to the teacher's, if the method
                 has any. They become part of the student, are trained with it, and are not saved.
@@ -89,8 +97,9 @@ class DistillationLoss:
                 has the hooks of another loss.
         """
         self.teacher, self.student = teacher, student
-        self.objective = _objective_of(student)
         names = [method, *also]
+        of_sentences = _pooling_of(teacher, pooling) if _EMBEDDING in names else None
+        self.objective = _objective_of(student, of_sentences)
         check_names("method", [method], METHODS)
         check_names("also", also, with_teacher(METHODS))
         own = method_settings(names, settings or {}, keywords, METHODS)
@@ -102,9 +111,9 @@ class DistillationLoss:
         projectors = add_projectors(student, self.method.projections, seed).to(student.device)
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
         student._keys_to_ignore_on_save = {*(student._keys_to_ignore_on_save or ()), *ignored}
-        self._tapped = [_tapped(student, self._run_student, self.method.student_taps, vocabulary, projectors)]
+        self._tapped = [self._tap(student, self._run_student, self.method.student_taps, vocabulary, projectors)]
         if self.method.needs_teacher:
-            self._tapped.append(_tapped(teacher, teacher, self.method.teacher_taps, vocabulary))
+            self._tapped.append(self._tap(teacher, teacher, self.method.teacher_taps, vocabulary))
 
     def __call__(
         self,
@@ -117,8 +126,9 @@ class DistillationLoss:
 
         Args:
             batch: input_ids (B, T); attention_mask (B, T), 1 at real tokens, by default 1 everywhere; labels (B, T),
-                not shifted and -100 at positions without a label, or (B,) for a classifier; and, if the student uses
-                them, token_type_ids, next_sentence_label (B,), and position_ids of rows that contain several sequences.
+                not shifted and -100 at positions without a label, or (B,) for a classifier, none for embeddings (for
+                margins 0, 1 and 2 at query, positive and negative); and, if the student uses them, token_type_ids,
+                next_sentence_label (B,), and position_ids of rows that contain several sequences.
             num_items_in_batch: the divisor of the sums. By default each term is the mean over this batch. For a step
                 with several batches or ranks, pass the result of `counts` for all of them: then the losses of the
                 batches add up to the loss of the whole step. A single number of labels, as transformers' Trainer passes
@@ -177,7 +187,10 @@ class DistillationLoss:
         if mask is None:  # several sequences in a row, each starting at position 0; or rows without padding
             mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
         labels, targets = inputs.get("labels"), inputs.get("next_sentence_label")
-        if self.objective.sequences == "spans":
+        if self.objective.sequences == "embeddings":
+            # Every sentence counts. Labels (B,) are its place in a triple, for margins.
+            labels, targets = None, input_ids.new_zeros(len(input_ids)) if labels is None else labels
+        elif self.objective.sequences == "spans":
             labels, keys = None, ("start_positions", "end_positions")
             targets = torch.stack([inputs[key] for key in keys], dim=1) if inputs.keys() >= set(keys) else None
         elif self.objective.tokens is False:
@@ -206,6 +219,17 @@ class DistillationLoss:
         if hasattr(self.student, PROJECTORS):
             delattr(self.student, PROJECTORS)
 
+    def _tap(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        taps: Any,
+        vocabulary: int | None,
+        projectors: Any = None,
+    ) -> TappedModel:
+        recorder = Recorder(model, taps, projectors)
+        return TappedModel(forward, recorder, vocabulary=vocabulary, pooling=self.method.pooling)
+
     def _run_student(self, **inputs: Any) -> Any:
         return self._forward(**inputs)
 
@@ -223,14 +247,20 @@ class DistillationLoss:
         return {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
 
 
-def _tapped(
-    model: PreTrainedModel, forward: Callable[..., Any], taps: Any, vocabulary: int | None, projectors: Any = None
-) -> TappedModel:
-    return TappedModel(forward, Recorder(model, taps, projectors), vocabulary=vocabulary)
+def _pooling_of(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:
+    """Return how embeddings are made; see `DistillationLoss`."""
+    if mode is not None:
+        check_names("pooling", [mode], get_args(PoolingMode))
+        return Pooling((mode,))
+    folder = Path(teacher.name_or_path or "")
+    found = read_sentence_settings(folder) if teacher.name_or_path and folder.is_dir() else None
+    return Pooling() if found is None else found.pooling
 
 
-def _objective_of(student: PreTrainedModel) -> Objective:
-    """Return the learning objective that belongs to the student's head."""
+def _objective_of(student: PreTrainedModel, pooling: Pooling | None) -> Objective:
+    """Return the learning objective: embeddings, if these are pooled, or what belongs to the student's head."""
+    if pooling is not None:
+        return Objective(tokens=False, sequences="embeddings", pooling=pooling)
     name = type(student).__name__
     if name.endswith("ForSequenceClassification"):
         return Objective(tokens=False, sequences="scores" if student.config.num_labels == 1 else "classes")
