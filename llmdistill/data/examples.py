@@ -42,11 +42,11 @@ def all_empty(examples: Sequence[Example]) -> bool:
     return not any(output.strip() for example in examples for output in example.outputs)
 
 
-def no_answer(name: str | Path, count: int) -> UserError:
-    """The error for a data set whose answers are all empty."""
+def no_answer(name: str | Path, count: int, *, which: str = "all") -> UserError:
+    """The error for a data set whose answers are all empty, or those of the first examples, which were read so far."""
     return UserError(
-        f"{name}: the answers of all {count} examples are empty, so nothing but the end of an answer is there to learn "
-        "or to compare with; look at the key of the answers (output, completion, response or messages)"
+        f"{name}: the answers of {which} {count} examples are empty, so nothing but the end of an answer is there to "
+        "learn or to compare with; look at the key of the answers (output, completion, response or messages)"
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded
 from llmdistill.data.example_store import MappedExamples, to_arrays
-from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
 from llmdistill.data.instruct import Counts, Limits, encode, none_left
 from llmdistill.data.sampler import Share, StepLoader, bucket
 from llmdistill.data.sources import no_example, stream_rows
@@ -21,6 +21,9 @@ from llmdistill.errors import UserError
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+
+_TOO_MANY_EMPTY = 100
+"""So many examples without any answer in them, and the set is taken to have none."""
 
 
 def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
@@ -174,6 +177,8 @@ class StreamLoader(StepLoader[Encoded]):
         self._walk = self._examples()
         self._number, self._window = -1, list[Encoded]()
         self._epoch = _Epoch(0, 0, 0)
+        self._unanswered: int | None = 0
+        """The number of examples that were read, if none of them had an answer; None as soon as one had."""
         self.counts = Counts()
 
     def _read_window(self, number: int) -> list[Encoded]:
@@ -234,6 +239,12 @@ class StreamLoader(StepLoader[Encoded]):
             block = list(islice(self._walk, size))
         except UserError as error:
             return [_Part([], [], _Failed(0, str(error)))] * ranks
+        if self._unanswered is not None:
+            read = self._unanswered + len(block)
+            self._unanswered = read if all_empty([each for _, each in block]) else None
+            if self._unanswered is not None and read >= _TOO_MANY_EMPTY:
+                failed = _Failed(0, str(no_answer(self.reference, read, which="the first")))
+                return [_Part([], [], failed)] * ranks
         epochs = [epoch for epoch, _ in block]
         return [_Part(epochs, [example for _, example in block[rank::ranks]]) for rank in range(ranks)]
 

@@ -362,6 +362,35 @@ def test_mistakes_are_told_before_the_first_step(tmp_path: Path, word_tokenizer:
         Limits(max_prompt_length=8, max_length=8)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_set_without_answers_ends_early(make: Callable, tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": f"n{number}", "completion": " "}) + "\n" for number in range(120)]
+    path.write_text("".join(rows))
+    threads = ThreadRanks(ranks)
+
+    def walk(rank: int) -> str:
+        sizes = {"global_batch_size": 10, "micro_batch_size": 5}
+        loader = make(path, rank=rank, world_size=ranks, exchange=threads, **sizes)
+        try:
+            for step in range(20):
+                loader.micro_batches(step)
+        except UserError as error:
+            return f"step {step}: {error}"
+        return "no error"
+
+    (said,) = set(threads.run(walk))
+    assert said.startswith(f"step 9: {path}: the answers of the first 100 examples are empty")
+
+
+def test_one_answer_among_the_first_is_enough(make: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"n{number}", "completion": "yes" if number == 50 else ""} for number in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loader = make(path, shuffle_buffer=1, global_batch_size=60, micro_batch_size=60)
+    assert len(loader.global_batch(2)) == 60
+
+
 def test_a_bad_row_on_the_way_is_named(make: Callable, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["a"] * 20)
     with path.open("a") as file:
