@@ -59,6 +59,9 @@ _RULES: Mapping[str, Sequence[_Rule]] = {
     f"{_FACTORIZE}weighting": [_Rule(_UNIFORM, lambda value: value not in (None, "gradients"))],
     f"{_FACTORIZE}form": [_Rule({f"{_FACTORIZE}sigma": "left"}, _is("pivoted"))],
     f"{_FACTORIZE}sigma": [_Rule({f"{_FACTORIZE}form": "plain"}, _is("balanced"))],
+    # Without a teacher there is nothing to add terms of, to follow on the student's own answers, or to cache.
+    "method": [_Rule({"also": [], "data.on_policy": 0.0, "teacher.cache": None}, _is("sft"))],
+    "teacher.model": [_Rule({"teacher.cache": None})],
     "teacher.sharding": [_Rule({"teacher.zero": {}}, _is("replicated"))],
     "train.steps": [_Rule({"train.epochs": None})],
     "train.epochs": [_Rule({"train.steps": DEFAULT_STEPS})],

@@ -164,6 +164,22 @@ INSTRUCTIONS = "data: {tests: {a: a.jsonl}, valid: v.jsonl, train: t.jsonl, pack
             ["--data.kind", "instructions", "--data.train", "t.jsonl"],
             {"train.epochs": None},
         ),
+        (
+            "method: kd\nalso: [minilmv2]\ndata: {on_policy: 0.5}\nteacher: {model: a, cache: c}",
+            ["--method", "sft"],
+            {"also": [], "data.on_policy": 0.0, "teacher.cache": None, "teacher.model": "a"},
+        ),
+        ("teacher: {model: a, cache: c}", ["--teacher.model", "b"], {"teacher.cache": None}),
+        (
+            "data: {kind: text, train: t.txt}",
+            ["--data.kind", "sentences", "--method", "embedding"],
+            {"data.train": "t.txt"},
+        ),
+        (
+            INSTRUCTIONS,
+            ["--data.kind", "sentences", "--method", "embedding"],
+            {"data.tests.a": "a.jsonl", "data.packing": False, "data.bucket_steps": 4},
+        ),
         ("data: {text: {pairs: false}}", ["--data.text.next_sentence", "true"], {"data.text.pairs": None}),
         ("minilm: {teacher_layer: 3}", ["--minilm.teacher_layers", "1,2"], {"minilm.teacher_layer": "last"}),
         ("minilmv2: {teacher_layers: '1,2'}", ["--minilmv2.teacher_layer", "3"], {"minilmv2.teacher_layers": None}),
