@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -88,6 +89,39 @@ class MappedColumns(MappedItems[Item]):
     def longest(self) -> int:
         """The largest number of tokens of an example."""
         return int(np.diff(self._bounds).max())
+
+
+class Grouped(MappedItems[list[Item]]):
+    """So many neighbouring examples at a time, such as the three of a triple."""
+
+    def __init__(self, items: MappedItems[Item], size: int) -> None:
+        self._items = items
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._items) // self._size
+
+    def _item(self, place: int) -> list[Item]:
+        return self._items[place * self._size : (place + 1) * self._size]
+
+    def length(self, index: int) -> int:
+        """See MappedItems: of the longest of them, to which the others are padded."""
+        return max(self._items.length(place) for place in range(index * self._size, (index + 1) * self._size))
+
+
+class Joined(LazyItems[Item]):
+    """Several sets of examples, one after the other."""
+
+    def __init__(self, sets: Sequence[Sequence[Item]]) -> None:
+        self._sets = sets
+        *self._starts, self._length = accumulate(map(len, sets), initial=0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _item(self, place: int) -> Item:
+        number = bisect_right(self._starts, place) - 1
+        return self._sets[number][place - self._starts[number]]
 
 
 def _rows(column: np.ndarray | None, count: int) -> np.ndarray | None:

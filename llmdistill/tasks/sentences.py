@@ -5,11 +5,10 @@ The score is that of STS: Spearman's rank correlation between the cosine of two 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
-from llmdistill.data.columns import LazyItems, MappedColumns, MappedItems, SplitWriter, StoredSplits, in_pieces
+from llmdistill.data.columns import Grouped, Joined, MappedColumns, SplitWriter, StoredSplits, in_pieces
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
@@ -183,39 +182,6 @@ class Sentences(Task):
         )
 
 
-class _Rows(MappedItems[list[EncodedPair]]):
-    """The sentences of the training set, so many at a time."""
-
-    def __init__(self, sentences: MappedColumns[EncodedPair], size: int) -> None:
-        self._sentences = sentences
-        self._size = size
-
-    def __len__(self) -> int:
-        return len(self._sentences) // self._size
-
-    def _item(self, place: int) -> list[EncodedPair]:
-        return self._sentences[place * self._size : (place + 1) * self._size]
-
-    def length(self, index: int) -> int:
-        """See MappedItems: of the longest of them, to which the others are padded."""
-        return max(self._sentences.length(place) for place in range(index * self._size, (index + 1) * self._size))
-
-
-class _Joined(LazyItems[EncodedPair]):
-    """Several sets, one after the other."""
-
-    def __init__(self, sets: Sequence[MappedColumns[EncodedPair]]) -> None:
-        self._sets = sets
-        *self._starts, self._length = accumulate(map(len, sets), initial=0)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def _item(self, place: int) -> EncodedPair:
-        number = bisect_right(self._starts, place) - 1
-        return self._sets[number][place - self._starts[number]]
-
-
 @dataclass(frozen=True)
 class SentenceFiles:
     """The content of the files of a run."""
@@ -259,16 +225,16 @@ class SentenceData(TaskData):
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         """See TaskData."""
-        return -(-epochs * len(_Rows(self.encoded["train"], self.size)) // global_batch_size)
+        return -(-epochs * len(Grouped(self.encoded["train"], self.size)) // global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
         """See TaskData; a batch of triples has three times as many sentences."""
-        rows = _Rows(self.encoded["train"], self.size)
+        rows = Grouped(self.encoded["train"], self.size)
         return TrainLoader(rows, share, self._collate_rows, bucket_steps=self.bucket_steps, length=rows.length)
 
     def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
         """See TaskData: the sentences one by one, and those of the validation set, on which the loss is measured."""
-        return _Joined([self.encoded[name] for name in ("train", VALID) if name in self.encoded]), self._collate
+        return Joined([self.encoded[name] for name in ("train", VALID) if name in self.encoded]), self._collate
 
     def _collate_rows(self, rows: Sequence[Sequence[EncodedPair]]) -> Batch:
         return self._collate(list(chain.from_iterable(rows)))
