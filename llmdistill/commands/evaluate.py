@@ -160,13 +160,14 @@ def print_scores(result: dict[str, Any], console: Console | None = None) -> None
     from llmdistill.report.tables import print_table
 
     title = f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}"
-    header = ["set", "examples", "ROUGE-L", "± std", "tokens/s", "dropped", "truncated"]
+    header = ["set", "examples", "ROUGE-L", "± std", "perplexity", "tokens/s", "dropped", "truncated"]
     rows = [
         [
             name,
             str(score["examples"]),
             f"{score['rougeL']:.2f}",
-            f"{score['std']:.2f}",
+            f"{score['std']:.2f}" if len(score["per_seed"]) > 1 else "–",
+            f"{score['perplexity']:.3g}" if "perplexity" in score else "–",
             f"{score['tokens_per_second']:.0f}",
             str(score["dropped"]),
             str(score["truncated"]),
