@@ -142,7 +142,7 @@ def print_comparison(results: Mapping[str, Any], console: Console | None = None)
             continue
         most, several = max(most, len(method["seeds"])), len(method["seeds"]) > 1
         average = plus_minus(scores["average"], method["average_std"] if several else None)
-        perplexity = method["perplexity"]
+        perplexity = method.get("perplexity")
         rest = [plus_minus(scores[each]["mean"], scores[each]["std"] if several else None) for each in sets]
         measured = "–" if perplexity is None else f"{perplexity['mean']:.3g}"
         to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"])
