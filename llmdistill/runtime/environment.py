@@ -121,12 +121,12 @@ def disk(folder: Path, needed_bytes: int | None) -> Finding:
         check_writable(folder, "output_dir")
     except UserError as error:
         said, _, remedy = str(error).partition("; ")
-        return Finding("failure", "disk", said, remedy)
+        return Finding("failure", "disk", said, remedy or "give another --output_dir")
     free = shutil.disk_usage(there).free
     if needed_bytes is None:
         return Finding("ok", "disk", f"{free / 1e9:.1f} GB free at {there}")
     said = f"{free / 1e9:.1f} GB free at {there}, of which the run needs about {needed_bytes / 1e9:.2g} GB"
     if free < needed_bytes:
         remedy = "free some, give another --output_dir, or lower train.keep_checkpoints"
-        return Finding("failure", "disk", said, remedy)
+        return Finding("failure", "disk", said, remedy or "give another --output_dir")
     return Finding("ok", "disk", said)

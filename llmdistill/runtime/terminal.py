@@ -84,9 +84,9 @@ def _ended_rank(error: BaseException) -> int:
         signals.give_up()  # the launcher ends the ranks that wait for another one to speak
     if isinstance(error, Stopped):
         # A signal to all ranks ends rank 0 too, which says so at once. One to another rank alone leaves rank 0 waiting,
-        # until that one speaks and the launcher ends rank 0.
+        # until that one speaks and the launcher ends rank 0. Before the ranks have joined none waits for another.
         if error.everywhere or watch is None:
-            heard = error.everywhere and rank != 0
+            heard = rank != 0
         else:
             heard = watch.sees_an_end(_HEARING_SECONDS) if rank else watch.was_told_why()
         code, said, waits = error.code, "" if heard else f"error: {error}{f' (rank {rank})' if rank else ''}", False

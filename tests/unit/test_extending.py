@@ -47,14 +47,14 @@ def folder(tmp_path, monkeypatch):
 def test_a_method_of_ones_own_on_the_command_line(monkeypatch, capsys):
     (command,) = blocks("A method", "console")
     _, script, *arguments = shlex.split(command)
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr(sys, "argv", [script, *arguments, "--json"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(script, run_name="__main__")
     plan = json.loads(capsys.readouterr().out)
     assert plan["terms"] == {"last": 2.0, "label": 1.0}
     assert plan["config"]["last"] == {"hidden": 2.0}
 
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    monkeypatch.setattr(sys, "argv", [script, "--help", "all"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(script, run_name="__main__")
     text = " ".join(capsys.readouterr().out.split())

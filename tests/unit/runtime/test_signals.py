@@ -34,6 +34,13 @@ def test_a_command_ends_with_one_line_and_the_code_of_a_shell():
     assert (done.returncode, done.stdout, done.stderr) == (143, "", AT_ONCE)
 
 
+@pytest.mark.parametrize(("rank", "said"), [(0, AT_ONCE), (1, "")])
+def test_before_the_ranks_have_joined_rank_0_alone_says_it(rank, said):
+    place = f"os.environ |= {{'RANK': '{rank}', 'LOCAL_RANK': '{rank}', 'WORLD_SIZE': '2'}}\n"
+    done = run(f"{place}sys.exit(exit_code(lambda: send(signal.SIGTERM)))")
+    assert (done.returncode, done.stderr) == (143, said)
+
+
 def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
     program = """
 def job():

@@ -40,9 +40,10 @@ def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
         sys.exit(0)
 
     monkeypatch.setattr(cli.os, "execvp", start)
+    monkeypatch.setattr(cli, "is_busy", lambda port: False)
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "--suite=glue", "--num_gpus", "2", "--model", "m"])
-    module = ["--no_local_rank", "--module", "llmdistill.cli"]
+    module = ["--log_level", "error", "--no_local_rank", "--module", "llmdistill.cli"]
     assert started == [["deepspeed", "--num_gpus", "2", *module, "evaluate", "--suite=glue", "--model", "m"]]
 
 
