@@ -291,7 +291,7 @@ class InstructionData(TaskData):
             for name, result in results.items():
                 found = result.get("perplexity")
                 rows[name].append("–" if found is None else f"{statistics.geometric_mean(found.values()):.3g}")
-        counts = next((result["examples"] for result in results.values() if "examples" in result), {})
+        counts: Mapping[str, Any] = next((each["examples"] for each in results.values() if "examples" in each), {})
         numbered = (f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in self.tests)
         return ScoreTable(
             title="ROUGE-L (0-100) on each set",

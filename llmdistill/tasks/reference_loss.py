@@ -60,7 +60,7 @@ def score_references(
 
     Returns:
         ``{"reference_loss": nats per token, "perplexity": its exponential, "reference_tokens"}``; nothing for a model
-        whose loss is not finite, or a tokenizer without an end token.
+        whose loss is not finite, for a tokenizer without an end token, or without examples.
     """
     if tokenizer.eos_token_id is None:
         return {}
@@ -76,7 +76,7 @@ def score_references(
     pairs = [label_loss(model, batch, shift=True) for _, batch in batches]
     sums = [math.fsum(loss for loss, _ in pairs), sum(number for _, number in pairs)]
     total, count = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
-    loss = total / count
+    loss = total / count if count else math.nan
     if not math.isfinite(loss):
         return {}
     return {"reference_loss": loss, "perplexity": perplexity_of(loss), "reference_tokens": int(count)}
