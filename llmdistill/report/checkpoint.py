@@ -16,8 +16,10 @@ EMBEDDINGS, FACTORS, OTHERS = "embeddings and head", "factors", "others"
 _FORMATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "I64": "int64", "I8": "int8", "U8": "uint8"}
 """The usual names of the formats of safetensors."""
 
-_EMBEDDINGS = re.compile(r"(^|[._])(embed\w*|word_embeddings|wte|wpe|lm_head|decoder)\.(?!layers?\b|block)")
-_FACTORS = re.compile(r"\.(A|B)(\.weight)?$")
+# A head may be called decoder, but so may the module that holds all layers.
+_EMBEDDINGS = re.compile(r"(^|[._])(embed\w*|wte|wpe|lm_head)\.|(^|\.)decoder\.(weight|bias)$")
+# The order of the rows stands beside factors of the pivoted form, and the LoRA factors in an adapter of PEFT.
+_FACTORS = re.compile(r"\.(lora_)?[AB](\.weight|\.bias)?$|\.order$")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,8 @@ class Dots(NamedTuple):
     label: str
     style: Style
     mean: float
-    std: float
+    std: float | None
+    """None for one seed."""
     values: list[float]
     """One value per seed."""
 
@@ -129,7 +130,7 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
         axes.errorbar(
             item.mean,
             line,
-            xerr=item.std or None,
+            xerr=item.std,
             color=item.style.color,
             marker=item.style.marker,
             capsize=3,

@@ -182,7 +182,7 @@ def _text(cell: Spread | None) -> str:
     """Format a score, with its standard deviation if there are several seeds."""
     if cell is None:
         return "–"
-    return plus_minus(cell.mean, cell.std if len(cell.values) > 1 else None)
+    return plus_minus(cell.mean, cell.std)
 
 
 def _failed(report: PublishedReport) -> list[Line]:

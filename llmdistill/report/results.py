@@ -277,7 +277,7 @@ def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
         return f"{first} reaches {best.mean:.1f} {where}{''.join(', ' + mark for mark in marks)}."
     second, runner_up = rest[0]
     gap = best.mean - second.mean
-    if min(len(best.values), len(second.values)) < 2:
+    if best.std is None or second.std is None:
         lead = f"{first} is {gap:.1f} points above the next best, {runner_up}, {where}"
         return f"{lead}; from one seed, so that chance is not excluded."
     error = math.sqrt(best.std**2 / len(best.values) + second.std**2 / len(second.values))

@@ -68,7 +68,7 @@ def score_sets(
 
     Returns:
         The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``per_seed``, ``std``
-        (sample standard deviation over the passes; 0 for a single one), ``tokens_per_second`` and ``tokens`` (generated
+        (sample standard deviation over the passes; None for a single one), ``tokens_per_second`` and ``tokens`` (generated
         in all passes on all ranks), ``examples`` (scored in each pass), ``dropped`` (examples left out because their
         prompt is too long), ``truncated`` (prompts whose start was cut off), ``total`` (examples of the set) and what
         `score_references` returns.
@@ -138,7 +138,7 @@ def _score(passes: Sequence[GenerationResult], rouges: list[float], prompts: Enc
     return {
         "rougeL": statistics.fmean(rouges),
         "per_seed": rouges,
-        "std": statistics.stdev(rouges) if len(rouges) > 1 else 0.0,
+        "std": statistics.stdev(rouges) if len(rouges) > 1 else None,
         "tokens_per_second": tokens / sum(result.seconds for result in passes),
         "tokens": tokens,
         "examples": len(prompts.ids),
