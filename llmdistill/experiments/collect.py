@@ -247,7 +247,11 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
         "Training data": f"{data.train}, {train.global_batch_size} examples a step, {train.steps} steps",
         **({"Starts": f"{', '.join(starts)}; equal in parameters"} if starts else {}),
         "Same for all": f"{same}; of a start: untrained student" if starts else f"untrained student, {same}",
-        "Chosen": f"on {data.valid} by ROUGE-L with seed {study.seeds[0]}, never on a test set; all tried {grid}",
+        "Chosen": (
+            f"nothing; all have {grid}"
+            if data.valid is None
+            else f"on {data.valid} by ROUGE-L with seed {study.seeds[0]}, never on a test set; all tried {grid}"
+        ),
         "Decoding": f"{run['decoding']}, ROUGE-L F1 with stemming, best of the references, x 100",
         "Seeds": ", ".join(map(str, study.seeds)),
     }

@@ -11,7 +11,7 @@ from rich.console import Console
 from llmdistill.artifacts import write_record
 from llmdistill.files import write_json
 from llmdistill.report.drawings import draw_comparison, save_drawings
-from llmdistill.report.pages import signed, write_page
+from llmdistill.report.pages import binary_size, signed, write_page
 from llmdistill.report.results import (
     CALIBRATION_COSTS,
     COSTS,
@@ -25,6 +25,7 @@ from llmdistill.report.results import (
 )
 from llmdistill.report.spread import count_seeds, plus_minus
 from llmdistill.report.tables import print_table
+from llmdistill.tasks.perplexity import show_perplexity
 
 
 def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
@@ -118,13 +119,22 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
         "labels": {**{row.name: row.label for row in rows}, **{row.key: row.title for row in rows}},
         "failed": _once([*failed, *failed_sizes]),
         "sizes": sizes,
-        "held": {row.title: row.checkpoint for row in rows if row.checkpoint is not None},
+        "held": _held(rows),
         "several_seeds": any(len(row.ended) > 1 for row in rows),
         "perplexity": any(row.perplexity is not None for row in rows),
         "calibrated": any(row.calibration is not None for row in rows),
         "made": _once([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
         "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
     }
+
+
+def _held(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the checkpoints hold, by the titles of the rows whose checkpoints hold the same."""
+    held: dict[str, list[str]] = {}
+    for row in rows:
+        if row.checkpoint is not None:
+            held.setdefault(f"{binary_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(row.title)
+    return {", ".join(titles): text for text, titles in held.items()}
 
 
 def _once(runs: Sequence[Run]) -> list[Run]:
@@ -144,7 +154,7 @@ def print_comparison(results: Mapping[str, Any], console: Console | None = None)
         average = plus_minus(scores["average"], method["average_std"] if several else None)
         perplexity = method.get("perplexity")
         rest = [plus_minus(scores[each]["mean"], scores[each]["std"] if several else None) for each in sets]
-        measured = "–" if perplexity is None else f"{perplexity['mean']:.3g}"
+        measured = show_perplexity(None if perplexity is None else perplexity["mean"])
         to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"])
         rows.append([name, average, to_teacher, measured, *rest, f"{method['params']:,}"])
     terminal = console or Console()

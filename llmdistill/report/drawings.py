@@ -62,7 +62,7 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     if any(row.trained and row.average is not None for row in rows):
         several = any(len(each.values) > 1 for each in dots)
         of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
-        caption = of_seeds if several else "One seed of each method; its chance is not known."
+        caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
         drawings.append(Drawing("scores", "Scores", caption, plots.plot_scores(dots, level)))
     for start in dict.fromkeys(row.start for row in rows if row.trained):
         drawings += _curves([row for row in rows if row.start == start], start)

@@ -11,6 +11,7 @@ from typing import Any
 from llmdistill.errors import UserError
 from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.spread import Spread, spread
+from llmdistill.tasks.perplexity import mean_perplexity
 
 TEACHER, UNTRAINED = "teacher", "none"
 """Names of the rows that are not methods; these rows are never the best."""
@@ -145,7 +146,7 @@ class Row:
     def perplexity(self) -> Spread | None:
         """The geometric mean over the test sets of the references' perplexity, over seeds; None if not measured."""
         found = [run.perplexity for run in self.ended if run.perplexity]
-        return spread([statistics.geometric_mean(each.values()) for each in found]) if found else None
+        return spread([mean_perplexity(each) for each in found]) if found else None
 
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
@@ -219,8 +220,14 @@ class Comparison:
     @property
     def limits(self) -> str:
         """A sentence about the test sets that are scored in part; empty if there is none."""
-        parts = [f"{name} {self.heading(name)}" for name, (scored, total) in self.examples.items() if scored < total]
-        return f"Only a part of the examples is scored: {', '.join(parts)}." if parts else ""
+        parts = {name: counts for name, counts in self.examples.items() if counts[0] < counts[1]}
+        if not parts:
+            return ""
+        numbers = {scored for scored, _ in self.examples.values()}
+        if len(parts) == len(self.examples) > 1 and len(numbers) == 1:
+            return f"Only {numbers.pop():,} examples of each set are scored."
+        listed = ", ".join(f"{scored:,} of {total:,} of {name}" for name, (scored, total) in parts.items())
+        return f"Not all examples are scored: {listed}."
 
     @property
     def teacher(self) -> Row | None:

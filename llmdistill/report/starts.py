@@ -131,7 +131,8 @@ def plot_sizes(
     figure.supxlabel("parameters", fontsize=9)
     figure.supylabel("ROUGE-L, average of the test sets", fontsize=9)
     handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=legend_columns(labels), fontsize=8)
+    # Below, the legend would lie upon the label of the axis.
+    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
     return figure
 
 
@@ -229,7 +230,7 @@ def plot_spectra(found: Sequence[Matrix]) -> Figure:
     figure.supylabel("predicted loss per token", fontsize=9)
     ends = list(dict.fromkeys((layers[0], layers[-1])))
     handles = [Line2D([], [], color=colors[layer], label=f"layer {layer}") for layer in ends]
-    figure.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
+    figure.legend(handles=handles, loc="outside upper right", ncols=2, fontsize=8)
     return figure
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,6 +32,7 @@ from llmdistill.runtime.exchange import open_exchange
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance
 
 VALID = "valid"
@@ -290,7 +290,7 @@ class InstructionData(TaskData):
         if measured:
             for name, result in results.items():
                 found = result.get("perplexity")
-                rows[name].append("–" if found is None else f"{statistics.geometric_mean(found.values()):.3g}")
+                rows[name].append(show_perplexity(None if found is None else mean_perplexity(found)))
         counts: Mapping[str, Any] = next((each["examples"] for each in results.values() if "examples" in each), {})
         numbered = (f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in self.tests)
         return ScoreTable(

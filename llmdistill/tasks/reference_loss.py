@@ -18,6 +18,7 @@ from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.models.families import has_segments
 from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.tasks.perplexity import perplexity_of
 
 _LOGITS = 2**27
 """Largest number of logits of a batch, half a GiB in fp32; a batch has one example at least."""
@@ -37,11 +38,6 @@ def label_loss(model: PreTrainedModel, batch: Batch, *, shift: bool) -> tuple[fl
     rows_NV = model(**inputs).logits.flatten(0, 1).index_select(0, located.label_rows)
     labels_N = located.row_labels(shift=shift)
     return float(functional.cross_entropy(rows_NV.float(), labels_N, reduction="sum")), len(labels_N)
-
-
-def perplexity_of(loss: float) -> float:
-    """Return exp(loss), at most the largest number."""
-    return math.exp(min(loss, 700.0))
 
 
 def score_references(

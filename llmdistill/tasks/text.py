@@ -27,7 +27,8 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoreTable, Task, TaskData
-from llmdistill.tasks.reference_loss import label_loss, perplexity_of
+from llmdistill.tasks.perplexity import perplexity_of
+from llmdistill.tasks.reference_loss import label_loss
 
 _VALID = "/"
 """Stands for the validation text among the parts of the training text, none of which can have this name."""

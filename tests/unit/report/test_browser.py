@@ -49,6 +49,14 @@ function measure(frame) {
     const onField = ["rgb(253, 253, 253)", "rgb(16, 16, 16)"].includes(style.fill);  // a rank, on its own colour
     if (!onField && contrast(style.fill, paper) < 4.5) say("hard to see", element);
   }
+  for (const figure of page.querySelectorAll("svg")) {
+    const texts = [...figure.querySelectorAll("text")].map(text => [text, text.getBoundingClientRect()]);
+    texts.forEach(([text, a], index) => texts.slice(index + 1).forEach(([other, b]) => {
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > 2 && high > 3) say(`upon ${other.textContent.trim()}`, text);
+    }));
+  }
   return {found, dark: view.matchMedia("(prefers-color-scheme: dark)").matches, width: view.innerWidth,
           figures: page.querySelectorAll("svg").length, cells: page.querySelectorAll("td").length};
 }
@@ -188,7 +196,7 @@ def test_no_figure_or_column_is_cut(tmp_path, page, dark):
 
 def test_what_is_cut_is_found(tmp_path):
     wide = '<body style="margin:0;background:#fff"><div style="overflow-x:auto"><p style="width:800px">wide</p></div>'
-    svg = '<svg viewBox="0 0 700 50" width="350"><text x="690" y="20" fill="#eee" font-size="9">low</text></svg>'
+    svg = '<svg viewBox="0 0 700 50" width="350"><text x="690" y="20" fill="#eee" font-size="9">low</text><text x="690" y="22" font-size="9">on</text></svg>'
     phone, desk = measure(tmp_path, wide + svg, dark=False)
     found = " ".join(phone["found"])
     for complaint in (
@@ -197,6 +205,7 @@ def test_what_is_cut_is_found(tmp_path):
         "beyond its figure",
         "too small",
         "hard to see",
+        "upon on: <text>",
     ):
         assert complaint in found
     assert not any("<P>" in each or "<DIV>" in each for each in desk["found"])
