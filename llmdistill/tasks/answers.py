@@ -68,10 +68,10 @@ def score_sets(
 
     Returns:
         The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``per_seed``, ``std``
-        (sample standard deviation over the passes; None for a single one), ``tokens_per_second`` and ``tokens`` (generated
-        in all passes on all ranks), ``examples`` (scored in each pass), ``dropped`` (examples left out because their
-        prompt is too long), ``truncated`` (prompts whose start was cut off), ``total`` (examples of the set) and what
-        `score_references` returns.
+        (sample standard deviation over the passes; None for a single one), ``tokens_per_second`` and ``tokens``
+        (generated in all passes on all ranks), ``examples`` (scored in each pass), ``dropped`` (examples left out
+        because their prompt is too long), ``truncated`` (prompts whose start was cut off), ``total`` (examples of the
+        set) and what `score_references` returns.
 
     Raises:
         UserError: as in `encode_sets`, before any answer is generated.

@@ -196,7 +196,8 @@ def test_no_figure_or_column_is_cut(tmp_path, page, dark):
 
 def test_what_is_cut_is_found(tmp_path):
     wide = '<body style="margin:0;background:#fff"><div style="overflow-x:auto"><p style="width:800px">wide</p></div>'
-    svg = '<svg viewBox="0 0 700 50" width="350"><text x="690" y="20" fill="#eee" font-size="9">low</text><text x="690" y="22" font-size="9">on</text></svg>'
+    texts = '<text x="690" y="20" fill="#eee" font-size="9">low</text><text x="690" y="22" font-size="9">on</text>'
+    svg = f'<svg viewBox="0 0 700 50" width="350">{texts}</svg>'
     phone, desk = measure(tmp_path, wide + svg, dark=False)
     found = " ".join(phone["found"])
     for complaint in (

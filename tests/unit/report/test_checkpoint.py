@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -17,8 +18,6 @@ from transformers import (
     OPTForCausalLM,
     PreTrainedModel,
 )
-
-from safetensors.torch import save_file
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import factorize
