@@ -182,7 +182,7 @@ def measure(folder, text, *, dark):
     return json.loads(html.unescape(found.group(1)))
 
 
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed, in which the page could be measured")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

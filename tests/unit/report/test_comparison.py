@@ -9,10 +9,11 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from llmdistill.errors import UserError
 from llmdistill.report.checkpoint import Checkpoint
-from llmdistill.report.comparison import write_comparison
+from llmdistill.report.comparison import print_comparison, write_comparison
 from llmdistill.report.pages import markdown, markdown_code, signed
 from llmdistill.report.results import (
     Comparison,
@@ -350,6 +351,36 @@ def test_finding_is_honest_about_one_seed_and_no_gain():
         "KD reaches 40.0 on the average of 2 sets, 20.0 points below the teacher, "
         "35.0 points above the untrained student."
     )
+
+
+def test_headline_says_which_sets_are_scored_in_part(comparison):
+    def limits(**examples):
+        return dataclasses.replace(comparison, examples=examples).limits
+
+    assert limits(seen=(60, 60), unseen=(60, 60)) == limits() == ""
+    assert limits(seen=(20, 60), unseen=(60, 60)) == "Not all examples are scored: 20 of 60 of seen."
+    assert limits(seen=(20, 60), unseen=(1000, 2000)).endswith("20 of 60 of seen, 1,000 of 2,000 of unseen.")
+    assert limits(seen=(20, 60), unseen=(20, 50)) == "Only 20 examples of each set are scored."
+
+
+def test_older_results_are_printed_too(comparison, report, capsys):
+    """They have no perplexity, no numbers of examples, and a deviation of 0 for one seed."""
+    results = json.loads((report / "results.json").read_text(encoding="utf-8"))
+    print_comparison(results, Console(width=200))
+    new = capsys.readouterr().out
+    teacher = next(line for line in new.splitlines() if line.split()[:1] == ["teacher"])
+    assert teacher.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "1,000"]
+    assert "seen (n = 20)" in new
+    del results["examples"]
+    for method in results["methods"].values():
+        del method["perplexity"]
+        if len(method["seeds"]) == 1:
+            method["average_std"] = 0.0
+            for each in SETS:
+                method["rougeL"][each]["std"] = 0.0
+    print_comparison(results, Console(width=200))
+    teacher = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["teacher"])
+    assert teacher.split() == ["teacher", "75.0", "–", "–", "80.0", "70.0", "1,000"]
 
 
 def test_sets_must_be_there_and_have_names_of_their_own(comparison):
