@@ -158,15 +158,17 @@ def default_output(model: str, decoding: str) -> Path:
 def print_scores(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the scores of evaluate_model, one row per set."""
     from llmdistill.report.tables import print_table
+    from llmdistill.tasks.perplexity import show_perplexity
 
     title = f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}"
-    header = ["set", "examples", "ROUGE-L", "± std", "tokens/s", "dropped", "truncated"]
+    header = ["set", "examples", "ROUGE-L", "± std", "perplexity", "tokens/s", "dropped", "truncated"]
     rows = [
         [
             name,
             str(score["examples"]),
             f"{score['rougeL']:.2f}",
-            f"{score['std']:.2f}",
+            f"{score['std']:.2f}" if len(score["per_seed"]) > 1 else "–",
+            show_perplexity(score.get("perplexity")),
             f"{score['tokens_per_second']:.0f}",
             str(score["dropped"]),
             str(score["truncated"]),

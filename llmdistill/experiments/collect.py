@@ -17,6 +17,7 @@ from llmdistill.experiments.variants import Start
 from llmdistill.files import json_lines
 from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
+from llmdistill.report.checkpoint import read_checkpoint
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run, Sample
@@ -35,7 +36,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
             name="teacher",
             label="teacher",
             params=findings.base["teacher"]["params"],
-            checkpoint_bytes=_weight_bytes(downloaded(teacher)),
+            checkpoint=read_checkpoint(downloaded(teacher)),
             runs=[_run(study, "teacher", first, "teacher")],
         ),
         *(row for start in study.starts for row in _rows(study, findings, start)),
@@ -45,6 +46,7 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     return Comparison(
         title=title,
         sets=sets,
+        examples=_examples(findings, sets),
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
         beginnings=_beginnings(study, findings),
@@ -66,7 +68,7 @@ def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
             label="untrained student",
             start=start.name,
             params=params,
-            checkpoint_bytes=_weight_bytes(downloaded(Path(study.untrained(start)))),
+            checkpoint=read_checkpoint(downloaded(Path(study.untrained(start)))),
             runs=[_run(study, key, base, "untrained")],
             calibration=calibration,
         )
@@ -74,14 +76,14 @@ def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
     for variant in (each for each in study.trained() if each.start.name == start.name):
         results = findings.runs[variant.key]
         runs = [_run(study, variant.key, each) for each in results]
-        weights = (_weight_bytes(each.trial.folder / "student") for each in results if each.metrics)
+        weights = (read_checkpoint(each.trial.folder / "student") for each in results if each.metrics)
         rows.append(
             Row(
                 name=variant.name,
                 label=variant.label,
                 start=start.name,
                 params=params,
-                checkpoint_bytes=next(weights, None),
+                checkpoint=next(weights, None),
                 runs=runs,
                 trials=[_run(study, variant.key, each) for each in findings.trials[variant.key]],
                 terms=next((names for run in runs if (names := term_names(run.history))), []),
@@ -139,6 +141,12 @@ def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
     return found
 
 
+def _examples(findings: Findings, sets: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return how many examples of each test set the teacher answered, and how many the set has."""
+    counts = findings.base["teacher"].get("examples", {})
+    return {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
+
+
 def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
     """Return a run with the scores of one of its models."""
     trial, metrics = result.trial, result.metrics or {}
@@ -151,6 +159,7 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
         command=shown_command(study.launcher.train_command(trial.recipe)),
         settings=dict(trial.settings),
         rouge_l=scores.get("rougeL"),
+        perplexity=scores.get("perplexity"),
         valid_rouge_l=scores.get("valid", {}).get("rougeL"),
         costs={
             "training_tokens": training.get("tokens"),
@@ -166,12 +175,6 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
 
 def _relative(study: Study, trial: Trial) -> str:
     return os.path.relpath(trial.folder, study.root)
-
-
-def _weight_bytes(folder: Path) -> int | None:
-    """Return the size of a model's weights on disk, in bytes."""
-    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    return sum(sizes) if sizes else None
 
 
 def _samples(study: Study, findings: Findings) -> list[Sample]:
@@ -244,7 +247,11 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
         "Training data": f"{data.train}, {train.global_batch_size} examples a step, {train.steps} steps",
         **({"Starts": f"{', '.join(starts)}; equal in parameters"} if starts else {}),
         "Same for all": f"{same}; of a start: untrained student" if starts else f"untrained student, {same}",
-        "Chosen": f"on {data.valid} by ROUGE-L with seed {study.seeds[0]}, never on a test set; all tried {grid}",
+        "Chosen": (
+            f"nothing; all have {grid}"
+            if data.valid is None
+            else f"on {data.valid} by ROUGE-L with seed {study.seeds[0]}, never on a test set; all tried {grid}"
+        ),
         "Decoding": f"{run['decoding']}, ROUGE-L F1 with stemming, best of the references, x 100",
         "Seeds": ", ".join(map(str, study.seeds)),
     }

@@ -11,10 +11,11 @@ from rich.console import Console
 from llmdistill.artifacts import write_record
 from llmdistill.files import write_json
 from llmdistill.report.drawings import draw_comparison, save_drawings
-from llmdistill.report.pages import write_page
+from llmdistill.report.pages import binary_size, signed, write_page
 from llmdistill.report.results import (
     CALIBRATION_COSTS,
     COSTS,
+    TEACHER,
     Beginning,
     Comparison,
     Row,
@@ -22,8 +23,9 @@ from llmdistill.report.results import (
     best_figures,
     describe_finding,
 )
-from llmdistill.report.spread import plus_minus
+from llmdistill.report.spread import count_seeds, plus_minus
 from llmdistill.report.tables import print_table
+from llmdistill.tasks.perplexity import show_perplexity
 
 
 def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
@@ -43,7 +45,10 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
 def _results(comparison: Comparison) -> dict[str, Any]:
     methods = {row.key: _result(row, comparison.difference(row)) for row in comparison.rows}
     starts = {"starts": [_beginning(each) for each in comparison.beginnings]} if comparison.beginnings else {}
-    return {"methods": methods, **starts, "sets": list(comparison.sets), "warnings": list(comparison.warnings)}
+    counts = {name: {"scored": scored, "total": total} for name, (scored, total) in comparison.examples.items()}
+    examples = {"examples": counts} if counts else {}
+    sets = {"sets": list(comparison.sets), **examples}
+    return {"methods": methods, **starts, **sets, "warnings": list(comparison.warnings)}
 
 
 def _beginning(each: Beginning) -> dict[str, Any]:
@@ -65,6 +70,7 @@ def _result(row: Row, difference: float | None) -> dict[str, Any]:
     return {
         "params": row.params,
         "rougeL": rouge_l,
+        "perplexity": None if row.perplexity is None else row.perplexity.to_dict(),
         "average_std": None if row.average is None else row.average.std,
         "difference_to_teacher": difference,
         "seeds": [run.seed for run in row.ended],
@@ -76,8 +82,10 @@ def _result(row: Row, difference: float | None) -> dict[str, Any]:
 
 
 def _costs(row: Row) -> dict[str, Any]:
-    sizes = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
+    sizes: dict[str, Any] = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
     calibration = {} if row.calibration is None else {key: row.calibration[key] for key in CALIBRATION_COSTS}
+    if row.checkpoint is not None:
+        sizes |= {"checkpoint_formats": dict(row.checkpoint.formats), "checkpoint_parts": dict(row.checkpoint.parts)}
     return {**sizes, **{key: row.cost(key) for key in COSTS}, **calibration}
 
 
@@ -102,7 +110,7 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
     trained = [differences[row.key] for row in rows if row.trained]
     return {
         "comparison": comparison,
-        "finding": describe_finding(rows, comparison.sets),
+        "finding": " ".join(filter(None, (describe_finding(rows, comparison.sets), comparison.limits))),
         "best": best_figures(rows, comparison.sets),
         "differences": differences,
         "best_difference": max((round(each, 1) for each in trained if each is not None), default=None),
@@ -111,10 +119,22 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
         "labels": {**{row.name: row.label for row in rows}, **{row.key: row.title for row in rows}},
         "failed": _once([*failed, *failed_sizes]),
         "sizes": sizes,
+        "held": _held(rows),
+        "several_seeds": any(len(row.ended) > 1 for row in rows),
+        "perplexity": any(row.perplexity is not None for row in rows),
         "calibrated": any(row.calibration is not None for row in rows),
         "made": _once([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
         "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
     }
+
+
+def _held(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the checkpoints hold, by the titles of the rows whose checkpoints hold the same."""
+    held: dict[str, list[str]] = {}
+    for row in rows:
+        if row.checkpoint is not None:
+            held.setdefault(f"{binary_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(row.title)
+    return {", ".join(titles): text for text, titles in held.items()}
 
 
 def _once(runs: Sequence[Run]) -> list[Run]:
@@ -123,17 +143,24 @@ def _once(runs: Sequence[Run]) -> list[Run]:
 
 
 def print_comparison(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the results.json of a comparison on the terminal, as mean ± standard deviation over seeds."""
-    sets, rows = results["sets"], []
+    """Print the results.json of a comparison on the terminal, with the standard deviation of several seeds."""
+    sets, rows, most = results["sets"], [], 0
     for name, method in results["methods"].items():
         scores = method["rougeL"]
         if scores is None:
-            rows.append([name, "", *("failed" for _ in sets), ""])
+            rows.append([name, "failed", *("" for _ in ("to teacher", "perplexity", *sets, "params"))])
             continue
-        cells = [plus_minus(scores[each]["mean"], scores[each]["std"]) for each in sets]
-        rows.append([name, f"{method['params']:,}", *cells, plus_minus(scores["average"], method["average_std"])])
+        most, several = max(most, len(method["seeds"])), len(method["seeds"]) > 1
+        average = plus_minus(scores["average"], method["average_std"] if several else None)
+        perplexity = method.get("perplexity")
+        rest = [plus_minus(scores[each]["mean"], scores[each]["std"] if several else None) for each in sets]
+        measured = show_perplexity(None if perplexity is None else perplexity["mean"])
+        to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"])
+        rows.append([name, average, to_teacher, measured, *rest, f"{method['params']:,}"])
     terminal = console or Console()
-    title = "ROUGE-L (0-100), mean ± standard deviation over seeds"
-    print_table(title, ["method", "params", *sets, "average"], rows, console=terminal)
+    counts = results.get("examples", {})
+    heads = [f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in sets]
+    title = f"ROUGE-L (0-100), {count_seeds(most)}"
+    print_table(title, ["method", "average", "to teacher", "perplexity", *heads, "params"], rows, console=terminal)
     for warning in results["warnings"]:
         terminal.print(f"WARNING: {warning}", style="bold yellow")

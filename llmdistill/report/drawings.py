@@ -22,7 +22,7 @@ _CURVES = {
     ),
     "loss": (
         "training loss",
-        "There is no validation loss. The training losses of two methods are different sums, "
+        "There is no curve of a validation loss. The training losses of two methods are different sums, "
         "so that their heights cannot be compared. The band goes from the lowest to the highest seed.",
     ),
 }
@@ -57,10 +57,12 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     dots = [
         plots.Dots(row.title, styles[row.key], row.average.mean, row.average.std, row.average.values)
         for row in rows
-        if row.trained and row.average is not None
+        if row.name != TEACHER and row.average is not None
     ]
-    if dots:
-        caption = f"Mean over seeds, with its standard deviation; the small strokes are the seeds.{_left_out(rows)}"
+    if any(row.trained and row.average is not None for row in rows):
+        several = any(len(each.values) > 1 for each in dots)
+        of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
+        caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
         drawings.append(Drawing("scores", "Scores", caption, plots.plot_scores(dots, level)))
     for start in dict.fromkeys(row.start for row in rows if row.trained):
         drawings += _curves([row for row in rows if row.start == start], start)
@@ -87,17 +89,6 @@ def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
     return styles
 
 
-def _left_out(rows: Sequence[Row]) -> str:
-    # An untrained student scores far lower; on a common scale, differences between methods would not be visible.
-    levels = {row.start: row.average.mean for row in rows if row.name == UNTRAINED and row.average is not None}
-    if not levels:
-        return ""
-    if len(levels) == 1:
-        return f" The untrained student, at {next(iter(levels.values())):.1f}, is left out."
-    listed = ", ".join(f"{level:.1f} from {start}" for start, level in levels.items())
-    return f" The untrained students ({listed}) are left out."
-
-
 def _of_start(drawing: Drawing, start: str) -> Drawing:
     """Return the plot of one start under its name, in a comparison of starts."""
     if not start:
@@ -110,7 +101,7 @@ def _curves(rows: Sequence[Row], start: str) -> list[Drawing]:
     styles = plots.method_styles([row.name for row in rows], plain=(TEACHER, UNTRAINED))
     for key, (label, caption) in _CURVES.items():
         found = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
-        curves = [(row.label, styles[row.name], curve) for row, curve in found if curve is not None]
+        curves = [(row.label, styles[row.name], curve) for row, curve in found if plots.is_line(curve)]
         if curves:
             made = plots.plot_curves(curves, label)
             return [_of_start(Drawing("learning_curves", "Learning curves", caption, made), start)]
@@ -120,7 +111,7 @@ def _curves(rows: Sequence[Row], start: str) -> list[Drawing]:
 def _terms(row: Row, style: plots.Style) -> Drawing | None:
     """Return the plot of a method's loss terms if its loss has several."""
     histories = [run.history for run in row.ended]
-    terms = {term: curve for term in row.terms if (curve := plots.mean_curve(histories, term)) is not None}
+    terms = {term: curve for term in row.terms if plots.is_line(curve := plots.mean_curve(histories, term))}
     if len(row.terms) < 2 or not terms:
         return None
     name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', row.key)}"
@@ -129,7 +120,7 @@ def _terms(row: Row, style: plots.Style) -> Drawing | None:
 
 
 def _size(comparison: Comparison, styles: Mapping[str, plots.Style], teacher: float | None) -> list[Drawing]:
-    """Return the plot of quality against size; with starts untrained students have a panel, else they are left out."""
+    """Return the plot of quality against size; with starts every method has a panel."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in comparison.sizes:
         if row.params is not None and row.average is not None:
@@ -143,6 +134,6 @@ def _size(comparison: Comparison, styles: Mapping[str, plots.Style], teacher: fl
         for row in drawn:
             panels.setdefault(row.label, []).append((row.start, starts[row.start], lines[row.key]))
         return [Drawing("size", title, f"{caption}; a line is a start.", plot_sizes(panels, teacher))]
-    trained = [(row.title, styles[row.key], lines[row.key]) for row in drawn if row.trained]
-    made = [plots.plot_size(trained, teacher)] if trained else []
-    return [Drawing("size", title, f"{caption}; untrained ones left out.", each) for each in made]
+    points = [(row.title, styles[row.key], lines[row.key]) for row in drawn]
+    made = [plots.plot_size(points, teacher)] if any(row.trained for row in drawn) else []
+    return [Drawing("size", title, f"{caption}.", each) for each in made]

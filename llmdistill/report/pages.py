@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from llmdistill.files import write_text
 from llmdistill.report.record import describe_versions
 from llmdistill.report.spread import show_seeds
+from llmdistill.tasks.perplexity import show_perplexity
 
 
 def write_page(file: Path, template: str, **values: Any) -> None:
@@ -101,6 +102,6 @@ def relative(path: str, folder: Path) -> str:
 
 FILTERS: list[Callable[..., Any]] = [
     *(figure, precise, signed, thousands, binary_size, duration, settings_text, markdown, markdown_code),
-    *(describe_versions, relative, show_seeds),
+    *(describe_versions, relative, show_seeds, show_perplexity),
 ]
 """The filters of the templates."""

@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from llmdistill.report.plots import STYLE, Curve, Style, draw_curve, new_figure, scale_y
+from llmdistill.report.plots import STYLE, WIDTH, Curve, Style, draw_curve, legend_columns, new_figure, scale_y
 
 
 def plot_terms(terms: Mapping[str, Curve], style: Style) -> Figure:
@@ -22,11 +22,11 @@ def plot_panels(
     panels: Mapping[str, Sequence[tuple[str, Style, Curve]]], xlabel: str, *, scores: bool = False
 ) -> Figure:
     """Plot curves in panels, by their titles; scores have a linear scale and a marker at each value, unlike losses."""
-    columns = min(3, len(panels))
+    columns = min(2, len(panels))
     lines = math.ceil(len(panels) / columns)
     named = scores and max(map(len, panels.values())) > 1
     alone = scores and len(panels) == 1
-    figure = new_figure(7.0, 0.3 + (3.0 if alone else 1.9 if scores else 1.55) * lines + 0.35 * named)
+    figure = new_figure(WIDTH, 0.3 + (3.0 if alone else 1.9 if scores else 1.55) * lines + 0.35 * named)
     grid = list(figure.subplots(lines, columns, squeeze=False, sharex=True).flat)
     for axes, (title, curves) in zip(grid, panels.items(), strict=False):
         for label, style, curve in curves:
@@ -34,7 +34,7 @@ def plot_panels(
         scale_y(axes, [curve for _, _, curve in curves], ticks=4, log=not scores)
         axes.set_title(title, loc="left", fontsize=9)
         axes.tick_params(labelsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=12 if alone else 4, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8 if alone else 4, integer=True, steps=[1, 2, 5, 10]))
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[max(0, len(panels) - columns) : len(panels)]:
@@ -45,5 +45,7 @@ def plot_panels(
         handles = {
             label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(handles.values(), handles, loc="outside upper right", ncols=min(len(handles), 4), fontsize=8)
+        figure.legend(
+            handles.values(), handles, loc="outside upper right", ncols=legend_columns(list(handles)), fontsize=8
+        )
     return figure

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 from matplotlib import rc_context, rc_params_from_file
@@ -30,6 +30,9 @@ COLORS = ("#1f78b4", "#d55e00", "#009e73", "#b5588f", "#c28a00", "#4aa8dc")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
+
+WIDTH = 4.6
+"""The width of a figure in inches: on a telephone, 360 pixels wide, its text is still 9 pixels high."""
 
 _MAX_PANELS = 4
 """Maximum number of panels side by side."""
@@ -60,7 +63,8 @@ class Dots(NamedTuple):
     label: str
     style: Style
     mean: float
-    std: float
+    std: float | None
+    """None for one seed."""
     values: list[float]
     """One value per seed."""
 
@@ -111,17 +115,22 @@ def mean_curve(histories: Sequence[Sequence[Mapping[str, float]]], key: str) -> 
     return Curve(steps, means, [min(values[step]) for step in steps], [max(values[step]) for step in steps])
 
 
+def is_line(curve: Curve | None) -> TypeGuard[Curve]:
+    """Whether there is a curve, and it has two points at least: a single point shows no course."""
+    return curve is not None and len(curve.steps) > 1
+
+
 @rc_context(STYLE)
 def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
-    """Plot the average ROUGE-L of each method with its standard deviation and seeds, and the teacher as a line."""
-    figure = new_figure(7.0, 0.9 + 0.36 * max(len(dots), 2))
+    """Plot the average ROUGE-L of each student with its standard deviation and seeds, and the teacher as a line."""
+    figure = new_figure(WIDTH, 0.9 + 0.36 * max(len(dots), 2))
     axes = figure.subplots()
     for line, item in enumerate(dots):
         axes.plot(item.values, [line] * len(item.values), "|", color=item.style.color, alpha=0.7, markersize=11)
         axes.errorbar(
             item.mean,
             line,
-            xerr=item.std or None,
+            xerr=item.std,
             color=item.style.color,
             marker=item.style.marker,
             capsize=3,
@@ -153,22 +162,22 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
 @rc_context(STYLE)
 def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figure:
     """Plot one line per method over the steps, with a band from the lowest to the highest seed."""
-    figure = new_figure(7.0, 3.6)
+    figure = new_figure(WIDTH, 3.2)
     axes = figure.subplots()
     for label, style, curve in curves:
         draw_curve(axes, label, style, curve)
     scale_y(axes, [curve for _, _, curve in curves])
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
-    _legend(axes, [curve.mean[-1] for _, _, curve in curves])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    _legend(figure, [curve.mean[-1] for _, _, curve in curves])
     return figure
 
 
 @rc_context(STYLE)
 def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None) -> Figure:
     """Plot the average ROUGE-L over the number of parameters, one line per method, the teacher as a dashed line."""
-    figure = new_figure(7.0, 3.6)
+    figure = new_figure(WIDTH, 3.2)
     axes = figure.subplots()
     for label, style, pairs in points:
         params, averages = zip(*sorted(pairs), strict=True)
@@ -177,10 +186,10 @@ def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teac
         axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
     axes.set_xlabel("parameters")
     axes.set_ylabel("ROUGE-L, average of the test sets")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     last = [sorted(pairs)[-1][1] for _, _, pairs in points]
-    _legend(axes, [*last, teacher] if teacher is not None else last)
+    _legend(figure, [*last, teacher] if teacher is not None else last)
     return figure
 
 
@@ -303,13 +312,19 @@ def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = 
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _legend(axes: Axes, heights: Sequence[float]) -> None:
-    """Add a legend on the right, in the order of the lines' last values from the top."""
-    handles, labels = axes.get_legend_handles_labels()
+def legend_columns(labels: Sequence[str]) -> int:
+    """Return how many entries of a legend of small letters stand side by side in a figure."""
+    return max(1, min(len(labels), 60 // (max(map(len, labels), default=0) + 7)))
+
+
+def _legend(figure: Figure, heights: Sequence[float]) -> None:
+    """Add a legend below, in the order of the lines' last values from the top."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
     order = sorted(range(len(handles)), key=lambda index: -heights[index])
-    axes.legend(
+    figure.legend(
         [handles[index] for index in order],
         [labels[index] for index in order],
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
+        loc="outside lower center",
+        ncols=legend_columns(labels),
+        fontsize=8,
     )

@@ -13,11 +13,14 @@ from rich.console import Console
 from llmdistill.artifacts import write_record
 from llmdistill.report.column import Column
 from llmdistill.report.drawings import save_drawings
-from llmdistill.report.pages import write_page
+from llmdistill.report.pages import signed, write_page
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.plots import DASHES, Curve, Drawing, Style, method_styles
 from llmdistill.report.spread import Spread, plus_minus, spread
 from llmdistill.report.tables import print_table
+
+AVERAGE, TEACHER = "average", "teacher"
+"""The head of the column of the mean over the others, and the key of the teacher's row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,7 @@ class PublishedReport:
     @property
     def header(self) -> list[str]:
         """The texts above the figures."""
-        return [*(each.label for each in self.columns), *(["average"] if self.average else [])]
+        return [*(each.label for each in self.columns), *([AVERAGE] if self.average else [])]
 
 
 def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
@@ -131,6 +134,7 @@ def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
             f"published.{kind}.j2",
             report=report,
             table=[(line, _shown(line, report)) for line in report.lines],
+            heads=list(_shown(report.lines[0], report)),
             failed=_failed(report),
             plots=plots,
             folder=folder,
@@ -171,18 +175,36 @@ def _curve(points: Sequence[tuple[float, Spread]]) -> Curve:
     return Curve(list(places), [cell.mean for cell in cells], low, high)
 
 
-def _shown(line: Line, report: PublishedReport) -> list[tuple[str, str]]:
-    """Return the text of our score and of the paper's figure in each column; "" where the paper has none."""
+def _shown(line: Line, report: PublishedReport) -> dict[str, tuple[str, str]]:
+    """Return by the heads of the columns the texts of our score and of the paper's figure, "" where it has none.
+
+    The average and its distance to the teacher's, which say the most, come first.
+    """
     cells = line.cells(report.columns, average=report.average)
     figures = ["" if each is None else max(f"{each:.1f}", f"{each:g}", key=len) for each in line.published]
-    return list(zip(map(_text, cells), figures, strict=True))
+    shown = dict(zip(report.header, zip(map(_text, cells), figures, strict=True), strict=True))
+    if not report.average:
+        return shown
+    first = {AVERAGE: shown.pop(AVERAGE)}
+    teacher = next((each for each in report.lines if each.key == TEACHER), None)
+    if teacher is not None:
+        ours = teacher.cells(report.columns, average=True)[-1]
+        means = [None if cell is None else cell.mean for cell in (cells[-1], ours)]
+        paper = _distance(line.published[-1], teacher.published[-1])
+        texts = signed(_distance(*means)), "" if paper is None else signed(paper)
+        first["to teacher"] = ("–", "") if line is teacher else texts
+    return first | shown
+
+
+def _distance(score: float | None, teacher: float | None) -> float | None:
+    return None if score is None or teacher is None else score - teacher
 
 
 def _text(cell: Spread | None) -> str:
     """Format a score, with its standard deviation if there are several seeds."""
     if cell is None:
         return "–"
-    return plus_minus(cell.mean, cell.std if len(cell.values) > 1 else None)
+    return plus_minus(cell.mean, cell.std)
 
 
 def _failed(report: PublishedReport) -> list[Line]:
@@ -195,9 +217,15 @@ def print_published(report: PublishedReport, console: Console | None = None) -> 
     for line in report.lines:
         if line.measured is None:
             continue
-        texts = [f"{text} ({figure})" if figure else text for text, figure in _shown(line, report)]
+        texts = [f"{text} ({figure})" if figure else text for text, figure in _shown(line, report).values()]
         rows.append([line.label, *texts])
-    print_table(f"{report.title}; in brackets the paper's", ["", *report.header], rows, turned=True, console=console)
+    print_table(
+        f"{report.title}; in brackets the paper's",
+        ["", *_shown(report.lines[0], report)],
+        rows,
+        turned=True,
+        console=console,
+    )
     for line in _failed(report):
         assert line.measured is not None
         (console or Console()).print(f"{line.label} FAILED: {line.measured.error}", highlight=False)

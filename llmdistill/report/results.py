@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmdistill.errors import UserError
+from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.spread import Spread, spread
+from llmdistill.tasks.perplexity import mean_perplexity
 
 TEACHER, UNTRAINED = "teacher", "none"
 """Names of the rows that are not methods; these rows are never the best."""
@@ -44,6 +46,8 @@ class Run:
     """The grid point, by dotted key."""
     rouge_l: Mapping[str, float] | None = None
     """ROUGE-L by test set; None if the run was not scored on the test sets."""
+    perplexity: Mapping[str, float] | None = None
+    """Perplexity of the references by test set; None if it was not measured."""
     valid_rouge_l: float | None = None
     costs: Mapping[str, float | None] = field(default_factory=dict)
     """The values of COSTS."""
@@ -69,7 +73,8 @@ class Row:
     start: str = ""
     """The start of the student, in a comparison of starts."""
     params: int | None = None
-    checkpoint_bytes: int | None = None
+    checkpoint: Checkpoint | None = None
+    """The files of its weights."""
     runs: Sequence[Run] = ()
     """The runs at the chosen grid point, one per seed."""
     trials: Sequence[Run] = ()
@@ -88,6 +93,11 @@ class Row:
     def title(self) -> str:
         """The name that the report shows, such as MaKD, or MaKD from loss in a comparison of starts."""
         return f"{self.label} from {self.start}" if self.start else self.label
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """The size of the files of its weights."""
+        return None if self.checkpoint is None else self.checkpoint.size
 
     @property
     def trained(self) -> bool:
@@ -132,6 +142,12 @@ class Row:
         values = [run.valid_rouge_l for run in self.ended if run.valid_rouge_l is not None]
         return spread(values) if values else None
 
+    @property
+    def perplexity(self) -> Spread | None:
+        """The geometric mean over the test sets of the references' perplexity, over seeds; None if not measured."""
+        found = [run.perplexity for run in self.ended if run.perplexity]
+        return spread([mean_perplexity(each) for each in found]) if found else None
+
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
         values = [value for run in self.ended if (value := run.costs.get(key)) is not None]
@@ -173,6 +189,8 @@ class Comparison:
 
     title: str
     sets: Sequence[str]
+    examples: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By test set, how many of its examples are scored, and how many it has; without the sets of older runs."""
     rows: Sequence[Row]
     """The teacher, then for each start the untrained student and the methods in the given order."""
     sizes: Sequence[Row] = ()
@@ -191,6 +209,25 @@ class Comparison:
         check_sets(self.sets)
         keys = [row.key for row in self.rows]
         assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
+
+    def heading(self, name: str) -> str:
+        """Return the head of a test set's column: how many of its examples are scored, such as ``n = 20 of 60``."""
+        if name not in self.examples:
+            return ""
+        scored, total = self.examples[name]
+        return f"n = {scored:,}" + (f" of {total:,}" if scored < total else "")
+
+    @property
+    def limits(self) -> str:
+        """A sentence about the test sets that are scored in part; empty if there is none."""
+        parts = {name: counts for name, counts in self.examples.items() if counts[0] < counts[1]}
+        if not parts:
+            return ""
+        numbers = {scored for scored, _ in self.examples.values()}
+        if len(parts) == len(self.examples) > 1 and len(numbers) == 1:
+            return f"Only {numbers.pop():,} examples of each set are scored."
+        listed = ", ".join(f"{scored:,} of {total:,} of {name}" for name, (scored, total) in parts.items())
+        return f"Not all examples are scored: {listed}."
 
     @property
     def teacher(self) -> Row | None:
@@ -247,7 +284,7 @@ def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
         return f"{first} reaches {best.mean:.1f} {where}{''.join(', ' + mark for mark in marks)}."
     second, runner_up = rest[0]
     gap = best.mean - second.mean
-    if min(len(best.values), len(second.values)) < 2:
+    if best.std is None or second.std is None:
         lead = f"{first} is {gap:.1f} points above the next best, {runner_up}, {where}"
         return f"{lead}; from one seed, so that chance is not excluded."
     error = math.sqrt(best.std**2 / len(best.values) + second.std**2 / len(second.values))

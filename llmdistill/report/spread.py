@@ -8,20 +8,26 @@ from typing import Any, NamedTuple
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; the standard deviation is 0 for one seed."""
+    """Mean and sample standard deviation over seeds."""
 
     mean: float
-    std: float
+    std: float | None
+    """None for one seed, which has no standard deviation."""
     values: list[float]
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         """Return the mean and the standard deviation as plain JSON values."""
         return {"mean": self.mean, "std": self.std}
 
 
 def spread(values: Sequence[float]) -> Spread:
     """Return the mean and the sample standard deviation of the values."""
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, list(values))
+    return Spread(statistics.fmean(values), std_over_seeds(values), list(values))
+
+
+def std_over_seeds(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation of the values; None for a single one."""
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from llmdistill.artifacts import read_record
 from llmdistill.config.student import Form
 from llmdistill.factorize.forms import factor_params
-from llmdistill.report.plots import INK, STYLE, Drawing, Style, new_figure, short_number
+from llmdistill.report.plots import INK, STYLE, WIDTH, Drawing, Style, legend_columns, new_figure, short_number
 
 WEIGHTING_FILE = "weighting.json"
 """The file of a run's folder with the ranks, costs and spectra of its student."""
@@ -26,8 +26,8 @@ WEIGHTING_FILE = "weighting.json"
 _LIGHT, _DARK = "#fdfdfd", "#101010"
 """Colours of marks on fields, which stay as they are in pages of other colours."""
 _DEPTHS = colormaps["viridis"]
-_MAX_COLUMNS = 4
-_MAX_WRITTEN = 16
+_MAX_COLUMNS = 2
+_MAX_WRITTEN = 12
 """Largest number of layers at which the ranks are written into their fields."""
 
 
@@ -109,9 +109,9 @@ def plot_sizes(
         panels: by title, the lines as (label, style, [(parameters, score)]); all panels have lines of the same labels.
         teacher: the teacher's score.
     """
-    columns = min(_MAX_COLUMNS - 1, len(panels))
+    columns = min(_MAX_COLUMNS, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure = new_figure(max(4.9, 2.1 * columns + 0.7), 0.9 + 1.9 * lines)  # the legend needs the width of two panels
+    figure = new_figure(WIDTH, 1.1 + 1.7 * lines)
     grid = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes, (title, points) in zip(grid, panels.items(), strict=False):
         for label, style, pairs in points:
@@ -131,7 +131,8 @@ def plot_sizes(
     figure.supxlabel("parameters", fontsize=9)
     figure.supylabel("ROUGE-L, average of the test sets", fontsize=9)
     handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8)
+    # Below, the legend would lie upon the label of the axis.
+    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
     return figure
 
 
@@ -156,7 +157,7 @@ def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
 @rc_context(STYLE)
 def plot_predictions(points: Sequence[tuple[float, float]]) -> Figure:
     """Plot pairs of a predicted and a measured loss on logarithmic axes, with the line where they are equal."""
-    figure = new_figure(4.2, 3.6)
+    figure = new_figure(WIDTH, 3.6)
     axes = figure.subplots()
     ends = [min(map(min, points)), max(map(max, points))]
     axes.plot(ends, ends, color=INK, linewidth=1, dashes=(4, 3))
@@ -176,7 +177,7 @@ def plot_ranks(found: Sequence[Matrix]) -> Figure:
     kinds = list(dict.fromkeys(matrix.kind for matrix in found))
     layers = sorted({matrix.layer for matrix in found})
     columns = range(len(layers))
-    figure = new_figure(7.0, 0.8 + 0.3 * len(kinds))
+    figure = new_figure(WIDTH, 0.8 + 0.3 * len(kinds))
     axes = figure.subplots()
     shares = np.full((len(kinds), len(layers)), np.nan)
     dense = []
@@ -210,7 +211,7 @@ def plot_spectra(found: Sequence[Matrix]) -> Figure:
     colors = {layer: _DEPTHS(0.2 + 0.7 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
     columns = min(_MAX_COLUMNS, len(kinds))
     lines = math.ceil(len(kinds) / columns)
-    figure = new_figure(1.6 * columns + 0.8, 0.7 + 1.5 * lines)
+    figure = new_figure(WIDTH, 0.7 + 1.5 * lines)
     panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
     for axes, kind in zip(panels, kinds, strict=False):
         for matrix in found:
@@ -229,7 +230,7 @@ def plot_spectra(found: Sequence[Matrix]) -> Figure:
     figure.supylabel("predicted loss per token", fontsize=9)
     ends = list(dict.fromkeys((layers[0], layers[-1])))
     handles = [Line2D([], [], color=colors[layer], label=f"layer {layer}") for layer in ends]
-    figure.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
+    figure.legend(handles=handles, loc="outside upper right", ncols=2, fontsize=8)
     return figure
 
 

@@ -11,7 +11,7 @@ from llmdistill.artifacts import write_record
 from llmdistill.report.metrics_log import Log, term_names
 from llmdistill.report.pages import write_page
 from llmdistill.report.panels import plot_terms
-from llmdistill.report.plots import mean_curve, method_styles, save_plot
+from llmdistill.report.plots import is_line, mean_curve, method_styles, save_plot
 from llmdistill.report.record import make_record
 from llmdistill.report.starts import draw_weighting, read_weighting
 from llmdistill.report.tables import Texts, print_table
@@ -50,13 +50,14 @@ def kept_student(record: Mapping[str, Any]) -> str:
 
 
 def plot_training(folder: Path, log: Log) -> None:
-    """Plot the loss and its terms over the steps, in curves.png and curves.svg; nothing without training."""
+    """Plot the loss and its terms over the steps, in curves.png and curves.svg; nothing without two steps."""
     if not log:
         return
     names = term_names(log)
     keys = ["loss", *(["valid_loss"] if "valid_loss" in log[-1] else []), *(names if len(names) > 1 else [])]
-    curves = {key: curve for key in keys if (curve := mean_curve([log], key)) is not None}
-    save_plot(plot_terms(curves, method_styles(["run"])["run"]), folder, "curves")
+    curves = {key: curve for key in keys if is_line(curve := mean_curve([log], key))}
+    if curves:
+        save_plot(plot_terms(curves, method_styles(["run"])["run"]), folder, "curves")
 
 
 def _cells(metrics: dict[str, Any], scores: ScoreTable) -> Texts:

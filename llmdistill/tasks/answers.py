@@ -24,6 +24,7 @@ from llmdistill.generation.decode import Decoding, GenerationResult, generate_pa
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
+from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import rouge_l
 
 Log = Callable[[str], None]
@@ -67,9 +68,10 @@ def score_sets(
 
     Returns:
         The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``per_seed``, ``std``
-        (sample standard deviation over the passes; 0 for a single one), ``tokens_per_second`` and ``tokens`` (generated
-        in all passes on all ranks), ``examples`` (scored in each pass), ``dropped`` (examples left out because their
-        prompt is too long) and ``truncated`` (prompts whose start was cut off).
+        (sample standard deviation over the passes; None for a single one), ``tokens_per_second`` and ``tokens``
+        (generated in all passes on all ranks), ``examples`` (scored in each pass), ``dropped`` (examples left out
+        because their prompt is too long), ``truncated`` (prompts whose start was cut off), ``total`` (examples of the
+        set) and what `score_references` returns.
 
     Raises:
         UserError: as in `encode_sets`, before any answer is generated.
@@ -105,7 +107,14 @@ def score_sets(
                     )
         if predictions_dir is not None and world.is_main:
             _write_predictions(predictions_dir / f"{name}.jsonl", examples, passes)
-        scores[name] = _score(list(passes.values()), rouges, prompts)
+        references_scored = score_references(
+            model, tokenizer, examples, limits, batch_size=settings.batch_size, world=world
+        )
+        scores[name] = {
+            **_score(list(passes.values()), rouges, prompts),
+            "total": len(sets[name]),
+            **references_scored,
+        }
     return scores
 
 
@@ -129,7 +138,7 @@ def _score(passes: Sequence[GenerationResult], rouges: list[float], prompts: Enc
     return {
         "rougeL": statistics.fmean(rouges),
         "per_seed": rouges,
-        "std": statistics.stdev(rouges) if len(rouges) > 1 else 0.0,
+        "std": statistics.stdev(rouges) if len(rouges) > 1 else None,
         "tokens_per_second": tokens / sum(result.seconds for result in passes),
         "tokens": tokens,
         "examples": len(prompts.ids),

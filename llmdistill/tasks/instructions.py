@@ -32,6 +32,7 @@ from llmdistill.runtime.exchange import open_exchange
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance
 
 VALID = "valid"
@@ -243,7 +244,8 @@ class InstructionData(TaskData):
 
         Returns:
             ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "generation_tokens_per_second"}``, and
-            ``"valid": {"rougeL", "chance", "above_chance"}`` if there is a validation set.
+            ``"valid": {"rougeL", "chance", "above_chance"}`` if there is a validation set. Scores of this version also
+            have ``"perplexity": {SET: of the references}`` and ``"examples": {SET: {"scored", "total"}}``.
         """
         seconds = sum(score["tokens"] / score["tokens_per_second"] for score in scores.values())
         tokens = sum(score["tokens"] for score in scores.values())
@@ -252,6 +254,14 @@ class InstructionData(TaskData):
             "rougeL_std": {name: scores[name]["std"] for name in self.tests},
             "generation_tokens_per_second": tokens / seconds if scores else 0.0,
         }
+        measured = {name: score["perplexity"] for name, score in scores.items() if "perplexity" in score}
+        if self.tests and measured.keys() >= set(self.tests):
+            summary["perplexity"] = {name: measured[name] for name in self.tests}
+        counts = {name: scores[name] for name in self.tests if "total" in scores[name]}
+        if counts:
+            summary["examples"] = {
+                name: {"scored": score["examples"], "total": score["total"]} for name, score in counts.items()
+            }
         if VALID in scores:
             summary["valid"] = {key: scores[VALID][key] for key in ("rougeL", "chance", "above_chance")}
         return summary
@@ -275,13 +285,22 @@ class InstructionData(TaskData):
         ]
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        measured = any("perplexity" in result for result in results.values())
+        rows = {name: [f"{result['rougeL'][each]:.1f}" for each in self.tests] for name, result in results.items()}
+        if measured:
+            for name, result in results.items():
+                found = result.get("perplexity")
+                rows[name].append(show_perplexity(None if found is None else mean_perplexity(found)))
+        counts: Mapping[str, Any] = next((each["examples"] for each in results.values() if "examples" in each), {})
+        numbered = (f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in self.tests)
         return ScoreTable(
             title="ROUGE-L (0-100) on each set",
-            columns=list(self.tests),
-            rows={name: [f"{result['rougeL'][each]:.1f}" for each in self.tests] for name, result in results.items()},
+            columns=[*self.tests, *(["perplexity"] if measured else [])],
+            rows=rows,
             legend=(
-                f"ROUGE-L on {', '.join(self.tests) or 'no test set'}: F1 with stemming, best of the references, x "
+                f"ROUGE-L on {', '.join(numbered) or 'no test set'}: F1 with stemming, best of the references, x "
                 f"100; decoding: {self.scoring.decoding}."
+                + (" Perplexity: of the first references, by token, geometric mean of the sets." if measured else "")
             ),
         )
 

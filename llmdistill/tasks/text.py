@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
@@ -30,6 +27,8 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoreTable, Task, TaskData
+from llmdistill.tasks.perplexity import perplexity_of
+from llmdistill.tasks.reference_loss import label_loss
 
 _VALID = "/"
 """Stands for the validation text among the parts of the training text, none of which can have this name."""
@@ -276,7 +275,6 @@ def _parts(settings: DataConfig) -> dict[str, str]:
     return parts
 
 
-@torch.no_grad()
 def score_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, *, max_length: int, batch_size: int
 ) -> dict[str, float]:
@@ -289,21 +287,14 @@ def score_texts(
         UserError: the text cannot be read or is too short.
     """
     shift = is_causal(model.config)
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
+    total, count = 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
         reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
         corpus = tokenise(reference, tokenizer, cache_dir=folder)
         sequences = TextSequences(corpus, tokenizer, objective="next" if shift else "masked", max_length=max_length)
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
-            located = batch.with_label_rows(shift=shift).to(model.device)
-            inputs = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
-            if located.token_type_ids is not None and has_segments(model.config):
-                inputs["token_type_ids"] = located.token_type_ids
-            assert located.label_rows is not None
-            rows_NV = model(**inputs).logits.flatten(0, 1).index_select(0, located.label_rows)
-            labels_N = located.row_labels(shift=shift)
-            total += functional.cross_entropy(rows_NV.float(), labels_N, reduction="sum").double().cpu()
-            count += len(labels_N)
-    loss = float(total) / count
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
+            loss_sum, labels = label_loss(model, batch, shift=shift)
+            total += loss_sum
+            count += labels
+    loss = total / count
+    return {"loss": loss, "perplexity": perplexity_of(loss), "tokens": count}

@@ -54,11 +54,15 @@ def test_our_figures_stand_beside_the_paper_s(tmp_path: Path, capsys: pytest.Cap
     assert figures["broken"] == [None, None, None]
     assert figures["teacher"] is None
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "| Mine &lt;6x768&gt; | 1,234 | 71.0 ± 1.4 (76.4) | 80.0  | 75.5  |" in text
-    assert "| Teacher | – | (76.8) | (87.25) | (82.0) |" in text
+    assert "| Mine &lt;6x768&gt; | 75.5  | –  | 71.0 ± 1.4 (76.4) | 80.0  | 1,234 |" in text
+    assert "| Teacher | (82.0) |  | (76.8) | (87.25) | – |" in text
     assert "Failed: Broken: no memory" in text
     assert "The paper's figures for MRPC are of GLUE's test sets, ours of the dev sets." in text
     assert "Not run: Theirs: no weights are published" in text
+    assert "| Theirs | (1.5) | (−80.5) | (1.0) | (2.0) | – |" in text
+    taught = replace(REPORT.lines[0], measured=replace(MINE, scores={key: [90.0] for key in MINE.scores}))
+    write_published(tmp_path / "taught", replace(REPORT, lines=[taught, *REPORT.lines[1:]]))
+    assert "| 75.5  | −14.5  | 71.0" in (tmp_path / "taught/report.md").read_text(encoding="utf-8")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "71.0 ± 1.4<br><small>76.4</small>" in page
     assert "Mine &lt;6x768&gt;: the teacher scores at chance" in page

@@ -9,9 +9,11 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from llmdistill.errors import UserError
-from llmdistill.report.comparison import write_comparison
+from llmdistill.report.checkpoint import Checkpoint
+from llmdistill.report.comparison import print_comparison, write_comparison
 from llmdistill.report.pages import markdown, markdown_code, signed
 from llmdistill.report.results import (
     Comparison,
@@ -24,6 +26,8 @@ from llmdistill.report.results import (
 SETS = ["seen", "unseen"]
 SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.0), (52.5, 31.0), (51.0, 32.5)]}
 """ROUGE-L by method, seed and set."""
+
+CHECKPOINT = Checkpoint(size=2_097_152, formats={"F32": 500}, parts={"embeddings and head": 1500, "factors": 500})
 
 VOID = {"meta", "br", "link", "img"}
 
@@ -38,6 +42,7 @@ def make_run(method, seed, scores=None, **more):
         "command": f"train {method} --seed {seed}",
         "settings": {"train.learning_rate": 0.003},
         "rouge_l": rouge_l,
+        "perplexity": None if scores is None else {"seen": 2.0 + seed, "unseen": 8.0 + 4 * seed},
         "valid_rouge_l": 45.0 + seed,
         "costs": {
             "training_tokens": 1000 * (seed + 1) ** 2,
@@ -53,7 +58,7 @@ def make_run(method, seed, scores=None, **more):
 
 def make_row(name, label, scores, **more):
     runs = [make_run(name, seed, values) for seed, values in enumerate(scores)]
-    return Row(name=name, label=label, **{"params": 500, "checkpoint_bytes": 2_097_152, "runs": runs, **more})
+    return Row(name=name, label=label, **{"params": 500, "checkpoint": CHECKPOINT, "runs": runs, **more})
 
 
 def make_comparison():
@@ -64,6 +69,7 @@ def make_comparison():
     return Comparison(
         title="Two methods",
         sets=SETS,
+        examples={"seen": (20, 60), "unseen": (60, 60)},
         rows=[
             make_row("teacher", "Teacher", [(80.0, 70.0)], params=1000),
             make_row("none", "Untrained", [(5.0, 4.0)]),
@@ -172,7 +178,7 @@ def test_results_are_the_statistics_of_the_runs(report):
         assert method["failed"] == []
     teacher = results["methods"]["teacher"]
     assert teacher["difference_to_teacher"] == 0
-    assert teacher["average_std"] == 0
+    assert teacher["average_std"] is teacher["rougeL"]["seen"]["std"] is teacher["perplexity"]["std"] is None
     assert teacher["params"] == 1000
 
 
@@ -181,6 +187,8 @@ def test_costs_are_medians_over_seeds(report):
     assert costs["sft"] == {
         "params": 500,
         "checkpoint_bytes": 2_097_152,
+        "checkpoint_formats": {"F32": 500},
+        "checkpoint_parts": {"embeddings and head": 1500, "factors": 500},
         "training_tokens": 4000,
         "training_tokens_per_second": 123.0,
         "peak_memory_bytes": 2**30,
@@ -229,9 +237,10 @@ def test_page_stands_alone(report):
 def test_only_the_best_method_is_bold_and_ties_are_all(report):
     page = Page((report / "report.html").read_text(encoding="utf-8"))
     sft = next(row for row in page.rows if row[0] == "SFT")
-    assert sft[2].split() == ["41.0", "±", "1.0"]
+    assert sft[1].split() == ["36.1", "±", "0.9"]
+    assert sft[4].split() == ["41.0", "±", "1.0"]
     # Both are 31.2 on the second set; the teacher is better everywhere and the chosen grid point's score is bold, too.
-    assert [text for text in page.bold if text] == ["31.2", "51.2", "31.2", "41.2", "−33.8", "45.0"]
+    assert [text for text in page.bold if text] == ["31.2", "41.2", "−33.8", "51.2", "31.2", "45.0"]
     text = (report / "report.md").read_text(encoding="utf-8")
     assert "**[51.2](cells/makd-seed0)** ± 1.3" in text
     assert "[41.0](cells/sft-seed0) ± 1.0" in text
@@ -342,6 +351,36 @@ def test_finding_is_honest_about_one_seed_and_no_gain():
         "KD reaches 40.0 on the average of 2 sets, 20.0 points below the teacher, "
         "35.0 points above the untrained student."
     )
+
+
+def test_headline_says_which_sets_are_scored_in_part(comparison):
+    def limits(**examples):
+        return dataclasses.replace(comparison, examples=examples).limits
+
+    assert limits(seen=(60, 60), unseen=(60, 60)) == limits() == ""
+    assert limits(seen=(20, 60), unseen=(60, 60)) == "Not all examples are scored: 20 of 60 of seen."
+    assert limits(seen=(20, 60), unseen=(1000, 2000)).endswith("20 of 60 of seen, 1,000 of 2,000 of unseen.")
+    assert limits(seen=(20, 60), unseen=(20, 50)) == "Only 20 examples of each set are scored."
+
+
+def test_older_results_are_printed_too(comparison, report, capsys):
+    """They have no perplexity, no numbers of examples, and a deviation of 0 for one seed."""
+    results = json.loads((report / "results.json").read_text(encoding="utf-8"))
+    print_comparison(results, Console(width=200))
+    new = capsys.readouterr().out
+    teacher = next(line for line in new.splitlines() if line.split()[:1] == ["teacher"])
+    assert teacher.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "1,000"]
+    assert "seen (n = 20)" in new
+    del results["examples"]
+    for method in results["methods"].values():
+        del method["perplexity"]
+        if len(method["seeds"]) == 1:
+            method["average_std"] = 0.0
+            for each in SETS:
+                method["rougeL"][each]["std"] = 0.0
+    print_comparison(results, Console(width=200))
+    teacher = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["teacher"])
+    assert teacher.split() == ["teacher", "75.0", "–", "–", "80.0", "70.0", "1,000"]
 
 
 def test_sets_must_be_there_and_have_names_of_their_own(comparison):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from llmdistill.report.drawings import draw_comparison, row_styles, save_drawings
@@ -42,18 +44,27 @@ def test_colour_says_the_method_and_marker_the_start(comparison):
 def test_each_start_has_its_curves_and_its_ranks(comparison):
     drawn = {drawing.name: drawing for drawing in draw_comparison(comparison)}
     assert list(drawn) == ["scores", "learning_curves_plain", "learning_curves_loss", "size", "ranks_loss"]
-    assert "(10.0 from plain, 20.0 from loss) are left out" in drawn["scores"].caption
+    assert drawn["scores"].caption.startswith("One seed")
     labels = [label.get_text() for label in drawn["scores"].figure.axes[0].get_yticklabels()]
-    assert labels == ["KD from plain", "MAKD from plain", "KD from loss", "MAKD from loss"]
+    assert labels == [f"{name} from {start}" for start in STARTS for name in ("NONE", "KD", "MAKD")]
     assert drawn["learning_curves_loss"].title == "Learning curves: from loss"
 
 
 def test_quality_against_size_shows_untrained_and_trained_students_of_each_start(comparison):
     (size,) = (drawing for drawing in draw_comparison(comparison) if drawing.name == "size")
-    panels = size.figure.axes
+    panels = [panel for panel in size.figure.axes if panel.get_visible()]
     assert [panel.get_title(loc="left") for panel in panels] == ["NONE", "KD", "MAKD"]
     for panel in panels:
         assert [list(line.get_ydata()) for line in panel.lines[:2]] == [[5.0, 10.0], [5.0, 20.0]]
+
+
+def test_a_single_point_is_no_curve(comparison):
+    def cut(row):
+        runs = [dataclasses.replace(run, history=run.history[:1]) for run in row.runs]
+        return dataclasses.replace(row, runs=runs, terms=["loss", "valid_loss"])
+
+    once = dataclasses.replace(comparison, rows=[cut(row) for row in comparison.rows])
+    assert [drawing.name for drawing in draw_comparison(once)] == ["scores", "size", "ranks_loss"]
 
 
 def test_plots_of_an_earlier_report_are_removed_and_others_stay(tmp_path, comparison):

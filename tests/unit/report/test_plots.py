@@ -67,8 +67,7 @@ def test_legend_is_in_the_order_in_which_the_lines_end():
     figure = plots.plot_curves(
         [("low", look["m0"], curve([3.0, 1.0])), ("high", look["m1"], curve([2.0, 2.0]))], "loss"
     )
-    legend = figure.axes[0].get_legend()
-    assert legend is not None
+    (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["high", "low"]
     colors = [to_hex(line.get_color()) for line in figure.axes[0].lines]
     assert colors == [look["m0"].color, look["m1"].color]

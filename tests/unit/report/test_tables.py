@@ -7,7 +7,7 @@ import statistics
 
 from rich.console import Console
 
-from llmdistill.report.spread import over_seeds, plus_minus, show_seeds, spread
+from llmdistill.report.spread import over_seeds, plus_minus, show_seeds
 from llmdistill.report.tables import print_table
 
 HEADER, ROWS = ["model", "stage", "RTE accuracy"], [["teacher", "one", "70.1"], ["student of it", "two", "9.5"]]
@@ -38,5 +38,6 @@ def test_mean_and_deviation():
     values = [1.0, 2.0, 4.0]
     assert show_seeds(over_seeds(values), 2) == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
     assert show_seeds(over_seeds([3.0])) == "3.0"
-    assert spread([3.0]).std == 0
+    assert over_seeds([3.0]) == {"mean": 3.0, "std": None, "seeds": [3.0]}
+    assert show_seeds({"mean": 3.0, "std": 0.0, "seeds": [3.0]}) == "3.0"  # as older versions wrote it
     assert plus_minus(1.26, 0.04) == "1.3 ± 0.0"

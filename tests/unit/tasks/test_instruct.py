@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def test_long_prompts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
         return score_sets(model, tokenizer, {"p": EXAMPLES}, settings, limits, predictions_dir=tmp_path)["p"]
 
     dropped = score("drop")
-    assert (dropped["examples"], dropped["dropped"], dropped["truncated"], dropped["std"]) == (2, 1, 0, 0.0)
+    assert (dropped["examples"], dropped["dropped"], dropped["truncated"], dropped["std"]) == (2, 1, 0, None)
     lines = (tmp_path / "p.jsonl").read_text().splitlines()
     assert [json.loads(line)["instruction"] for line in lines] == ["Name a colour", "Name"]
     cut = score("truncate")
@@ -231,3 +232,21 @@ def test_script_runs_from_anywhere(folder: Path, rank_server: RankServer, tmp_pa
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sets"]["short"]["examples"] == 2
     assert len(list((tmp_path / "runs" / "evaluate").glob("*-greedy/short.jsonl"))) == 1
+
+
+def test_perplexity_is_that_of_first_references(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
+    """Against a loop over single tokens, without padding and batches."""
+    limits = Limits(**LIMITS)
+    losses = []
+    for example, prompt in zip(SHORT, encode_prompts(SHORT, tokenizer, limits).ids, strict=True):
+        ids = prompt.copy()
+        for token in [*tokenizer(example.outputs[0], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]:
+            with torch.no_grad():
+                losses.append(-model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token].item())
+            ids.append(token)
+    settings = GenerationConfig(batch_size=2, limit=2)
+    score = score_sets(model, tokenizer, {"set": EXAMPLES}, settings, limits)["set"]
+    assert score["reference_tokens"] == len(losses) == 5
+    assert score["reference_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert score["perplexity"] == pytest.approx(math.exp(score["reference_loss"]))
+    assert (score["examples"], score["total"]) == (2, 3)
