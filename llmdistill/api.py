@@ -58,6 +58,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: torch.device | str | None = None,
     calibration: Data | Mapping[str, Any] | None = None,
+    lost: dict[str, tuple[float, float]] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
     """Factorize a model: replace each linear in its layers by a product of two smaller ones (MaKD §3.1, KroneckerBERT).
@@ -76,15 +77,15 @@ def compress(
             target_params or shapes.
         method: low-rank (svd) or Kronecker products.
         output: a new folder, in which the student and the model's tokenizer are saved.
-        tokenizer: the tokenizer to save in `output`; by default the tokenizer of the folder or name that the model was
-            loaded from.
+        tokenizer: the tokenizer to save in `output`; by default that of the folder or name the model was loaded from.
         device: the device that decomposes the matrices; by default a model's own, and for a named one the GPU if any.
         calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping of these
             `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
-        settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number),
-            ranks ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting ("gradients"), allocation ("loss"),
-            rank_multiple, shapes, sums, embedding_columns, max_flops. And for calibration data max_prompt_length,
-            max_length and long_prompts of `DataConfig`.
+        lost: a dict that is given what each matrix W loses in its product W', by its name: the squared Frobenius norms
+            of W - W' and of W. `llmdistill.factorize.lost.by_kind` sums them over the kinds of matrices.
+        settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number), ranks
+            ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting, allocation, rank_multiple, shapes, sums, ...
+            And for calibration data max_prompt_length, max_length and long_prompts of `DataConfig`.
 
     Returns:
         The student, with the model's class, dtype and device. `save_pretrained` and `from_pretrained` support it.
@@ -106,7 +107,7 @@ def compress(
         if chosen.weighting != "none" and data is not None:
             words = tokenizer_of(model, tokenizer)
             weighted = measure_weights_on(data, teacher, words, chosen, method, limits, on, origin)
-        student = compress_model(teacher, chosen, method, device=on, in_place=named, weighted=weighted)
+        student = compress_model(teacher, chosen, method, device=on, in_place=named, weighted=weighted, lost=lost)
         if folder is not None:
             save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))
     return student
@@ -288,8 +289,7 @@ def evaluate(
         data: rows of instructions, texts, or the name of a task such as "rte"; or several such sets by name.
         kind: instructions, text or task; by default it follows from the name, the first row or the extension (.txt).
         data_dir: for tasks, the folder of their own download; by default the data set on the Hub.
-        tokenizer: the tokenizer of a model in memory; by default the tokenizer of the folder or name that the model was
-            loaded from.
+        tokenizer: the tokenizer of a model in memory; by default that of the folder or name it was loaded from.
         output: the folder for the predictions, with one file per set.
         settings: fields of `llmdistill.config.GenerationConfig` (decoding, seeds, limit, batch_size,
             no_repeat_ngram_size), and max_prompt_length, max_length and long_prompts of `DataConfig`; tasks use

@@ -102,6 +102,7 @@ def compress(arguments: Sequence[str]) -> None:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
     settings = asdict(build(parsed, FactorizeConfig))
     from llmdistill.factorize.counting import build_reference, count_parameters  # after --help, as it loads torch
+    from llmdistill.factorize.lost import as_lines, by_kind
 
     quiet_transformers()
     result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
@@ -110,10 +111,11 @@ def compress(arguments: Sequence[str]) -> None:
         raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
     if not parsed.dry_run:
         chosen = result.get("settings", settings)
-        student = llmdistill.compress(parsed.model, method=parsed.method, output=parsed.output, **chosen)
+        squares: dict[str, tuple[float, float]] = {}
+        student = llmdistill.compress(parsed.model, method=parsed.method, output=parsed.output, lost=squares, **chosen)
         params = count_parameters(build_reference(student.config))  # the data may have decided the ranks
         result |= {"student_params": params, "ratio": params / result["teacher_params"]}
-        lost = _lost(parsed.model, student)
+        lost = by_kind(squares)
         result |= {"lost": lost} if parsed.json else {}
     if parsed.candidates and parsed.json:
         result["candidates"] = candidates
@@ -127,19 +129,7 @@ def compress(arguments: Sequence[str]) -> None:
     )
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and not parsed.dry_run and lost:
-        from llmdistill.factorize.lost import as_lines
-
         print(as_lines(lost))
-
-
-def _lost(model: str, student: Any) -> dict[str, Any]:
-    """What the matrices of a named model lost in its student; empty if only the token embedding is factorized."""
-    from llmdistill.embedded import locate
-    from llmdistill.factorize.lost import lost_by_kind
-    from llmdistill.models.load import load_model
-
-    teacher = load_model(locate(model), dtype="auto", head="saved")
-    return lost_by_kind(teacher, student)
 
 
 def _compress_parser() -> ArgumentParser:

@@ -1,4 +1,4 @@
-"""Plays vLLM's offline interface with a tiny model: greedy answers, and log-probabilities of prompts."""
+"""Plays vLLM's offline interface with a tiny model (answers, log-probabilities), and its base classes of layers."""
 
 from __future__ import annotations
 
@@ -88,3 +88,46 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return StandInLLM.made
+
+
+class Base:
+    """As vLLM's QuantizationConfig and LinearMethodBase: a model's packed_modules_mapping is set by the model."""
+
+    def __init__(self) -> None:
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+
+
+class StandInLinear(torch.nn.Module):
+    """As vLLM's LinearBase on one rank of tensor parallelism, which asks a method for its weights and its product."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        super().__init__()
+        self.tp_rank, self.tp_size = rank, ranks
+
+
+class StandInDense(Base):
+    """As vLLM's UnquantizedLinearMethod."""
+
+
+def install_layers(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
+    """Install the base classes of layers as vLLM 0.32 and 0.33 name them; returns what is registered with them."""
+    registered: dict[str, type] = {}
+    names = {
+        "": {},
+        ".model_executor": {},
+        ".model_executor.layers": {},
+        ".model_executor.layers.linear": {
+            "LinearBase": StandInLinear,
+            "LinearMethodBase": Base,
+            "UnquantizedLinearMethod": StandInDense,
+        },
+        ".model_executor.layers.quantization": {
+            "register_quantization_config": lambda name: lambda each: registered.setdefault(name, each)
+        },
+        ".model_executor.layers.quantization.base_config": {"QuantizationConfig": Base},
+    }
+    for name, values in names.items():
+        module = ModuleType(f"vllm{name}")
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, f"vllm{name}", module)
+    return registered

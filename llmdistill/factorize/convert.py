@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import install, is_factorized, matrix, tied_heads, token_embedding
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
+from llmdistill.factorize.lost import Squares, squares_lost
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import Weighted, check_calibration_data
@@ -50,6 +51,7 @@ def factorize(
     device: torch.device | None = None,
     progress: bool = False,
     weighted: Weighted | None = None,
+    lost: MutableMapping[str, Squares] | None = None,
 ) -> None:
     """Replace linears, and optionally the token embedding, by their best approximations, in place.
 
@@ -57,9 +59,9 @@ def factorize(
     gives the best of a Kronecker shape (KroneckerBERT eq. 2-5). Each matrix is decomposed on `device` (by default where
     the matrix is), one at a time, so a GPU can be used even if it cannot hold the model. dtype and device of the model
     stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds factors that are already
-    decomposed with weights, of sizes that the factorization names. save_pretrained then writes a student that
-    from_pretrained loads. Raises UserError if the model is already factorized or quantised, or if a matrix has values
-    that are not finite.
+    decomposed with weights, of sizes that the factorization names. `lost` is given what each linear loses, by its name,
+    while its matrix is there. save_pretrained then writes a student that from_pretrained loads. Raises UserError if the
+    model is already factorized or quantised, or if a matrix has values that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"this {type(model).__name__} is factorized or quantised already; start from the dense teacher")
@@ -81,6 +83,9 @@ def factorize(
     for name, size in tqdm(named.sizes.items(), desc=named.method, disable=silent):
         weight = matrix(base.get_submodule(name))
         of_linears[name] = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
+        if lost is not None:
+            on = weight.device if device is None else device
+            lost[name] = squares_lost(weight.to(on), {k: v.to(on) for k, v in of_linears[name].items()}, kind, size)
     of_embedding = {}
     if named.embedding is not None:
         name, table = _tied_table(model)
@@ -103,12 +108,13 @@ def compress_model(
     device: torch.device | None = None,
     in_place: bool = False,
     weighted: Weighted | None = None,
+    lost: MutableMapping[str, Squares] | None = None,
 ) -> PreTrainedModel:
     """A factorized copy of a loaded model with any head, or with `in_place` the model itself, factorized.
 
-    `weighted` is the result of `weigh` with the same settings, if these ask for a weighting. For a target of kronecker
-    `search` chooses the sizes. Raises UserError if the settings contradict each other or do not fit the model, or if
-    the model is already factorized.
+    `weighted` is the result of `weigh` with the same settings, if these ask for a weighting, and `lost` is filled as
+    `factorize` does. For a target of kronecker `search` chooses the sizes. Raises UserError if the settings contradict
+    each other or do not fit the model, or if the model is already factorized.
     """
     if needs_search(settings, method):
         settings = search(model, settings, device=device)[0].settings
@@ -117,7 +123,8 @@ def compress_model(
     if not in_place:  # the copy shares the weights that will be replaced
         linears = [model.base_model.get_submodule(base_name(model, name)) for name in factorization.sizes]
         student = copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
-    factorize(student, factorization, sigma=settings.sigma, device=device, progress=True, weighted=weighted)
+    sigma = settings.sigma
+    factorize(student, factorization, sigma=sigma, device=device, progress=True, weighted=weighted, lost=lost)
     return student.train(model.training)
 
 

@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from llmdistill.factorize.export import merge
-from llmdistill.factorize.install import matrix
+from llmdistill.factorize.kinds import FactorizationKind, Size
+
+Squares = tuple[float, float]
+"""Of a matrix W and its product W': ``||W - W'||^2`` and ``||W||^2``."""
 
 
 @torch.no_grad()
-def lost_by_kind(teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """Compare the matrices of a factorized student with those of its teacher; the student's factors are multiplied out.
+def squares_lost(weight: Tensor, values: Mapping[str, Tensor], kind: FactorizationKind, size: Size) -> Squares:
+    """Multiply the stored factors of one matrix (m, n) out in fp32, and compare the product with the matrix."""
+    m, n = weight.shape
+    with torch.device("meta"):
+        factorized = kind.linear(n, m, size, bias=False)
+    factorized.load_state_dict(values, assign=True)
+    difference = factorized.float().dense().sub_(weight)
+    norms = (torch.linalg.vector_norm(each, dtype=torch.float32) for each in (difference, weight))
+    left_out, whole = (float(norm) ** 2 for norm in norms)
+    return left_out, whole
+
+
+def by_kind(lost: Mapping[str, Squares]) -> dict[str, dict[str, Any]]:
+    """Sum what the matrices lost, which `factorize` found, over each kind of matrix.
 
     Returns:
         For each kind of matrix, by the last part of its name such as q_proj: `matrices`, how many there are, and
         `lost`, ``sqrt(sum ||W - W'||^2 / sum ||W||^2)`` over them, from 0 to about 1. A weighting does not make this
         smallest: it keeps what matters for the data.
     """
-    names = list(student.config.quantization_config.modules)
-    merge(student)
-    squares: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for name in names:
-        ours, theirs = (matrix(each.base_model.get_submodule(name)).float() for each in (student, teacher))
-        theirs = theirs.to(ours.device)
-        squares[name.rsplit(".", 1)[-1]].append((float((ours - theirs).square().sum()), float(theirs.square().sum())))
+    kinds: dict[str, list[Squares]] = defaultdict(list)
+    for name, squares in lost.items():
+        kinds[name.rsplit(".", 1)[-1]].append(squares)
     return {
         kind: {
             "matrices": len(found),
             "lost": math.sqrt(math.fsum(a for a, _ in found) / max(math.fsum(b for _, b in found), 1e-30)),
         }
-        for kind, found in squares.items()
+        for kind, found in kinds.items()
     }
 
 

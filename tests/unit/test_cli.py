@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedModel
 
 import llmdistill
 from llmdistill import cli
@@ -105,11 +105,16 @@ def test_dry_run_prints_one_json_object_without_weights_or_data(tmp_path, capsys
 BY_LOSS = ["--target_params", "40%", "--weighting", "gradients", "--allocation", "loss"]
 
 
-def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys):
+def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatch):
+    loaded = []
+    load = PreTrainedModel.from_pretrained.__func__
+    noted = classmethod(lambda cls, *words, **more: loaded.append(cls) or load(cls, *words, **more))
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", noted)
     output = str(tmp_path / "student")
     data = ["--calibration.data", "embedded:train", "--calibration.examples", "16", "--calibration.held_out", "8"]
     assert main(["compress", "--model", "embedded:teacher", "--output", output, *BY_LOSS, *data, "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(loaded) == 1  # the teacher, once
     student = AutoModelForCausalLM.from_pretrained(output)
     assert told["student_params"] == sum(parameter.numel() for parameter in student.parameters())
     assert 0.399 < told["ratio"] <= 0.4

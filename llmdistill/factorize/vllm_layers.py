@@ -1,0 +1,183 @@
+"""The matrices of a factorized student as parts of vLLM's layers; nothing here needs vLLM.
+
+vLLM runs linears with a common input (query, key and value; gate and up) as one layer. A part is one matrix of the
+student's weights in such a layer, factorized or dense. While weights are loaded, the layer has one flat parameter for
+each name that its parts have there (A.weight, B.weight), in which every part has a place of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmdistill.errors import UserError
+from llmdistill.factorize.hub import FactorizedConfig
+from llmdistill.factorize.kinds import KINDS, Size
+from llmdistill.factorize.modules import LowRankLinear
+
+PARTS = "llmdistill_parts"
+"""The attribute of a vLLM layer that holds its parts."""
+QKV = {"q": 0, "k": 1, "v": 2}
+"""vLLM names the parts of an attention layer by letters, and those of other layers by numbers."""
+
+
+def check_served(factorization: FactorizedConfig) -> None:
+    """Raises UserError for factors that vLLM's layers have no place for."""
+    key = KINDS[factorization.method].embedding_key
+    experts = next((name for name in factorization.modules if ".experts" in name), None)
+    if getattr(factorization, key) is not None:
+        what = f"its token embedding is factorized ({key} {getattr(factorization, key)})"
+    elif experts is not None:
+        what = f"it has factorized experts ({experts})"
+    else:
+        return
+    raise UserError(
+        f"vLLM cannot serve this student of llmdistill: {what}, and only linears can be; "
+        "compress the teacher without that, or write a dense model by llmdistill export --to dense"
+    )
+
+
+def sizes_of(
+    factorization: FactorizedConfig, prefix: str, fused: Mapping[str, Sequence[str]]
+) -> dict[str, Size | None]:
+    """Find the parts of a vLLM layer in a student.
+
+    Args:
+        factorization: of the student.
+        prefix: vLLM's name of the layer, such as model.layers.0.self_attn.qkv_proj.
+        fused: vLLM's names of layers that have several parts, and the names of these, such as q_proj.
+
+    Returns:
+        The size of each part by its name, in the order of the layer's outputs; None for a dense one.
+    """
+    parent, _, leaf = prefix.rpartition(".")
+    numbers = [word for word in parent.split(".") if word.isdigit()]
+    sizes: dict[str, Size | None] = {}
+    for part in fused.get(leaf, [leaf]):
+        name = f".{parent}.{part}"
+        found = [own for own in factorization.modules if name.endswith(f".{own}")]
+        if not found and part != leaf:
+            # vLLM's BERT says attention.output where the student has attention.self. The layer's number and the name
+            # of such a part say which one is meant.
+            alike = (own for own in factorization.modules if own.rpartition(".")[2] == part)
+            found = [own for own in alike if [word for word in own.split(".") if word.isdigit()] == numbers]
+        sizes[part] = factorization.modules[found[0]] if len(found) == 1 else None
+    return sizes
+
+
+def make_parts(method: str, sizes: Mapping[str, Size | None], inputs: int, outputs: Sequence[int]) -> list[nn.Module]:
+    """The parts of a layer on the meta device, with as many outputs each as this rank has of it.
+
+    The bias is the layer's own, but that of a low-rank part has a name inside of it.
+    """
+    make = KINDS[method].linear
+    with torch.device("meta"):
+        return [
+            nn.Linear(inputs, m, bias=False) if size is None else make(inputs, m, size, bias=make is LowRankLinear)
+            for size, m in zip(sizes.values(), outputs, strict=True)
+        ]
+
+
+def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence[str], dtype: torch.dtype) -> None:
+    """Give a vLLM layer the flat parameters that its parts are loaded into."""
+    shapes: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for index, part in enumerate(parts):
+        for name, tensor in part.state_dict().items():
+            shapes[name][index] = tensor
+    setattr(layer, PARTS, nn.ModuleList(parts))
+    for name, of_parts in shapes.items():
+        floating = next(iter(of_parts.values())).is_floating_point()
+        total = sum(tensor.numel() for tensor in of_parts.values())
+        # Values that no weights have, so that what was not loaded is found.
+        empty = torch.full((total,), torch.nan, dtype=dtype) if floating else torch.full((total,), -1)
+        flat: Any = nn.Parameter(empty, requires_grad=False)
+        places, start = {}, 0
+        for index, tensor in of_parts.items():
+            places[index] = (start, tensor.shape)
+            start += tensor.numel()
+        flat.places = places
+        flat.weight_loader = _loader(layer, f"{'/'.join(names)}.{name}")
+        owner = layer
+        for word in name.split(".")[:-1]:
+            if not hasattr(owner, word):
+                owner.add_module(word, nn.Module())
+            owner = owner.get_submodule(word)
+        owner.register_parameter(name.rpartition(".")[2], flat)
+
+
+def _loader(layer: Any, name: str) -> Callable[..., None]:
+    """The function by which vLLM loads a tensor of the student's weights into a flat parameter."""
+
+    @torch.no_grad()
+    def load(flat: Any, loaded: Tensor, shard: str | int | None = None) -> None:
+        part = 0 if shard is None else QKV.get(shard, shard) if isinstance(shard, str) else shard
+        if part not in flat.places:
+            raise UserError(
+                f"{name}: the student's weights have it for part {shard}, which its config.json calls dense; "
+                "compress the teacher again"
+            )
+        start, shape = flat.places[part]
+        if loaded.ndim == 2 and loaded.shape != shape and loaded.T.shape == shape:
+            # vLLM's GPT-2 transposes every matrix, because those of the dense model need it. Square ones wait for this.
+            loaded, layer.llmdistill_transposed = loaded.T, True
+        own = _own_part(loaded, shape, layer, name)
+        flat.data[start : start + own.numel()].view(shape).copy_(own)
+
+    return load
+
+
+def _own_part(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tensor:
+    """Cut out what this rank of tensor parallelism has of a tensor."""
+    for axis, size in enumerate(shape):
+        ranks, rest = divmod(loaded.shape[axis], size)
+        if rest or ranks == 0 or layer.tp_size % ranks:
+            raise UserError(
+                f"{name} is {tuple(loaded.shape)} in the student's weights, and this layer of vLLM has {tuple(shape)} "
+                "of it; check that config.json belongs to the weights, or set tensor_parallel_size to 1"
+            )
+        if ranks > 1:  # neighbouring ranks have the same part where there are more ranks than key-value heads
+            loaded = loaded.narrow(axis, layer.tp_rank * ranks // layer.tp_size * size, size)
+    return loaded
+
+
+@torch.no_grad()
+def take_loaded(layer: Any, names: Sequence[str]) -> None:
+    """Move what was loaded into the parts, and a low-rank part's bias to the layer's own; the flat parameters go.
+
+    Raises:
+        UserError: the student's weights lack a tensor.
+    """
+    parts = getattr(layer, PARTS)
+    start = 0
+    for index, (name, part) in enumerate(zip(names, parts, strict=True)):
+        values = {}
+        for key in part.state_dict():
+            flat = layer.get_parameter(key)
+            at, shape = flat.places[index]
+            value = flat.data[at : at + shape.numel()].view(shape)
+            turn = len(shape) == 2 and shape[0] == shape[1] and getattr(layer, "llmdistill_transposed", False)
+            values[key] = (value.T if turn else value).clone(memory_format=torch.contiguous_format)
+            missing = values[key].isnan().any() if flat.is_floating_point() else (values[key] < 0).any()
+            if missing and key != LowRankLinear.bias_name:
+                raise UserError(f"the student's weights lack {name}.{key}, or it is not finite; copy the student again")
+        bias = values.pop(LowRankLinear.bias_name, None)
+        if isinstance(part, LowRankLinear):
+            part.B.bias = None
+        part.load_state_dict(values, assign=True)
+        part.requires_grad_(False)
+        outputs = part.out_features
+        if bias is not None and not bias.isnan().any():
+            layer.bias.data[start : start + outputs] = bias
+        start += outputs
+    for key in {key.partition(".")[0] for part in parts for key in part.state_dict()}:
+        delattr(layer, key)
+
+
+def product(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the outputs (..., m) of all parts of a layer, without bias, for x (..., n)."""
+    outputs = [part(x) for part in getattr(layer, PARTS)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

@@ -1,0 +1,192 @@
+"""vLLM's layers with a student's factors, against the student's own modules; vLLM's base classes are stood in for.
+
+With vLLM 0.32 itself the same students were tried by hand, see docs/serve.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from llmdistill.config import FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.convert import compress_model
+from llmdistill.factorize.hub import NAME, FactorizedConfig
+from llmdistill.factorize.vllm_layers import sizes_of
+
+from stand_in_vllm import StandInDense, StandInLinear, install_layers
+
+SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+BLOCK = "model.layers.1"
+KRONECKER = FactorizeConfig(shapes={"*": "4x4"}, sums=2)
+PIVOTED = FactorizeConfig(rank=4, form="pivoted")
+MIXED = FactorizeConfig(ranks={"*.q_proj": 5, "*.v_proj": 2, "*.up_proj": 3, "*.down_proj": 4})
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    registered = install_layers(monkeypatch)
+    monkeypatch.delitem(sys.modules, "llmdistill.factorize.vllm_plugin", raising=False)
+    settings = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    (entry,) = re.findall(r'\[project.entry-points."vllm.general_plugins"]\nllmdistill = "(.*):(.*)"', settings)
+    getattr(importlib.import_module(entry[0]), entry[1])()
+    yield registered[NAME]
+    sys.modules.pop("llmdistill.factorize.vllm_plugin", None)
+
+
+def make_student(kind, settings):
+    torch.manual_seed(0)
+    model = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=30, n_embd=16, n_layer=2, n_head=4)),
+    }[kind]()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return compress_model(model, settings, "kronecker" if settings is KRONECKER else "svd").eval()
+
+
+def serve(plugin, student, prefix, outputs, inputs=16, *, rank=0, ranks=1, whole=None, only=None, transposed=False):
+    """Do with one layer what vLLM does: ask, create, load the student's tensors one by one, process, apply."""
+    config = plugin.from_config(FactorizedConfig.to_dict(student.config.quantization_config))
+    config.packed_modules_mapping |= FUSED
+    layer = StandInLinear(rank, ranks)
+    method = config.get_quant_method(layer, prefix)
+    rows = prefix.endswith(("o_proj", "down_proj"))
+    own = inputs // ranks if rows else inputs
+    total = sum(outputs) if whole is None else whole
+    method.create_weights(layer, own, outputs, inputs, total, torch.float32, weight_loader=None)
+    layer.bias = torch.nn.Parameter(torch.full((sum(outputs),), 7.0), requires_grad=False)
+    parent, _, leaf = prefix.rpartition(".")
+    parts, biased = FUSED.get(leaf, [leaf]), False
+    for index, part in enumerate(parts):
+        for name, tensor in student.get_submodule(f"{parent}.{part}").state_dict().items():
+            biased |= name.endswith("bias")
+            if name == "bias":
+                start = sum(outputs[:index])
+                layer.bias[start : start + len(tensor)] = tensor  # by vLLM itself
+            elif only is None or name in only:
+                shard = None if len(parts) == 1 else "qkv"[index] if leaf == "qkv_proj" else index
+                parameter = layer.get_parameter(name)
+                parameter.weight_loader(
+                    parameter, tensor.T if transposed and name.endswith("weight") else tensor, shard
+                )
+    method.process_weights_after_loading(layer)
+    assert all("llmdistill_parts" in name or name == "bias" for name, _ in layer.named_parameters())
+    return lambda x: method.apply(layer, x, layer.bias if biased else None)
+
+
+def expected(student, prefix, x):
+    parent, _, leaf = prefix.rpartition(".")
+    return [student.get_submodule(f"{parent}.{part}")(x) for part in FUSED.get(leaf, [leaf])]
+
+
+LAYERS = {
+    f"{BLOCK}.self_attn.qkv_proj": ([16, 8, 8], 16),
+    f"{BLOCK}.self_attn.o_proj": ([16], 16),
+    f"{BLOCK}.mlp.gate_up_proj": ([24, 24], 16),
+    f"{BLOCK}.mlp.down_proj": ([16], 24),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", FactorizeConfig(rank=3)),
+        ("llama", MIXED),
+        ("llama", PIVOTED),
+        ("llama", KRONECKER),
+        ("qwen2", FactorizeConfig(rank=3)),
+        ("qwen2", KRONECKER),
+    ],
+    ids=["svd", "mixed", "pivoted", "kronecker", "svd-bias", "kronecker-bias"],
+)
+def test_a_layer_gives_the_outputs_of_its_parts(plugin, kind, settings):
+    student = make_student(kind, settings)
+    for prefix, (outputs, inputs) in LAYERS.items():
+        if settings is MIXED and prefix.endswith("o_proj"):
+            continue  # it is dense
+        x = torch.randn(5, inputs)
+        y = serve(plugin, student, prefix, outputs, inputs)(x)
+        torch.testing.assert_close(y, torch.cat(expected(student, prefix, x), dim=-1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [FactorizeConfig(rank=3), FactorizeConfig(rank=8, form="pivoted")])
+def test_gpt2_has_one_matrix_for_query_key_and_value_and_is_loaded_transposed(plugin, settings):
+    student = make_student("gpt2", settings)
+    x = torch.randn(5, 16)
+    y = serve(plugin, student, "transformer.h.0.attn.c_attn", [16, 16, 16], transposed=True)(x)
+    torch.testing.assert_close(y, student.transformer.h[0].attn.c_attn(x))
+    # The second factor of a pivoted matrix of 16 outputs and rank 8 is square.
+    y = serve(plugin, student, "transformer.h.0.attn.c_proj", [16], transposed=True)(x)
+    torch.testing.assert_close(y, student.transformer.h[0].attn.c_proj(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_tensor_parallelism_split_outputs_or_inputs_but_not_the_rank(plugin, ranks):
+    student = make_student("llama", FactorizeConfig(rank=3))
+    x = torch.randn(5, 16)
+    heads = max(1, 2 // ranks)  # key-value heads of a rank; four ranks share two
+    own = [16 // ranks, heads * 4, heads * 4]
+    q, k, v = expected(student, f"{BLOCK}.self_attn.qkv_proj", x)
+    for rank in range(ranks):
+        layer = serve(
+            plugin, student, f"{BLOCK}.self_attn.qkv_proj", own, rank=rank, ranks=ranks, whole=sum(own) * ranks
+        )
+        shared = rank * 2 // ranks
+        wanted = [q.chunk(ranks, -1)[rank], k.chunk(2, -1)[shared], v.chunk(2, -1)[shared]]
+        torch.testing.assert_close(layer(x), torch.cat(wanted, dim=-1))
+    x = torch.randn(5, 24)
+    layers = [serve(plugin, student, f"{BLOCK}.mlp.down_proj", [16], 24, rank=r, ranks=ranks) for r in range(ranks)]
+    total = sum(layer(part) for layer, part in zip(layers, x.chunk(ranks, -1), strict=True))
+    torch.testing.assert_close(total, expected(student, f"{BLOCK}.mlp.down_proj", x)[0])
+
+
+def test_what_cannot_be_served_is_said_in_a_sentence(plugin):
+    def refused(settings, words, **more):
+        with pytest.raises(UserError, match=words):
+            serve(plugin, make_student("llama", settings), f"{BLOCK}.mlp.gate_up_proj", [12, 12], **more)
+
+    refused(FactorizeConfig(rank=3, embedding_rank=2), "its token embedding is factorized")
+    refused(KRONECKER, "factors of the kind kronecker cannot be split", whole=48, ranks=2)
+    refused(PIVOTED, "factors of the kind pivoted cannot be split", whole=48, ranks=2)
+    refused(
+        FactorizeConfig(rank=3), r"B.weight is \(24, 3\) in the student's weights, and this layer of vLLM has \(12, 3\)"
+    )
+    with pytest.raises(UserError, match=r"lack model.layers.1.mlp.gate_proj.B.weight"):
+        serve(plugin, make_student("llama", FactorizeConfig(rank=3)), *GATE_UP, only=["A.weight"])
+    with pytest.raises(UserError, match="it has factorized experts"):
+        plugin.from_config({"method": "svd", "modules": {"layers.0.mlp.experts.0.up_proj": 3}})
+
+
+GATE_UP = (f"{BLOCK}.mlp.gate_up_proj", [24, 24])
+
+
+def test_layers_without_factors_are_vllms_own(plugin):
+    config = plugin.from_config({"method": "svd", "modules": {"layers.1.mlp.down_proj": 3}})
+    assert isinstance(config.get_quant_method(StandInLinear(), "model.layers.0.mlp.down_proj"), StandInDense)
+    assert isinstance(config.get_quant_method(StandInLinear(), "model.layers.11.mlp.down_proj"), StandInDense)
+    assert not isinstance(config.get_quant_method(StandInLinear(), "model.layers.1.mlp.down_proj"), StandInDense)
+    assert config.get_quant_method(torch.nn.Embedding(2, 2), "model.embed_tokens") is None
+
+
+def test_the_parts_of_vllms_bert_are_found_under_its_other_name():
+    modules = {f"encoder.layer.{i}.attention.self.{name}": i + 1 for i in (1, 11) for name in ("query", "key", "value")}
+    modules |= {"encoder.layer.1.output.dense": 5}
+    config, fused = FactorizedConfig("svd", modules), {"qkv_proj": ["query", "key", "value"]}
+    found = sizes_of(config, "model.encoder.layer.1.attention.output.qkv_proj", fused)
+    assert found == {"query": 2, "key": 2, "value": 2}
+    assert sizes_of(config, "model.encoder.layer.1.attention.output.dense", fused) == {"dense": None}
+    assert sizes_of(config, "model.encoder.layer.1.output.dense", fused) == {"dense": 5}
