@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llmdistill.factorize.export import merge
-from llmdistill.factorize.install import matrix
+from llmdistill.factorize.install import matrices
 
 
 @torch.no_grad()
@@ -26,9 +26,10 @@ def lost_by_kind(teacher: PreTrainedModel, student: PreTrainedModel) -> dict[str
     merge(student)
     squares: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name in names:
-        ours, theirs = (matrix(each.base_model.get_submodule(name)).float() for each in (student, teacher))
-        theirs = theirs.to(ours.device)
-        squares[name.rsplit(".", 1)[-1]].append((float((ours - theirs).square().sum()), float(theirs.square().sum())))
+        ours, theirs = (matrices(each.base_model, name).float() for each in (student, teacher))
+        kind = squares[name.rsplit(".", 1)[-1]]
+        for mine, its in zip(*(each if each.dim() == 3 else [each] for each in (ours, theirs)), strict=True):
+            kind.append((float((mine - its.to(mine.device)).square().sum()), float(its.square().sum())))
     return {
         kind: {
             "matrices": len(found),
