@@ -122,7 +122,7 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
     plan, world = job.plan, job.world
     live = make_teacher(plan, world)
     teacher = TappedModel(live.forward, make_recorder(plan, live.model, plan.method.teacher_taps))
-    if missing:
+    if missing and plan.method.token_terms:
         _check_loss(job, teacher)
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
     for numbers in tqdm(rounds, unit="round", disable=None if world.is_main else True, leave=False):
