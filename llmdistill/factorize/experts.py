@@ -28,6 +28,7 @@ class LowRankStack(nn.Module):
     def __init__(self, experts: int, in_features: int, out_features: int, rank: int) -> None:
         """Set random weights in the scale of nn.Linear's."""
         super().__init__()
+        self.sizes = f"experts={experts}, in_features={in_features}, out_features={out_features}, rank={rank}"
         self.in_factors = nn.Parameter(torch.empty(experts, rank, in_features))
         self.out_factors = nn.Parameter(torch.empty(experts, out_features, rank))
         for factors in (self.in_factors, self.out_factors):
@@ -44,8 +45,7 @@ class LowRankStack(nn.Module):
         return self.out_factors @ self.in_factors
 
     def extra_repr(self) -> str:
-        experts, rank, n = self.in_factors.shape
-        return f"experts={experts}, in_features={n}, out_features={self.out_factors.shape[1]}, rank={rank}"
+        return self.sizes  # ZeRO-3 leaves the parameters no shape
 
 
 def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:

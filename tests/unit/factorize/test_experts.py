@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmdistill.config import FactorizeConfig
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import compress_model, factorize
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, layer_stacks
@@ -24,7 +25,10 @@ from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.lost import lost_by_kind
 from llmdistill.factorize.onnx_export import export_onnx
 from llmdistill.factorize.plan import plan, summarise
+from llmdistill.factorize.weigh import weigh
 from llmdistill.models.load import load_model
+
+from support import in_memory
 
 IDS = torch.randint(5, 60, (3, 8), generator=torch.Generator().manual_seed(0))
 STACKS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
@@ -230,3 +234,17 @@ def test_a_pass_can_be_traced_without_numbers() -> None:
     config = compress_model(teacher_of(), FactorizeConfig(rank=4)).config
     traced = build_reference(config)
     assert traced(input_ids=IDS.to("meta")).logits.shape == (3, 8, 60)
+
+
+def test_weighted_linears_stand_beside_plain_experts() -> None:
+    teacher = teacher_of()
+    settings = FactorizeConfig(rank=4, weighting="activations", calibration=CalibrationConfig(data="memory"))
+    batch = Batch(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
+    weighted = weigh(in_memory(teacher, [batch]), settings)
+    student = compress_model(teacher, settings, weighted=weighted)
+    plain = compress_model(teacher, FactorizeConfig(rank=4))
+    assert student.config.quantization_config.modules == plain.config.quantization_config.modules
+    found, expected = (each.model.layers[1].state_dict() for each in (student, plain))
+    same = {name for name in found if torch.equal(found[name], expected[name])}
+    assert {name for name in same if "factors" in name} == {name for name in found if "factors" in name}
+    assert "self_attn.q_proj.A.weight" not in same
