@@ -19,7 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.experiments.side_by_side import default_folder, named_models, write_results
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import max_positions, shape_of
+from llmdistill.models.families import family_of, max_positions, shape_of
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.attention import Panel, plot_attention
@@ -93,7 +93,10 @@ def _plan(config: AttentionConfig, world: World) -> _Plan:
     models = named_models(config.model)
     layers = _layers(config, models)
     for name, path in models.items():
-        heads = shape_of(load_config(path)).num_heads
+        config_of_model = load_config(path)
+        if not family_of(config_of_model).scores_are_products:
+            raise UserError(f"--model {name} ({path}): a {config_of_model.model_type} adds to its attention scores")
+        heads = shape_of(config_of_model).num_heads
         for head in config.heads or ():
             if not 1 <= head <= heads:
                 raise UserError(f"--heads {head}: the {name} ({path}) has the heads 1 to {heads}")

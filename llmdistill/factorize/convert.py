@@ -17,10 +17,11 @@ from llmdistill.artifacts import new_proven_folder
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.factorize.counting import build_reference, layer_linears
+from llmdistill.factorize.counting import build_reference, layer_linears, layer_stacks
+from llmdistill.factorize.experts import factors_name, stacked
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
-from llmdistill.factorize.install import install, is_factorized, matrix, tied_heads, token_embedding
+from llmdistill.factorize.install import install, is_factorized, matrices, tied_heads, token_embedding, weight_of
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
 from llmdistill.factorize.lost import Squares, squares_lost
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, summarise
@@ -53,14 +54,14 @@ def factorize(
     weighted: Weighted | None = None,
     lost: MutableMapping[str, Squares] | None = None,
 ) -> None:
-    """Replace linears, and optionally the token embedding, by their best approximations, in place.
+    """Replace linears, experts, and optionally the token embedding, by their best approximations, in place.
 
     svd gives the best approximation of a rank (MaKD eq. 11), with the singular values where `sigma` says; kronecker
     gives the best of a Kronecker shape (KroneckerBERT eq. 2-5). Each matrix is decomposed on `device` (by default where
     the matrix is), one at a time, so a GPU can be used even if it cannot hold the model. dtype and device of the model
     stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds factors that are already
-    decomposed with weights, of sizes that the factorization names. `lost` is given what each linear loses, by its name,
-    while its matrix is there. save_pretrained then writes a student that from_pretrained loads. Raises UserError if the
+    decomposed with weights, of sizes that the factorization names. `lost` is given what each matrix loses, by its name
+    (experts have numbers), while it is there. save_pretrained then writes a student that from_pretrained loads. Raises UserError if the
     model is already factorized or quantised, or if a matrix has values that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
@@ -78,24 +79,35 @@ def factorize(
             return fitted.parameters(size, sigma)
         return best(weight if device is None else weight.to(device), size, sigma)
 
+    def values(name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
+        """The parameters of the factors of one matrix (m, n)."""
+        found = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
+        if lost is not None:
+            on = weight.device if device is None else device
+            lost[name] = squares_lost(weight.to(on), {key: each.to(on) for key, each in found.items()}, kind, size)
+        return found
+
     silent = None if progress else True  # None: tqdm is silent if there is no terminal
     of_linears = {}
     for name, size in tqdm(named.sizes.items(), desc=named.method, disable=silent):
-        weight = matrix(base.get_submodule(name))
-        of_linears[name] = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
-        if lost is not None:
-            on = weight.device if device is None else device
-            lost[name] = squares_lost(weight.to(on), {k: v.to(on) for k, v in of_linears[name].items()}, kind, size)
+        weight = matrices(base, name)
+        if weight.dim() == 3:
+            path, _, stack = name.rpartition(".")
+            experts = enumerate(weight)
+            of_experts = [values(f"{path}.{number}.{stack}", expert, size) for number, expert in experts]
+            of_linears[factors_name(name)] = stacked(of_experts)
+        else:
+            of_linears[name] = values(name, weight, size)
     of_embedding = {}
     if named.embedding is not None:
         name, table = _tied_table(model)
         of_embedding = _like(table, factors(kind.embedding_factors, name, table, named.embedding))
 
-    install(model, named)
-    for name, values in of_linears.items():
-        _fill(base.get_submodule(name), values)
-    _fill(model.get_input_embeddings(), of_embedding)
     _unshare_config(model)
+    install(model, named)
+    for name, each in of_linears.items():
+        _fill(base.get_submodule(name), each)
+    _fill(model.get_input_embeddings(), of_embedding)
     of_config: dict[str, Any] = {"modules": named.sizes, kind.embedding_key: named.embedding}
     model.config.quantization_config = FactorizedConfig(named.method, **of_config)
 
@@ -121,8 +133,9 @@ def compress_model(
     factorization = _planned(model.config, settings, method, weighted)
     student = model
     if not in_place:  # the copy shares the weights that will be replaced
-        linears = [model.base_model.get_submodule(base_name(model, name)) for name in factorization.sizes]
-        student = copy.deepcopy(model, {id(linear.weight): linear.weight for linear in linears})
+        names = [base_name(model, name) for name in factorization.sizes]
+        weights = [weight_of(model.base_model, name) for name in names]
+        student = copy.deepcopy(model, {id(weight): weight for weight in weights})
     sigma = settings.sigma
     factorize(student, factorization, sigma=sigma, device=device, progress=True, weighted=weighted, lost=lost)
     return student.train(model.training)
@@ -145,7 +158,10 @@ def _planned(
     if method != "svd":  # no other method chooses sizes by the data
         return plan(reference, settings, method)
     ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
-    sizes = {name: rank for name, rank in ranks.items() if rank is not None}
+    sizes: dict[str, Size] = {name: rank for name, rank in ranks.items() if rank is not None}
+    stacks = layer_stacks(reference)
+    if stacks:  # of which nothing is measured
+        sizes |= {name: rank for name, rank in plan(reference, settings).sizes.items() if name in stacks}
     return replace(plan_embedding(reference, settings, method), sizes=sizes)
 
 

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
+from llmdistill.factorize.experts import LowRankStack, merge_stack
 from llmdistill.factorize.hub import NAME
 from llmdistill.factorize.install import replace
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
@@ -45,6 +46,8 @@ def merge(model: PreTrainedModel) -> None:
             if isinstance(module, FactorizedLinear):
                 dense.bias = dict(module.named_parameters()).get(module.bias_name)
             replace(model, name, dense)
+        elif isinstance(module, LowRankStack):
+            merge_stack(model, name, _product(module))
     vars(model).pop("_tied_weights_keys", None)
     vars(model.config).pop("quantization_config", None)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -84,7 +87,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
     return {"output": str(out_dir), "params": params, "largest_difference": difference}
 
 
-def _product(module: FactorizedLinear | FactorizedEmbedding) -> Tensor:
+def _product(module: FactorizedLinear | FactorizedEmbedding | LowRankStack) -> Tensor:
     # The product is computed in fp64, so that only the stored matrix is rounded.
     dense: Tensor = copy.deepcopy(module).double().dense()
     return dense.to(next(module.parameters()).dtype)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
+from llmdistill.factorize.experts import LowRankStack, install_stack, stacks_of
 from llmdistill.factorize.kinds import Factorization, FactorizationKind, Size, kind_of
 from llmdistill.factorize.modules import FactorizedEmbedding, FactorizedLinear
 from llmdistill.models.families import base_name
@@ -32,13 +33,27 @@ def matrix(module: nn.Module) -> Tensor:
     return weight.T if type(module) is Conv1D else weight
 
 
+def weight_of(base: nn.Module, name: str) -> nn.Parameter:
+    """The weight of a linear, or the stack of experts, that has a name in the base model."""
+    parent, _, leaf = name.rpartition(".")
+    stack = stacks_of(base.get_submodule(parent)).get(leaf)
+    return cast(nn.Parameter, base.get_submodule(name).weight) if stack is None else stack
+
+
+def matrices(base: nn.Module, name: str) -> Tensor:
+    """The matrix (m, n) of a linear, outputs by inputs, or those of a stack of experts (E, m, n)."""
+    weight = weight_of(base, name)
+    return weight if weight.dim() == 3 else matrix(base.get_submodule(name))
+
+
 def is_factorized(model: PreTrainedModel) -> bool:
     """Whether any module of the model is factorized."""
-    return any(isinstance(module, FactorizedLinear | FactorizedEmbedding) for module in model.modules())
+    kinds = FactorizedLinear | FactorizedEmbedding | LowRankStack
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def install(model: PreTrainedModel, factorization: Factorization) -> None:
-    """Replace linears, and the token embedding, by factorized modules with random weights, in place.
+    """Replace linears, stacks of experts and the token embedding by factorized modules with random weights, in place.
 
     Works on the meta device. Raises UserError if the model has no module of a name, if the module is no linear, or if a
     size does not fit.
@@ -46,6 +61,8 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
     kind, base = kind_of(factorization.method), model.base_model
     for name, size in factorization.sizes.items():
         own_name = base_name(model, name)
+        if _install_in_stack(base, own_name, size, kind):
+            continue
         try:
             dense = base.get_submodule(own_name)
         except AttributeError:
@@ -60,6 +77,23 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
         replace(base, own_name, _like(kind.linear, dense, size))
     if factorization.embedding is not None:
         _install_embedding(model, factorization.embedding, kind)
+
+
+def _install_in_stack(base: nn.Module, name: str, size: Size, kind: FactorizationKind) -> bool:
+    """Replace a stack of experts by factors with random weights; returns whether the name is that of a stack."""
+    parent, _, leaf = name.rpartition(".")
+    try:
+        experts = base.get_submodule(parent)
+    except AttributeError:
+        return False
+    stack = stacks_of(experts).get(leaf)
+    if stack is None or kind.stack is None:
+        return False
+    count, m, n = stack.shape
+    with torch.device(stack.device):
+        factors = kind.stack(count, n, m, size).to(stack.dtype)
+    install_stack(experts, leaf, factors)
+    return True
 
 
 def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -> FactorizedLinear:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmdistill.config.student import Form
 from llmdistill.errors import UserError
+from llmdistill.factorize.experts import LowRankStack
 from llmdistill.factorize.forms import pivoted
 from llmdistill.factorize.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.factorize.modules import (
@@ -67,6 +68,8 @@ class FactorizationKind:
     """The factors of a linear, by `factors` or weighted -> the values of its parameters and buffers, by name."""
     embedding_factors: Callable[[Tensor, int, Sigma], dict[str, Tensor]]
     """(table (vocabulary, width), size, position of σ) -> the best values of the embedding's parameters, by name."""
+    stack: Callable[..., LowRankStack] | None = None
+    """(experts, inputs, outputs, size) -> factors of a stack with random weights; None leaves stacks dense."""
 
 
 def _rank(value: Any) -> int:
@@ -118,10 +121,11 @@ _SVD = FactorizationKind(
     factors=_svd_factors,
     parameters=dict,
     embedding_factors=_svd_embedding_factors,
+    stack=LowRankStack,
 )
 KINDS: dict[str, FactorizationKind] = {
     "svd": _SVD,
-    "pivoted": replace(_SVD, linear=PivotedLinear, parameters=pivoted),
+    "pivoted": replace(_SVD, linear=PivotedLinear, parameters=pivoted, stack=None),
     "kronecker": FactorizationKind(
         embedding_key="embedding_columns",
         dense_embedding=1,

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
+from llmdistill.factorize.experts import has_experts
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import is_factorized
 from llmdistill.models.companions import copy_companions
@@ -51,7 +52,8 @@ def export_onnx(model_dir: Path | str, out_dir: Path | str, *, int8: bool = Fals
         the same as int8_*, and for a factorized model as dense_*, of the model with its factors multiplied out.
 
     Raises:
-        UserError: a package is missing, the model cannot be loaded, `out_dir` is not empty, or the outputs differ.
+        UserError: a package is missing, the model cannot be loaded or has experts, `out_dir` is not empty, or the
+            outputs differ.
     """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -60,6 +62,11 @@ def export_onnx(model_dir: Path | str, out_dir: Path | str, *, int8: bool = Fals
         model = load_model(model_dir, dtype=torch.float32, head="saved")
         if hasattr(model, "qa_outputs"):
             raise UserError(f"--to onnx: {model_dir} has a head for spans, which has two outputs; take --to dense")
+        if has_experts(model):
+            raise UserError(
+                f"--to onnx: the tokens choose among the experts of {model_dir}, which a graph of ONNX has no product "
+                "for; take --to dense"
+            )
         params, factorized = count_parameters(model), is_factorized(model)
         graphs = {"": _written(model, folder / FILE)}
         difference = graphs[""].difference(model)

@@ -20,7 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import Form
 from llmdistill.errors import UserError
-from llmdistill.factorize.counting import Shape, build_reference, count_parameters, forward_flops, layer_linears
+from llmdistill.factorize.counting import (
+    Shape,
+    build_reference,
+    count_parameters,
+    forward_flops,
+    layer_linears,
+    layer_stacks,
+)
 from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.install import install, is_factorized, tied_heads, token_embedding
 from llmdistill.factorize.kinds import Factorization, kind_name, kind_of
@@ -47,7 +54,8 @@ _Value = TypeVar("_Value")
 def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> Factorization:
     """The sizes of the linears that are to be factorized, by module name, and of the token embedding.
 
-    All other linears stay dense. With a single rank, given or computed from a target, so does a linear that would not
+    All other linears stay dense, and so do the stacks of experts if the kind has no factors for them; the matrices of a
+    stack share a rank. With a single rank, given or computed from a target, so does a linear that would not
     become smaller: k (n + m) >= n m. Ranks and shapes by pattern are used exactly as given. Raises UserError if the
     settings are those of another method, contradict each other or do not fit the model, if the model is already
     factorized, and for a target of kronecker, whose `search` needs the weights.
@@ -124,7 +132,7 @@ def summarise(
     if settings.allocation == "loss" and planned is None:
         return _describe_target(config, settings, method)
     reference = build_reference(config)
-    teacher_params, linears = count_parameters(reference), layer_linears(reference)
+    teacher_params, linears, stacks = count_parameters(reference), layer_linears(reference), layer_stacks(reference)
     planned = plan(reference, settings, method) if planned is None else planned
     install(reference, planned)
     student_params = count_parameters(reference)
@@ -136,7 +144,7 @@ def summarise(
         "ratio": student_params / teacher_params,
         "forward_flops": forward_flops(reference),
         **(_describe_ranks(planned.sizes) if method == "svd" else _describe_shapes(linears, planned.sizes)),
-        "dense": [name for name in linears if name not in planned.sizes],
+        "dense": [name for name in (*linears, *stacks) if name not in planned.sizes],
         kind_of(method).embedding_key: planned.embedding,
     }
 
@@ -168,6 +176,11 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig) -> int:
     Raises UserError if rank_multiple for every linear has more.
     """
     assert settings.target_params is not None
+    if _matrices(model, settings).keys() != layer_linears(model).keys():
+        raise UserError(
+            f"allocation loss predicts what each linear costs, but the experts of {type(model).__name__} are stacks of "
+            "matrices, which are not measured: take allocation uniform"
+        )
     budget = parse_target(settings.target_params, count_parameters(model)) - fixed_params(model, settings)
     shapes = layer_linears(model).values()
     smallest = sum(factor_params(m, n, settings.rank_multiple, settings.form) for m, n in shapes)
@@ -181,8 +194,8 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig) -> int:
 
 
 def fixed_params(model: PreTrainedModel, settings: FactorizeConfig) -> int:
-    """The number of parameters outside of the linears of the layers."""
-    fixed = count_parameters(model) - sum(n * m for m, n in layer_linears(model).values())
+    """The number of parameters outside of the matrices of the layers that can be factorized."""
+    fixed = count_parameters(model) - sum(count * m * n for count, (m, n) in _matrices(model, settings).values())
     if settings.embedding_rank is not None:
         # A tied head shares the factors as it shared the table, an untied head stays dense.
         vocabulary, width = token_embedding(model)[1].weight.shape
@@ -238,8 +251,9 @@ def _by_pattern(
 
 
 def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
-    """The rank of each linear that svd factorizes."""
-    linears = layer_linears(model)
+    """The rank of each linear, and stack of experts, that svd factorizes."""
+    found = _matrices(model, settings)
+    linears = {name: shape for name, (_, shape) in found.items()}
     if settings.ranks is not None:
         ranks = {}
         for name, pattern, rank in _by_pattern(settings.ranks, linears, key="ranks"):
@@ -247,7 +261,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
             ranks[name] = rank
         return ranks
     if settings.target_params is not None:
-        rank = _largest_rank(model, linears, settings)
+        rank = _largest_rank(model, found, settings)
     elif settings.rank is not None:
         rank = settings.rank
         for name, shape in linears.items():
@@ -271,16 +285,23 @@ def _check_rank(key: str, module: str, rank: int, shape: Shape, form: Form = "pl
         )
 
 
-def _largest_rank(model: PreTrainedModel, linears: Mapping[str, Shape], settings: FactorizeConfig) -> int:
+def _matrices(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, tuple[int, Shape]]:
+    """Name, number and shape of the matrices of each linear, and of each stack if the form has factors for stacks."""
+    stacks = {} if kind_of(kind_name("svd", settings.form)).stack is None else layer_stacks(model)
+    return {name: (1, shape) for name, shape in layer_linears(model).items()} | stacks
+
+
+def _largest_rank(model: PreTrainedModel, matrices: Mapping[str, tuple[int, Shape]], settings: FactorizeConfig) -> int:
     """The largest single rank with which the model stays within target_params."""
     assert settings.target_params is not None
     target = parse_target(settings.target_params, count_parameters(model))
     fixed = fixed_params(model, settings)
 
     def total(rank: int) -> int:
-        return fixed + sum(factor_params(m, n, rank, settings.form) for m, n in linears.values())
+        each = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
+        return fixed + sum(each)
 
-    largest = _largest_useful(linears, settings.form)
+    largest = _largest_useful({name: shape for name, (_, shape) in matrices.items()}, settings.form)
     rank = bisect_right(range(1, largest + 1), target, key=total)
     if rank == 0:
         remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"

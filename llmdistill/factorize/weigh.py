@@ -220,5 +220,6 @@ def _decomposed_ranks(
 
 
 def _planned(reference: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
-    sizes = plan(reference, settings).sizes
+    linears = layer_linears(reference)  # of the experts' stacks nothing is measured
+    sizes = {name: rank for name, rank in plan(reference, settings).sizes.items() if name in linears}
     return {base_name(reference, name): cast(int, rank) for name, rank in sizes.items()}

@@ -10,7 +10,7 @@ from llmdistill import losses
 from llmdistill.batch import Aspect
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import LayerPair, attention_term, like_pairs, mse_term, weighted
+from llmdistill.methods.layers import LayerPair, attention_term, check_scores, like_pairs, mse_term, weighted
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of
@@ -75,9 +75,11 @@ def build_kroneckerbert(
     outputs of layers. `ffn_output` chooses the other reading, in which the network ends with the matrix of eq. 13.
 
     Raises:
-        UserError: the sizes of the models differ, or the map of their layers does not fit.
+        UserError: the sizes of the models differ, the map of their layers does not fit, or the attention is compared
+            and a model adds to its scores.
     """
     pairs = like_pairs(settings.teacher_layers, teacher, student, method="kroneckerbert")
+    check_scores(settings.attention, teacher, student, method="kroneckerbert")
     causal = family_of(student).causal
     inner = [
         mse_term("embedding", LayerPair(0, 0, None)),

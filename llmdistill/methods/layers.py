@@ -134,6 +134,20 @@ def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method:
         )
 
 
+def check_scores(weight: float, teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
+    """Check that attention follows from queries and keys, if a term with this weight compares it.
+
+    Raises:
+        UserError: a model does more with their products.
+    """
+    for config in (teacher, student):
+        if weight > 0 and not family_of(config).scores_are_products:
+            raise UserError(
+                f"{method}.attention compares products of queries and keys, to which a {config.model_type} adds "
+                f"distances or a cap: set {method}.attention to 0, or take method minilmv2"
+            )
+
+
 def last_or_mapped(
     layer: int | Literal["last"],
     spec: str | None,

@@ -75,10 +75,12 @@ def build_makd(
 
     Raises:
         UserError: the sizes of the models differ, a layer does not exist, the map of the layers does not fit, a weight
-            is negative, the temperature is not positive, or no term is left.
+            is negative, the temperature is not positive, no term is left, or the attention is compared and a model adds
+            to its scores.
     """
     pairs = {pair.student: pair for pair in layers.like_pairs(settings.teacher_layers, teacher, student, method="makd")}
     _check(settings)
+    layers.check_scores(settings.attention, teacher, student, method="makd")
     family, depth = family_of(student), shape_of(student).num_layers
     acting = [
         layers.parse_layers(getattr(settings, key), depth, key=f"makd.{key}")

@@ -65,11 +65,12 @@ def build_minilm(
 
     Raises:
         UserError: the models have different numbers of heads, only one of them is a decoder, the attention windows
-            differ, the layer does not exist or the map of the layers does not fit, or the heads do not divide the width
-            of the hidden states that are related.
+            differ, the layer does not exist or the map of the layers does not fit, the heads do not divide the width of
+            the hidden states that are related, or the attention is compared and a model adds to its scores.
     """
     layers.check_heads(teacher, student, method="minilm")
     causal = layers.same_direction(teacher, student, method="minilm")
+    layers.check_scores(settings.attention, teacher, student, method="minilm")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     widths = of_student.num_kv_heads * of_student.head_dim, of_teacher.num_kv_heads * of_teacher.head_dim
     hidden_widths = of_student.hidden_size, of_teacher.hidden_size

@@ -54,9 +54,10 @@ def build_tinybert(
 
     Raises:
         UserError: one model is a decoder and the other an encoder, or the attention loss is used and the numbers of
-            heads or the attention windows differ, or the map of the layers does not fit.
+            heads or the attention windows differ or a model adds to its scores, or the map of the layers does not fit.
     """
     causal = layers.same_direction(teacher, student, method="tinybert")
+    layers.check_scores(settings.attention, teacher, student, method="tinybert")
     of_student, of_teacher = shape_of(student), shape_of(teacher)
     numbers = layers.map_layers(settings.teacher_layers, teacher, student, key="tinybert.teacher_layers")
     widths = of_student.hidden_size, of_teacher.hidden_size

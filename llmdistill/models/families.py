@@ -52,6 +52,11 @@ class Family:
     own_mask: bool = False
     """Whether the attention masks are left to transformers, which allows no packed rows: attention has more to know
     than causality, padding and a window to the left."""
+    projections: tuple[str, str, str] | None = None
+    """Names within the attention: the projections whose outputs are tapped as queries, keys and values, before any
+    rotation; None: the attention uses transformers' interface, which gives all three."""
+    scores_are_products: bool = True
+    """Whether attention is the softmax of the products of queries and keys alone, or something is done to them."""
     next_sentence: str | None = None
     """Class name of the model with a next-sentence head; None if there is no such class."""
 
@@ -132,6 +137,7 @@ _PHI = Family(
     ffn_down="mlp.fc2",
     own_mask=True,
 )
+_STARCODER2 = replace(_PHI, embedding=None, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
 _GPT_NEOX = Family(
     layers="layers",
     embedding="emb_dropout",
@@ -171,22 +177,53 @@ _MODERNBERT = Family(
     causal=False,
     own_mask=True,  # windows to both sides
 )
+_GEMMA2 = replace(
+    _LLAMA,
+    embedding=None,
+    layer_axes=None,
+    own_mask=True,
+    projections=("q_proj", "k_proj", "v_proj"),
+    scores_are_products=False,  # they are capped, which no stock sdpa does
+)
+_MPNET = replace(
+    _ROBERTA,
+    attention="attention.attn",
+    layer_axes=None,
+    own_mask=True,
+    projections=("q", "k", "v"),
+    scores_are_products=False,  # a bias of the distance is added
+)
+_DEBERTA = replace(
+    _BERT,
+    next_sentence=None,
+    layer_axes=None,
+    own_mask=True,
+    projections=("query_proj", "key_proj", "value_proj"),
+    scores_are_products=False,  # those of content and distance are added
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "gemma": replace(_LLAMA, embedding=None, layer_axes=None, own_mask=True),
+    "gemma2": _GEMMA2,
     "gemma3_text": replace(_LLAMA, layer_axes=None),  # its norms multiply by 1 + weight
     "smollm3": replace(_LLAMA, layer_axes=None),  # whether a layer turns its queries hangs on its number
     "olmo2": _OLMO2,
     "granite": replace(_LLAMA, embedding=None),  # the embedding is multiplied
+    "cohere": replace(_LLAMA, layer_axes=None, own_mask=True),
     "gpt2": _GPT2,
     "phi": _PHI,
+    "phi3": replace(_LLAMA, ffn_up="mlp.gate_up_proj", ffn_gate=None, layer_axes=None, own_mask=True),
+    "starcoder2": _STARCODER2,
     "gpt_neox": _GPT_NEOX,
     "opt": _OPT,
     "qwen3_moe": _MOE,
     "electra": _ELECTRA,
+    "mpnet": _MPNET,
+    "deberta-v2": _DEBERTA,
     "modernbert": _MODERNBERT,
     "bert": _BERT,
     "roberta": _ROBERTA,
@@ -195,8 +232,8 @@ FAMILIES: dict[str, Family] = {
 }
 """Supported architectures, by the `model_type` of their config. To support another one, add an entry here, or insert
 one at runtime before a model is loaded. Its attention module must use transformers' attention interface, and pass the
-layer's `sliding_window` to it if there is one; the entry defines everything else. A model without an entry is trained
-by the terms on its output alone (`models.general`)."""
+layer's `sliding_window` to it if there is one, or have `projections`; the entry defines everything else. A model
+without an entry is trained by the terms on its output alone (`models.general`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +275,12 @@ def family_of(config: PreTrainedConfig) -> Family:
 def is_causal(config: PreTrainedConfig) -> bool:
     """Whether a model is a decoder; works for every architecture. Raises UserError if it is neither of the two."""
     return family_of(config).causal if has_family(config) else causal_by_classes(config)
+
+
+def has_plain_logits(config: PreTrainedConfig) -> bool:
+    """Whether the config says nothing of a factor or a cap on the logits; then they should be the LM head's product."""
+    scales = (getattr(config, name, None) for name in ("logits_scaling", "logit_scale"))
+    return all(scale in (None, 1.0) for scale in scales) and not getattr(config, "final_logit_softcapping", None)
 
 
 def has_rotary(config: PreTrainedConfig) -> bool:

@@ -15,7 +15,7 @@ from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Seq
 from llmdistill.errors import UserError
 from llmdistill.losses.head import TokenLosses, token_losses
 from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
-from llmdistill.models.families import family_of, has_family, has_segments, is_causal
+from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
 from llmdistill.models.heads import LMHead, whole
 from llmdistill.models.sentences import pooled
 from llmdistill.models.taps import Recorder
@@ -30,7 +30,8 @@ class TappedModel:
 
     Token losses take the shortcut through the last linear of the LM head, so that the logits of a batch are never there
     at once. It is right only if the logits are the output of this linear. So an architecture without an entry in
-    `families` starts with its own logits, and `models.own_loss` looks which way is right for a model.
+    `families`, and one whose config has a factor or a cap, starts with its own logits, and `models.own_loss` looks
+    which way is right for a model.
     """
 
     shortcut: bool
@@ -61,7 +62,8 @@ class TappedModel:
         self._head = LMHead(recorder.model)
         config = recorder.model.config
         self._shift = is_causal(config)
-        self.shortcut = has_family(config) and (self._head.is_there or recorder.model.get_output_embeddings() is None)
+        is_plain = self._head.is_there or recorder.model.get_output_embeddings() is None
+        self.shortcut = has_family(config) and has_plain_logits(config) and is_plain
         self.own_mask = not has_family(config) or family_of(config).own_mask
 
     @property

@@ -26,7 +26,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config, not_loaded
-from llmdistill.models.families import has_family, is_causal, is_head
+from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.tokenizer import load_tokenizer
 
 Head = Literal["lm_head", "pretraining", "sequence", "span", "none", "saved"]
@@ -65,7 +65,8 @@ def has_checkpointing(config: PreTrainedConfig, head: Head) -> bool:
 
 def attention_of(config: PreTrainedConfig) -> dict[str, str]:
     """The attention implementation to ask transformers for: the one that taps need, else its own choice."""
-    return {"attn_implementation": "sdpa"} if has_family(config) else {}
+    is_tapped = has_family(config) and family_of(config).projections is None
+    return {"attn_implementation": "sdpa"} if is_tapped else {}
 
 
 def load_model(

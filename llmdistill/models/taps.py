@@ -2,7 +2,7 @@
 
 Queries, keys and values come from transformers' attention interface: the model's attention function is replaced by a
 function that records them and then calls the stock sdpa function, so the outputs stay bit-equal. Feed-forward outputs
-and hidden states come from forward hooks.
+and hidden states come from forward hooks, and so do queries, keys and values where a family names their projections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from llmdistill.batch import Aspect, Sequences, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Tap
-from llmdistill.models.families import family_of, layers_of
+from llmdistill.models.families import family_of, layers_of, shape_of
 from llmdistill.models.packed import packed_attention
 
 ATTENTION_NAME = "llmdistill_taps"
@@ -213,7 +213,7 @@ class Recorder:
 
     def _install_attention(self) -> None:
         layers_wanted = frozenset[int]().union(*(self._request.get(a, frozenset()) for a in _ATTENTION_ASPECTS))
-        if not layers_wanted:
+        if not layers_wanted or family_of(self.model.config).projections is not None:
             return
         implementation = self.model.config._attn_implementation
         if implementation not in ("sdpa", ATTENTION_NAME):
@@ -238,7 +238,7 @@ class Recorder:
             if aspect == "embedding" and family_of(self.model.config).embedding is None:
                 hook = partial(self._keep_input, aspect)
                 self._handles.append(layers_of(self.model)[0].register_forward_pre_hook(hook, with_kwargs=True))
-            elif aspect not in _ATTENTION_ASPECTS:
+            elif aspect not in _ATTENTION_ASPECTS or family_of(self.model.config).projections is not None:
                 for index in sorted(layers):
                     hook = partial(self._keep_output, aspect, index)
                     self._handles.append(self._tapped_module(aspect, index).register_forward_hook(hook))
@@ -254,6 +254,10 @@ class Recorder:
         if aspect == "embedding":
             assert family.embedding is not None, "it has no module"
             return self.model.base_model.get_submodule(family.embedding)
+        if aspect in _ATTENTION_ASPECTS:
+            assert family.projections is not None, "the attention function gives it"
+            name = family.projections[_ATTENTION_ASPECTS.index(aspect)]
+            return layer.get_submodule(family.attention).get_submodule(name)
         return layer.get_submodule(getattr(family, aspect))
 
     def _start(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -277,6 +281,10 @@ class Recorder:
 
     def _keep_output(self, aspect: Aspect, index: int, _module: nn.Module, _args: object, output: Any) -> None:
         tensor: Tensor = output[0] if isinstance(output, tuple) else output
+        if aspect in _ATTENTION_ASPECTS:
+            if (aspect, index) in self._came:  # DeBERTa may project its distances by the same matrices, after tokens
+                return
+            tensor = tensor.unflatten(-1, (-1, shape_of(self.model.config).head_dim)).transpose(1, 2)
         if tensor.dim() == 2 and self._places is not None:  # OPT flattens batch and tokens
             tensor = tensor.unflatten(0, self._places)
         self._offered(Collected(aspect, index, tensor, None))

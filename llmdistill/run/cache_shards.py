@@ -124,7 +124,7 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
     teacher = TappedModel(
         live.forward, make_recorder(plan, live.model, plan.method.teacher_taps), pooling=plan.method.pooling
     )
-    if missing:
+    if missing and plan.method.token_terms:
         _check_loss(job, teacher)
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
     for numbers in tqdm(rounds, unit="round", disable=None if world.is_main else True, leave=False):

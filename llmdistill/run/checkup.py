@@ -194,7 +194,8 @@ def term_sizes(
     tapped = [learner]
     if method.needs_teacher and teacher is not None:
         tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), **ways))
-    check_losses(dict(zip(("student", "teacher"), tapped, strict=False)), batch, World.current())
+    if method.token_terms:
+        check_losses(dict(zip(("student", "teacher"), tapped, strict=False)), batch, World.current())
     divisors = batch.divisors()
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}

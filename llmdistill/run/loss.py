@@ -150,7 +150,7 @@ class DistillationLoss:
         taught = None
         self._forward = self.student if model is None else model
         try:
-            if not self._is_checked:
+            if not self._is_checked and self.method.token_terms:
                 self._check_losses(located)
             if len(self._tapped) > 1:
                 with torch.no_grad():

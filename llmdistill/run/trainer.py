@@ -121,8 +121,9 @@ class Trainer:
                 raise Stopped(stop, f"after step {done}")
 
     def check_losses(self, start: int, known: Ways | None) -> None:
-        """Choose how the models give token losses, before the first pass; every rank must call this function.
+        """Choose how the models give token losses, if the method has any, before the first pass.
 
+        Every rank must call this function.
         `known` are the ways of a resumed run, which goes on with the same numbers; None if it has none yet.
         """
         models = {"student": self.student}
@@ -131,6 +132,8 @@ class Trainer:
         if known is not None:
             self.ways = known
             set_ways(models, known)
+            return
+        if not self.method.token_terms:
             return
         torch.manual_seed(_mix(self.seed, start, self.world.rank))
         self._first = self.loader.micro_batches(start)

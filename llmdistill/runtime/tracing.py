@@ -101,6 +101,9 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operation and add what it allocates and does."""
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            # transformers asks whether a mask leaves out nothing: no, so that the mask is made and kept
+            return False
         result = func(*args, **kwargs)
         for each in tree_iter(result):
             if isinstance(each, Tensor):

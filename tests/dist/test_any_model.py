@@ -1,4 +1,4 @@
-"""Models without an entry through the whole job: their own logits are taken on all ranks, and after a resume."""
+"""Architectures unlike Llama through the whole job: logits with a factor or a cap, and experts, on all ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llmdistill.embedded import locate
@@ -21,15 +22,16 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A Gemma 2 and a Granite, whose logits are more than the product of their head, with the embedded tokenizer."""
+    """With the embedded tokenizer: a mixture of experts, and two whose logits are more than the product of their head."""
     base, source = tmp_path_factory.mktemp("models"), locate("embedded:teacher")
     words = len(load_tokenizer(source))
-    for name in ("gemma2", "granite"):
+    names = ("gemma2", "granite", "qwen3_moe")
+    for name in names:
         model = tiny_model(name, scale=3.0, vocab_size=words, max_position_embeddings=512)
         model.save_pretrained(base / name)
         for file in source.glob("*token*"):
             shutil.copy(file, base / name)
-    return {name: base / name for name in ("gemma2", "granite")}
+    return {name: base / name for name in names}
 
 
 def losses(folder: Path) -> list[float]:
@@ -59,3 +61,22 @@ def test_own_logits_on_all_ranks_and_after_a_resume(launch, folders, tmp_path):
     assert losses(resumed) == losses(one)
     assert all(torch.equal(value, weights(one)[key]) for key, value in weights(resumed).items())
     assert AutoModelForCausalLM.from_pretrained(resumed / "student").config.model_type == "granite"
+
+
+def test_factorized_experts_learn_on_two_ranks_as_on_one(launch, folders, tmp_path):
+    arguments = [
+        *("--teacher.model", str(folders["qwen3_moe"]), "--student.factorize.rank", "4", "--method", "kd"),
+        *("--data.train", "embedded:train", "--data.tests", "{}", "--train.dtype", "fp32"),
+        *("--train.global_batch_size", "4", "--train.learning_rate", "1e-3", "--train.log_every", "1"),
+        *("--train.steps", "3", "--scoring.models", "[]"),
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    launch("--ds_config", "zero1", "--output_dir", str(one), *arguments)
+    launch("--ds_config", "zero3", "--output_dir", str(two), *arguments, ranks=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    before, after = load_file(one / "untrained" / "model.safetensors"), weights(one)
+    factors = [name for name in after if ".experts." in name]
+    assert len(factors) == 8
+    assert not any(torch.equal(before[name], after[name]) for name in factors)
+    for name, value in weights(two).items():
+        torch.testing.assert_close(value, after[name], rtol=1e-3, atol=1e-5)

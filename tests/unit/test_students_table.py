@@ -29,13 +29,16 @@ from llmdistill.runtime.distributed import World
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/students.md"
 COLUMNS = ("KD", "generate", "LoRA", "SVD", "MaKD", "relations", "export")
-REASONS = {
-    "1": "has no entry in FAMILIES",
-    "2": "do not generate text",
-}
+REASONS = {"1": "do not generate text"}
 """What the sentence of a refusal has, by its number in the table."""
-GLOBAL_LAYERS = {"modernbert": {"layer_layers": "4"}}
-"""MaKD's settings where its attention term knows some layers only."""
+NO_SCORES = {"attention": 0.0}
+MAKD: dict[str, dict[str, object]] = {
+    "modernbert": {"layer_layers": "4"},
+    "gemma2": NO_SCORES,
+    "mpnet": NO_SCORES,
+    "deberta-v2": NO_SCORES,
+}
+"""MaKD's settings where its attention term knows some layers only, or none."""
 _IDS = torch.randint(5, WORDS, (3, 8), generator=torch.Generator().manual_seed(0))
 _MASK = torch.ones_like(_IDS)
 _MASK[1, 6:] = 0
@@ -120,7 +123,11 @@ def run_export(name: str, _folder: Path) -> None:
 
 
 def run_makd(name: str, _folder: Path) -> None:
-    _compares_inside(name, "makd", GLOBAL_LAYERS.get(name, {}))
+    if MAKD.get(name) is NO_SCORES:
+        teacher, student = student_of(name)
+        with pytest.raises(UserError, match=r"set makd\.attention to 0"):
+            llmdistill.DistillationLoss(teacher, student, method="makd")
+    _compares_inside(name, "makd", MAKD.get(name, {}))
 
 
 def run_relations(name: str, _folder: Path) -> None:
@@ -169,7 +176,8 @@ def test_the_page_has_every_architecture_and_column() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_cell_says_what_happens(name: str, column: str, tmp_path: Path) -> None:
     cell = page_rows()[name][COLUMNS.index(column)]
-    if cell == "yes":
+    assert (cell == "yes (2)") == (column == "MaKD" and MAKD.get(name) is NO_SCORES)
+    if cell.startswith("yes"):
         RUNS[column](name, tmp_path)
         return
     number = re.fullmatch(r"no \(([0-9])\)", cell)

@@ -52,6 +52,7 @@ def our_loss(tapped: TappedModel, batch: Batch) -> Tensor:
 def test_the_loss_after_the_check_is_the_models_own(name: str) -> None:
     tapped = tapped_model(name)
     batch = make_batch(shift=tapped.shift)
+    assert tapped.shortcut == (name not in SCALED), "the config says it already"
     check_losses({"student": tapped}, batch, World.alone())
     assert tapped.shortcut == (name not in SCALED)
     config = tapped.model.config

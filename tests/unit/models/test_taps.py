@@ -24,10 +24,12 @@ from transformers import (
     RobertaConfig,
     XLMRobertaConfig,
 )
+from transformers.models.gemma2.modeling_gemma2 import apply_rotary_pos_emb
 
 from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, layers_of
+from llmdistill.models.load import attention_of
 from llmdistill.models.taps import Recorder
 
 LAYERS = 3
@@ -60,6 +62,7 @@ EVERY = frozenset(range(LAYERS))
 
 
 SCALES = {"granite": 1.0, "opt": 1.0, "gemma3_text": 256**-0.5}
+PROJECTED = [name for name in CONFIGS if FAMILIES[name].projections is not None]
 """Factors on query·key that are not the root of the head width."""
 
 
@@ -67,7 +70,7 @@ def make(name: str) -> PreTrainedModel:
     torch.manual_seed(3)
     config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
     auto = AutoModelForCausalLM if family_of(config).causal else AutoModelForMaskedLM
-    return auto.from_config(config, attn_implementation="sdpa").eval()
+    return auto.from_config(config, **attention_of(config)).eval()
 
 
 def make_inputs(side: str = "right") -> dict[str, Tensor]:
@@ -115,13 +118,13 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     family = family_of(model.config)
     heads, groups = 4, getattr(model.config, "num_key_value_heads", 4)
     width = getattr(model.config, "head_dim", None) or 4
-    wide = 48 if name == "modernbert" else 24  # with its gate
+    wide = 48 if name in ("modernbert", "phi3") else 24  # with its gate
     for layer in EVERY:
         assert taps.query[layer].shape == (3, heads, 7, width)
         assert taps.key[layer].shape == taps.value[layer].shape == (3, groups, 7, width)
         assert family.ffn_up is None or taps.ffn_up[layer].shape == (3, 7, wide)
         assert taps.ffn_down[layer].shape == taps.hidden[layer].shape == (3, 7, 16)
-        assert taps.scaling[layer] == pytest.approx(SCALES.get(name, width**-0.5))
+        assert name in PROJECTED or taps.scaling[layer] == pytest.approx(SCALES.get(name, width**-0.5))
     assert set(taps.ffn_gate) == (EVERY if family.ffn_gate else set())
     # The layers' outputs as transformers gives them (the last one only before the final norm).
     reference = model(**inputs, output_hidden_states=True).hidden_states
@@ -135,11 +138,14 @@ def test_taps_are_what_the_modules_compute(name: str) -> None:
     if name == "modernbert":
         up, gate = taps.ffn_up[1].chunk(2, dim=-1)
         inner = block.mlp.act(up) * gate
+    elif name == "phi3":
+        gate, up = taps.ffn_up[1].chunk(2, dim=-1)
+        inner = block.mlp.activation_fn(gate) * up
     elif family.ffn_gate is not None:
         inner = block.mlp.act_fn(taps.ffn_gate[1]) * taps.ffn_up[1]
     else:
         places = {"gpt2": "mlp.act", "distilbert": "ffn.activation", "opt": "activation_fn"}
-        places |= {"phi": "mlp.activation_fn", "gpt_neox": "mlp.act"}
+        places |= {"phi": "mlp.activation_fn", "gpt_neox": "mlp.act", "starcoder2": "mlp.act"}
         inner = block.get_submodule(places.get(name, "intermediate.intermediate_act_fn"))(taps.ffn_up[1])
     assert torch.equal(down(inner), taps.ffn_down[1])
 
@@ -175,7 +181,9 @@ def test_projectors_map_what_is_tapped_and_leave_the_rest(name: str) -> None:
     assert model.base_model.get_input_embeddings().weight.grad is not None
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("distilbert", "mistral", "gemma3_text")])
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if name not in ("distilbert", "mistral", "gemma3_text", *PROJECTED)]
+)
 def test_queries_and_keys_give_the_models_attention(name: str) -> None:
     model = make(name)
     inputs = make_inputs("none")
@@ -191,6 +199,55 @@ def test_queries_and_keys_give_the_models_attention(name: str) -> None:
             distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
             scores = scores.masked_fill(distance > model.config.sliding_window, -torch.inf)
         torch.testing.assert_close(scores.softmax(-1), attentions[layer], atol=1e-6, rtol=1e-5)
+
+
+def attentions_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return model(**inputs, output_attentions=True).attentions
+
+
+def test_mpnet_adds_a_bias_of_the_distance() -> None:
+    model, inputs = make("mpnet"), make_inputs("none")
+    _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
+    bias = model.mpnet.encoder.compute_position_bias(inputs["input_ids"][..., None])
+    assert bias.abs().max() > 0
+    for layer, expected in enumerate(attentions_of(model, inputs)):
+        scores = taps.query[layer] @ taps.key[layer].transpose(-1, -2) / 4**0.5
+        torch.testing.assert_close((scores + bias).softmax(-1), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_debertas_taps_are_those_of_its_tokens(share: bool) -> None:
+    """Its distances may go through the same projections; as many of them as tokens here, in a batch of one."""
+    changes = {"share_att_key": share, "max_relative_positions": 4, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
+    torch.manual_seed(0)
+    config = tiny_config("deberta-v2", **changes)
+    model = AutoModelForMaskedLM.from_config(config).eval()
+    ids = torch.randint(5, 60, (1, 8))
+    request: TapRequest = dict.fromkeys(("query", "key", "value"), frozenset({0, 1}))
+    expected = model(ids, output_hidden_states=True)
+    logits, taps = record(model, request, {"input_ids": ids})
+    assert torch.equal(logits, expected.logits)
+    for layer, block in enumerate(layers_of(model)):
+        for aspect in ("query", "key", "value"):
+            whole = getattr(block.attention.self, f"{aspect}_proj")(expected.hidden_states[layer])
+            assert torch.equal(getattr(taps, aspect)[layer], whole.view(1, 8, 4, 4).transpose(1, 2))
+
+
+def test_gemma2_turns_and_caps_what_is_tapped() -> None:
+    model, inputs = make("gemma2"), make_inputs("none")
+    model.config.attn_logit_softcapping = 0.01
+    for layer in layers_of(model):
+        layer.self_attn.attn_logit_softcapping = 0.01
+    _, taps = record(model, {"query": EVERY, "key": EVERY}, inputs)
+    cos, sin = model.model.rotary_emb(taps.query[0], torch.arange(7)[None])
+    for layer, expected in enumerate(attentions_of(model, inputs)):
+        query, key = apply_rotary_pos_emb(taps.query[layer], taps.key[layer], cos, sin)
+        scores = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) * model.config.query_pre_attn_scalar**-0.5
+        scores = 0.01 * (scores / 0.01).tanh()
+        seen = torch.ones(7, 7).tril().bool()
+        if model.config.layer_types[layer] == "sliding_attention":
+            seen = seen.triu(1 - model.config.sliding_window)
+        torch.testing.assert_close(scores.masked_fill(~seen, -torch.inf).softmax(-1), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_gpt2_scales_by_layer_where_its_config_says_so() -> None:

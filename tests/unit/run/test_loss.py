@@ -438,3 +438,14 @@ class TestTrainers:
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
         assert torch.equal(loaded(batches[0]["input_ids"]).logits, student(batches[0]["input_ids"]).logits)
         assert "llmdistill_taps" not in json.dumps(loaded.config.to_dict())
+
+
+def test_only_methods_with_token_losses_check_them(models, monkeypatch):
+    seen = []
+    monkeypatch.setattr("llmdistill.run.loss.check_losses", lambda *args: seen.append(args))
+    for method, settings in (("minilmv2", {"relation_heads": 2}), ("kd", {})):
+        loss = DistillationLoss(*models, method=method, **settings)
+        assert not seen
+        loss(make_batch())
+        loss.remove()
+    assert len(seen) == 1

@@ -1,0 +1,251 @@
+"""Experts whose stacked matrices are factorized."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.config import CalibrationConfig, FactorizeConfig
+from llmdistill.errors import UserError
+from llmdistill.factorize.convert import compress_model, factorize
+from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears, layer_stacks
+from llmdistill.factorize.experts import LowRankStack
+from llmdistill.factorize.export import merge
+from llmdistill.factorize.install import is_factorized
+from llmdistill.factorize.kinds import Factorization
+from llmdistill.factorize.lost import by_kind
+from llmdistill.factorize.onnx_export import export_onnx
+from llmdistill.factorize.plan import plan, summarise
+from llmdistill.factorize.weigh import weigh
+from llmdistill.models.load import load_model
+
+from support import in_memory
+
+IDS = torch.randint(5, 60, (3, 8), generator=torch.Generator().manual_seed(0))
+STACKS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 4},
+}
+
+
+def teacher_of(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model = tiny_model("qwen3_moe", scale=5.0)
+    if dtype == torch.float64:  # which the kernel of transformers' own choice does not take
+        model.set_experts_implementation("eager")
+    return model.to(dtype)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> Tensor:
+    return model(input_ids=IDS).logits
+
+
+def full(model: PreTrainedModel) -> dict[str, int]:
+    return {name: min(shape) for name, (_, shape) in layer_stacks(model).items()}
+
+
+@torch.no_grad()
+def check_equal(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """The experts compute the same; the layers around them round to fp32 in any dtype."""
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    for mine, its in zip(student.model.layers, teacher.model.layers, strict=True):
+        torch.testing.assert_close(mine.mlp(x), its.mlp(x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(student), logits_of(teacher), rtol=0, atol=1e-5)
+
+
+def truncated(matrix: Tensor, rank: int) -> Tensor:
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    return u[:, :rank] @ torch.diag(s[:rank]) @ vh[:rank]
+
+
+def block_by_hand(block: Any, gate_up: Tensor, down: Tensor, x: Tensor) -> Tensor:
+    """The output of a layer's experts for tokens (T, d), with one token and one expert at a time."""
+    rows = []
+    for token in x:
+        shares = (block.gate.weight @ token).softmax(0, dtype=torch.float32)
+        best = shares.topk(2)
+        share = (best.values / best.values.sum() if block.gate.norm_topk_prob else best.values).to(token)
+        row = torch.zeros_like(token)
+        for expert, part in zip(best.indices, share, strict=True):
+            gate, up = (gate_up[expert] @ token).chunk(2)
+            row = row + part * (down[expert] @ (functional.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("sigma", ["left", "balanced"])
+def test_full_rank_changes_nothing(sigma: Any) -> None:
+    teacher = teacher_of(torch.float64)
+    student = copy.deepcopy(teacher)
+    factorize(student, Factorization(sizes=full(teacher)), sigma=sigma)
+    assert sum(isinstance(module, LowRankStack) for module in student.modules()) == 4
+    check_equal(student, teacher)
+
+
+@pytest.mark.parametrize("only", [None, "gate_up_proj", "down_proj"])
+def test_a_lower_rank_is_a_plain_loop_with_truncated_matrices(only: str | None) -> None:
+    teacher = teacher_of(torch.float64)
+    sizes = {name: 3 for name in STACKS if only is None or name.endswith(only)}
+    student = copy.deepcopy(teacher)
+    factorize(student, Factorization(sizes=sizes))
+    block, ours = (model.model.layers[1].mlp for model in (teacher, student))
+    stacks = [
+        torch.stack([truncated(matrix, 3) for matrix in weight]) if only in (None, name) else weight.detach()
+        for name, weight in (("gate_up_proj", block.experts.gate_up_proj), ("down_proj", block.experts.down_proj))
+    ]
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    expected = block_by_hand(block, *stacks, x.flatten(0, 1)).view_as(x)
+    torch.testing.assert_close(ours(x), expected, rtol=0, atol=1e-10)
+
+
+def test_gradients_are_those_of_the_products() -> None:
+    student = compress_model(teacher_of(torch.float64), FactorizeConfig(ranks={"*.experts.*": 3}))
+    experts = student.model.layers[0].mlp.experts
+    block = student.model.layers[0].mlp
+    x = torch.randn(7, 16, dtype=torch.float64, requires_grad=True)
+    factors = [*experts.parameters(), x]
+    weights = torch.randn(7, 16, dtype=torch.float64)
+    found = torch.autograd.grad((block(x[None])[0] * weights).sum(), factors)
+    by_hand = block_by_hand(block, experts.gate_up_factors.dense(), experts.down_factors.dense(), x)
+    expected = torch.autograd.grad((by_hand * weights).sum(), factors)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_the_planner_counts_every_expert() -> None:
+    teacher = teacher_of()
+    sizes = layer_stacks(teacher)
+    assert sizes == dict(zip(STACKS, [(4, (24, 16)), (4, (16, 12))] * 2, strict=True))
+    target = count_parameters(teacher) * 60 // 100
+    planned = plan(teacher, FactorizeConfig(target_params="60%"))
+    assert planned.sizes.keys() == {*layer_linears(teacher), *STACKS}
+    rank = planned.sizes[STACKS[0]]
+    assert isinstance(rank, int)
+    student = compress_model(teacher, FactorizeConfig(target_params="60%"))
+    assert (
+        count_parameters(student) <= target < count_parameters(compress_model(teacher, FactorizeConfig(rank=rank + 1)))
+    )
+    assert student.model.layers[1].mlp.experts.down_factors.in_factors.shape == (4, rank, 12)
+    summary = summarise(teacher.config, FactorizeConfig(target_params="60%"))
+    assert (summary["student_params"], summary["rank"], summary["dense"]) == (count_parameters(student), rank, [])
+
+
+def test_a_student_loads_bit_by_bit_and_is_saved_again(tmp_path: Path) -> None:
+    student = compress_model(teacher_of(), FactorizeConfig(ranks={"*.gate_up_proj": 3, "*_proj": 4}))
+    student.model.layers[0].mlp.experts.down_factors.in_factors.data.mul_(2)  # what training changes
+    student.save_pretrained(tmp_path / "once")
+    loaded = load_model(tmp_path / "once", dtype=torch.float32)
+    assert torch.equal(logits_of(loaded), logits_of(student))
+    loaded.save_pretrained(tmp_path / "twice")
+    again = load_model(tmp_path / "twice", dtype=torch.float32)
+    expected, found = student.state_dict(), again.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_the_export_is_the_teachers_shape(tmp_path: Path) -> None:
+    teacher = teacher_of()
+    student = compress_model(teacher, FactorizeConfig(rank=4))
+    before = logits_of(student)
+    merge(student)
+    assert not is_factorized(student)
+    assert {name: each.shape for name, each in student.named_parameters()} == {
+        name: each.shape for name, each in teacher.named_parameters()
+    }
+    assert student.config._experts_implementation == teacher.config._experts_implementation
+    torch.testing.assert_close(logits_of(student), before, rtol=1e-4, atol=1e-5)
+    student.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), logits_of(student))
+
+
+def test_each_matrix_counts_in_what_is_lost() -> None:
+    teacher = teacher_of(torch.float64)
+    lost: dict[str, tuple[float, float]] = {}
+    compress_model(teacher, FactorizeConfig(ranks={"*.down_proj": 3}), lost=lost)
+    downs = [weight for layer in teacher.model.layers for weight in layer.mlp.experts.down_proj.detach()]
+    squares = sum(float((weight - truncated(weight, 3)).square().sum()) for weight in downs)
+    found = by_kind(lost)
+    assert found.keys() == {"down_proj"}
+    assert found["down_proj"]["matrices"] == 8
+    assert found["down_proj"]["lost"] == pytest.approx((squares / sum(float(w.square().sum()) for w in downs)) ** 0.5)
+
+
+def test_the_teacher_keeps_its_experts_and_its_config() -> None:
+    teacher = teacher_of()
+    before, implementation = logits_of(teacher), teacher.config._experts_implementation
+    other = AutoModelForCausalLM.from_config(teacher.config)
+    other.config = teacher.config  # one object, as nothing stops a caller from doing
+    student = compress_model(teacher, FactorizeConfig(rank=4))
+    assert student.config._experts_implementation != implementation
+    assert teacher.config._experts_implementation == implementation
+    assert torch.equal(logits_of(teacher), before)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_other_mixtures(name: str) -> None:
+    config = AutoConfig.for_model(
+        name,
+        **{"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "intermediate_size": 12, "num_experts_per_tok": 2, "pad_token_id": 0},
+        **MIXTURES[name],
+    )
+    torch.manual_seed(0)
+    teacher = AutoModelForCausalLM.from_config(config).double().eval()
+    teacher.set_experts_implementation("eager")
+    stacks = layer_stacks(teacher)
+    assert len(stacks) == (0 if name == "gpt_oss" else 2)  # GPT-OSS has biases, and its matrices are transposed
+    if stacks:
+        student = copy.deepcopy(teacher)
+        factorize(student, Factorization(sizes=full(teacher)))
+        check_equal(student, teacher)
+
+
+def test_what_leaves_the_experts_dense() -> None:
+    config = teacher_of().config
+    for settings, method in (
+        (FactorizeConfig(rank=4, form="pivoted"), "svd"),
+        (FactorizeConfig(shapes={"*": "4x4"}), "kronecker"),
+    ):
+        assert set(STACKS) <= set(summarise(config, settings, method)["dense"])
+    weighted = FactorizeConfig(target_params="60%", weighting="gradients", allocation="loss")
+    with pytest.raises(UserError, match="take allocation uniform"):
+        summarise(config, weighted)
+
+
+def test_a_graph_of_onnx_is_refused(tmp_path: Path) -> None:
+    compress_model(teacher_of(), FactorizeConfig(rank=4)).save_pretrained(tmp_path / "student")
+    with pytest.raises(UserError, match="tokens choose among the experts"):
+        export_onnx(tmp_path / "student", tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_a_pass_can_be_traced_without_numbers() -> None:
+    config = compress_model(teacher_of(), FactorizeConfig(rank=4)).config
+    traced = build_reference(config)
+    assert traced(input_ids=IDS.to("meta")).logits.shape == (3, 8, 60)
+
+
+def test_weighted_linears_stand_beside_plain_experts() -> None:
+    teacher = teacher_of()
+    settings = FactorizeConfig(rank=4, weighting="activations", calibration=CalibrationConfig(data="memory"))
+    batch = Batch(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
+    weighted = weigh(in_memory(teacher, [batch]), settings)
+    student = compress_model(teacher, settings, weighted=weighted)
+    plain = compress_model(teacher, FactorizeConfig(rank=4))
+    assert student.config.quantization_config.modules == plain.config.quantization_config.modules
+    found, expected = (each.model.layers[1].state_dict() for each in (student, plain))
+    same = {name for name in found if torch.equal(found[name], expected[name])}
+    assert {name for name in same if "factors" in name} == {name for name in found if "factors" in name}
+    assert "self_attn.q_proj.A.weight" not in same
