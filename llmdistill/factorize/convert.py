@@ -61,8 +61,8 @@ def factorize(
     the matrix is), one at a time, so a GPU can be used even if it cannot hold the model. dtype and device of the model
     stay the same, the arithmetic is fp32 or finer; a tied head stays tied. `weighted` holds factors that are already
     decomposed with weights, of sizes that the factorization names. `lost` is given what each matrix loses, by its name
-    (experts have numbers), while it is there. save_pretrained then writes a student that from_pretrained loads. Raises UserError if the
-    model is already factorized or quantised, or if a matrix has values that are not finite.
+    (experts have numbers), while it is there. save_pretrained then writes a student that from_pretrained loads. Raises
+    UserError if the model is already factorized or quantised, or if a matrix has values that are not finite.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"this {type(model).__name__} is factorized or quantised already; start from the dense teacher")
