@@ -18,13 +18,14 @@ Squares = tuple[float, float]
 
 @torch.no_grad()
 def squares_lost(weight: Tensor, values: Mapping[str, Tensor], kind: FactorizationKind, size: Size) -> Squares:
-    """Multiply the stored factors of one matrix (m, n) out in fp32, and compare the product with the matrix."""
+    """Multiply the stored factors of one matrix (m, n) out in at least fp32, and compare the product with the matrix."""
     m, n = weight.shape
     with torch.device("meta"):
         factorized = kind.linear(n, m, size, bias=False)
     factorized.load_state_dict(values, assign=True)
-    difference = factorized.float().dense().sub_(weight)
-    norms = (torch.linalg.vector_norm(each, dtype=torch.float32) for each in (difference, weight))
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    difference = factorized.to(exact).dense().sub_(weight)
+    norms = (torch.linalg.vector_norm(each, dtype=exact) for each in (difference, weight))
     left_out, whole = (float(norm) ** 2 for norm in norms)
     return left_out, whole
 
