@@ -18,7 +18,7 @@ Squares = tuple[float, float]
 
 @torch.no_grad()
 def squares_lost(weight: Tensor, values: Mapping[str, Tensor], kind: FactorizationKind, size: Size) -> Squares:
-    """Multiply the stored factors of one matrix (m, n) out in at least fp32, and compare the product with the matrix."""
+    """Multiply the stored factors of one matrix (m, n) out, in at least fp32, and compare the product with it."""
     m, n = weight.shape
     with torch.device("meta"):
         factorized = kind.linear(n, m, size, bias=False)
