@@ -124,7 +124,7 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
     teacher = TappedModel(
         live.forward, make_recorder(plan, live.model, plan.method.teacher_taps), pooling=plan.method.pooling
     )
-    if missing and plan.method.token_terms:
+    if missing:
         _check_loss(job, teacher)
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
     for numbers in tqdm(rounds, unit="round", disable=None if world.is_main else True, leave=False):
@@ -141,6 +141,8 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
 
 def _check_loss(job: Job, teacher: TappedModel) -> None:
     """Choose how the teacher gives its logits. Raises UserError if they do not follow from what the cache keeps."""
+    if not job.plan.method.token_terms:
+        return
     batch = job.collate([job.items[index] for index in job.shards[0][0]]).with_label_rows(shift=job.plan.method.shift)
     check_losses({"teacher": teacher}, batch.to(job.world.device), job.world)
     if job.top_k is None and job.plan.method.taught_positions and not teacher.shortcut:

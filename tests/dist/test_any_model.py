@@ -68,7 +68,7 @@ def test_factorized_experts_learn_on_two_ranks_as_on_one(launch, folders, tmp_pa
         *("--teacher.model", str(folders["qwen3_moe"]), "--student.factorize.rank", "4", "--method", "kd"),
         *("--data.train", "embedded:train", "--data.tests", "{}", "--train.dtype", "fp32"),
         *("--train.global_batch_size", "4", "--train.learning_rate", "1e-3", "--train.log_every", "1"),
-        *("--train.steps", "3", "--scoring.models", "[]"),
+        *("--train.steps", "2", "--scoring.models", "[]"),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
     launch("--ds_config", "zero1", "--output_dir", str(one), *arguments)
