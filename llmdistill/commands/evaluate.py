@@ -45,8 +45,8 @@ def build_parser(prog: str) -> ArgumentParser:
         metavar="A,B",
         help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join(SETS)}. Some suites "
         "have settings of their own, which --help lists after their name: glue fine-tunes the model, zero_shot scores "
-        "decoders on tasks of lm-evaluation-harness, speed times models, conll2000 scores the layers of encoders on "
-        "phrases, and attention draws the attention maps of models.",
+        "decoders on tasks of lm-evaluation-harness, mteb the embeddings of encoders on tasks of MTEB, speed times "
+        "models, conll2000 scores the layers of encoders on phrases, and attention draws the attention maps of models.",
     )
     parser.add_argument(
         "--data_dir", type=Path, metavar="DIR", help="Folder of the suite's NAME.jsonl files; default: the hub."

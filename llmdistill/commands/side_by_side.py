@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jsonargparse import ArgumentParser
 
 from llmdistill.config.command_line import build, parse
+from llmdistill.config.mteb import MtebConfig
 from llmdistill.config.side_by_side import AttentionConfig, ChunksConfig, SideBySideConfig
 from llmdistill.config.speed import SpeedConfig
 from llmdistill.config.zero_shot import ZeroShotConfig
@@ -40,6 +41,12 @@ SUITES = {
         "llmdistill.experiments.zero_shot",
         "Score decoders on tasks of lm-evaluation-harness without fine-tuning, such as the teacher, the untrained "
         "student and the student of a run side by side." + _KEPT,
+    ),
+    "mteb": Suite(
+        MtebConfig,
+        "llmdistill.experiments.mteb",
+        "Score the embeddings of encoders on tasks of MTEB, such as those of the teacher, the untrained student and "
+        "the student of a run side by side. Finished tasks are kept, so the same command continues an interrupted one.",
     ),
     "speed": Suite(
         SpeedConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,6 +38,8 @@ class SentenceSettings:
     """Largest number of tokens of a sentence, special tokens included; None if the files say nothing."""
     prompt: str = ""
     """Text that comes before every sentence."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts that the files name for other uses, such as query and document; `prompt` is one of them or empty."""
     lower_case: bool = False
     """Whether sentences are made lower case before they are tokenised."""
 
@@ -69,10 +71,12 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     of_text = _optional(folder / "sentence_bert_config.json")
     further = _optional(folder / "config_sentence_transformers.json")
     name = further.get("default_prompt_name")
+    prompts = {str(key): str(text or "") for key, text in (further.get("prompts") or {}).items()}
     return SentenceSettings(
         pooling=Pooling(_modes(_optional(at_pooling), at_pooling), normalize="Normalize" in kinds),
         max_length=of_text.get("max_seq_length"),
-        prompt="" if name is None else str((further.get("prompts") or {}).get(name) or ""),
+        prompt="" if name is None else prompts.get(str(name), ""),
+        prompts=prompts,
         lower_case=bool(of_text.get("do_lower_case")),
     )
 

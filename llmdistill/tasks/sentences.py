@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.config import RunConfig
@@ -182,6 +183,29 @@ class Sentences(Task):
         )
 
 
+def embed_batches(
+    model: PreTrainedModel, batches: Sequence[tuple[Sequence[int], Batch]], pooling: Pooling, device: torch.device
+) -> list[tuple[int, Tensor]]:
+    """Return the index and the embedding, (W,) in fp32 on the CPU, of each sentence of `sampler.scoring_batches`."""
+    tapped = TappedModel(model, Recorder(model, {}), pooling=pooling)
+    found: list[tuple[int, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for indices, batch in batches:
+                embeddings = tapped(batch.to(device)).sequence_logits
+                assert embeddings is not None
+                # A batch that a rank repeats has no indices.
+                found += zip(indices, embeddings.float().cpu(), strict=False)
+    finally:
+        tapped.remove()
+    return found
+
+
+def in_order(found: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Return the embeddings of `embed_batches`, (sentences, W), by their indices."""
+    return torch.stack([each for _, each in sorted(found, key=lambda pair: pair[0])])
+
+
 @dataclass(frozen=True)
 class SentenceFiles:
     """The content of the files of a run."""
@@ -270,17 +294,8 @@ class SentenceData(TaskData):
         world = scored.world
         ranks = {"rank": world.rank, "world_size": world.size}
         batches = scoring_batches(items, self._collate, batch_size=self.batch_size, **ranks)
-        tapped = TappedModel(scored.model, Recorder(scored.model, {}), pooling=self.settings.pooling)
-        mine: list[tuple[int, Any]] = []
-        try:
-            with torch.no_grad():
-                for indices, batch in batches:
-                    embeddings = tapped(batch.to(world.device)).sequence_logits
-                    assert embeddings is not None
-                    mine += zip(indices, embeddings.float().cpu(), strict=False)
-        finally:
-            tapped.remove()
-        return torch.stack([each for _, each in sorted(gather(mine, world), key=lambda pair: pair[0])])
+        mine = embed_batches(scored.model, batches, self.settings.pooling, world.device)
+        return in_order(gather(mine, world))
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData: ``{"spearman": {SET: -100 to 100}}``."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from scipy import stats
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast
+from sentence_encoders import WORDS, encoder
+from transformers import BertConfig, BertModel, LlamaConfig
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
@@ -23,28 +22,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.sentences import SentenceData, Sentences
 
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "b", "c", "d", "e", "f"]
 PAIRS = [("a b", "a c", 4.0), ("d", "e f a", 0.5), ("b b b", "b", 5.0), ("c d e", "f", 1.0), ("a", "d e", 2.0)]
-
-
-def encoder(folder: Path) -> BertModel:
-    """A tiny encoder that takes the first token as the embedding, as sentence-transformers saves it."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-    sizes |= {"initializer_range": 0.5}  # or else all cosines are nearly 1, and their ranks rounding
-    model = BertModel(BertConfig(vocab_size=len(WORDS), **sizes)).eval()
-    model.save_pretrained(folder)
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
-    modules = [{"path": path, "type": f"x.{path[2:] or 'Transformer'}"} for path in ("", "1_Pooling")]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "cls"}')
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 4}')
-    return model
 
 
 def run_of(folder: Path, **data: object) -> RunConfig:

@@ -1,0 +1,225 @@
+"""Tasks of sentence embeddings, which MTEB (the package mteb) defines and scores."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
+from llmdistill.data.sampler import scoring_batches
+from llmdistill.errors import UserError
+from llmdistill.models.sentences import SentenceSettings
+from llmdistill.tasks.sentences import embed_batches, in_order
+
+_DOCUMENTS = ("document", "passage", "corpus")
+"""The names that models of sentence-transformers give the prompt of a document."""
+
+
+class SentenceEncoder:
+    """An encoder of sentences in the form that MTEB asks of a model, its EncoderProtocol."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SentenceSettings) -> None:
+        """Take an encoder without a head, in evaluation mode; `settings` must have a max_length."""
+        assert settings.max_length is not None
+        self._model = model
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    @property
+    def mteb_model_meta(self) -> Any:
+        """MTEB's record of a model, which is empty, because results of ours are kept under the content of the model."""
+        from mteb.models.model_meta import ModelMeta
+
+        return ModelMeta.create_empty()
+
+    def encode(
+        self,
+        inputs: Iterable[Mapping[str, Any]],
+        *,
+        task_metadata: Any,
+        hf_split: str,
+        hf_subset: str,
+        prompt_type: Any = None,
+        batch_size: int = 32,
+        **_: Any,
+    ) -> Tensor:
+        """Return the embeddings of texts, (texts, W), in fp32 on the CPU.
+
+        Args:
+            inputs: MTEB's batches, each with its texts under "text".
+            task_metadata: the task, whose name and type choose the prompt.
+            hf_split: not used.
+            hf_subset: not used.
+            prompt_type: "query" or "document" where the task has these.
+            batch_size: the number of texts in a forward pass.
+        """
+        names = prompt_names(task_metadata, None if prompt_type is None else str(prompt_type.value))
+        prompts = self._settings.prompts
+        prompt = next((prompts[name] for name in names if name in prompts), self._settings.prompt)
+        settings = replace(self._settings, prompt=prompt)
+        texts = chain.from_iterable(batch["text"] for batch in inputs)
+        rows = [PairExample(settings.text(text), None, 0, number) for number, text in enumerate(texts)]
+        items = encode_pairs(rows, self._tokenizer, int(settings.max_length or 0))
+        padding: Any = self._tokenizer.pad_token_id
+        batches = scoring_batches(items, lambda part: collate_pairs(part, padding), batch_size=batch_size)
+        return in_order(embed_batches(self._model, batches, settings.pooling, self._model.device))
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Return the cosine of each embedding of (N, W) with each of (M, W), as (N, M)."""
+        first, second = (functional.normalize(_rows(each), dim=-1) for each in (embeddings1, embeddings2))
+        return first @ second.T
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Return the cosine of each embedding of (N, W) with its neighbour of (N, W), as (N,)."""
+        return functional.cosine_similarity(_rows(embeddings1), _rows(embeddings2), dim=-1)
+
+
+def _rows(embeddings: Any) -> Tensor:
+    rows = torch.as_tensor(embeddings).float()
+    return rows[None] if rows.dim() == 1 else rows
+
+
+def prompt_names(task_metadata: Any, prompt_type: str | None) -> list[str]:
+    """Return the names under which a model may keep the prompt of a task, the most special first, in MTEB's order."""
+    names = [str(task_metadata.name), str(task_metadata.type)]
+    if prompt_type is None:
+        return names
+    general = list(_DOCUMENTS) if prompt_type == "document" else [prompt_type]
+    return [*(each for name in names for each in (f"{name}-{prompt_type}", name)), *general]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtebTask:
+    """A task of MTEB as its library made it, before its data are loaded."""
+
+    task: Any
+    """The library's AbsTask."""
+
+    @property
+    def name(self) -> str:
+        """The name of the task."""
+        return str(self.task.metadata.name)
+
+    def decides(self) -> dict[str, Any]:
+        """Return what the scores of the task depend on, beside the model."""
+        import mteb
+
+        parts = [
+            [str(part.metadata.name), str(part.metadata.revision), list(part.eval_splits), list(part.hf_subsets)]
+            for part in _parts(self.task)
+        ]
+        return {"task": self.name, "data": parts, "mteb": str(mteb.__version__)}
+
+    def check_data(self) -> None:
+        """Load the data, into the cache of the datasets library; raise UserError if that fails."""
+        # The library loads data through others that raise any exception of the network and of their readers.
+        try:
+            for part in _parts(copy.deepcopy(self.task)):
+                part.load_data()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            raise UserError(
+                f"--tasks {self.name}: the data are not loaded ({reason}); check the network, or leave the task out"
+            ) from error
+
+    def score(self, encoder: SentenceEncoder, *, batch_size: int) -> dict[str, Any]:
+        """Score an encoder in this process alone.
+
+        Returns:
+            Plain JSON values: ``score``, the mean of the task's main score over its splits and subsets, -1 to 1;
+            ``type``, ``metric`` and ``revision`` of the task; and ``scores``, for each split and subset
+            ``{"split": ..., "subset": ..., "main_score": ..., METRIC: value}``. A score that is no number, such as the
+            correlation of embeddings that are all the same, is 0.
+        """
+        import mteb
+
+        # A task draws examples from its own generators, which would go on from one model to the next.
+        task = copy.deepcopy(self.task)
+        encoding = {"batch_size": batch_size, "show_progress_bar": False}
+        # Without its cache: the library keeps results under the name of a model, and not its content.
+        found = mteb.evaluate(
+            encoder, task, cache=None, co2_tracker=False, show_progress_bar=False, encode_kwargs=encoding
+        )
+        (result,) = found.task_results
+        return {
+            "type": str(task.metadata.type),
+            "metric": str(task.metadata.main_score),
+            "revision": str(task.metadata.revision),
+            "score": _finite(result.get_score()),
+            "scores": [_entry(split, values) for split, each in result.scores.items() for values in each],
+        }
+
+
+def _parts(task: Any) -> list[Any]:
+    """Return the tasks that have data: an aggregate, such as CQADupstackRetrieval, is the mean of others."""
+    return [part for each in getattr(task, "tasks", None) or [] for part in _parts(each)] or [task]
+
+
+def _entry(split: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {key: _finite(value) for key, value in values.items() if isinstance(value, int | float)}
+    return {"split": split, "subset": str(values["hf_subset"]), **numbers}
+
+
+def _finite(value: float) -> float:
+    """Return a score, 0 for one that is no number: the correlation of embeddings that are all the same."""
+    return float(value) if math.isfinite(value) else 0.0
+
+
+def find_mteb(
+    names: Sequence[str] | None, benchmark: str | None, languages: Sequence[str] | None = None
+) -> list[MtebTask]:
+    """Find tasks by name, or those of a benchmark; no data are read.
+
+    Raises:
+        UserError: the library is not installed, a task or benchmark does not exist, a task is not scored in the
+            languages, or is not of text alone.
+    """
+    try:
+        import mteb
+    except ImportError as error:
+        raise UserError(f"tasks of MTEB need its library ({error}): pip install 'llmdistill[mteb]'") from error
+    logging.getLogger("mteb").setLevel(logging.ERROR)
+    if benchmark is not None:
+        tasks = list(_known(mteb.get_benchmark, "--benchmark", benchmark).tasks)
+    else:
+        tasks = [_task(name, languages) for name in names or []]
+    for task in tasks:
+        others = sorted({str(each) for each in task.metadata.modalities} - {"text"})
+        if others:
+            raise UserError(
+                f"{task.metadata.name} is a task of {', '.join(others)}, and an encoder of sentences reads text alone: "
+                "name tasks of text"
+            )
+    return [MtebTask(task=task) for task in tasks]
+
+
+def _task(name: str, languages: Sequence[str] | None) -> Any:
+    import mteb
+
+    def find(name: str) -> Any:
+        try:
+            return mteb.get_task(name, languages=languages, exclusive_language_filter=languages is not None)
+        except ValueError as error:
+            asked = ",".join(languages or [])
+            raise UserError(f"--languages {asked}: {name} is not scored in them ({error}); name others") from error
+
+    return _known(find, "--tasks", name)
+
+
+def _known(find: Callable[[str], Any], key: str, name: str) -> Any:
+    try:
+        return find(name)
+    except KeyError as error:
+        near = str(error.args[0]).partition("Did you mean: ")[2].strip("'?")
+        hint = f"; did you mean {near}?" if near else ""
+        raise UserError(f"{key}: MTEB has no {name!r}{hint} (mteb available-tasks lists its tasks)") from error
