@@ -31,6 +31,7 @@ LATE_IMPORTS = (
     "torch.utils.tensorboard",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert", "gpt2", "roberta")),
 )
+OF_VLLM = "llmdistill.factorize.vllm_"
 
 
 def import_everything() -> None:
@@ -38,7 +39,8 @@ def import_everything() -> None:
     import llmdistill
 
     for module in pkgutil.walk_packages(llmdistill.__path__, "llmdistill."):
-        importlib.import_module(module.name)
+        if not module.name.startswith(OF_VLLM):  # which imports them itself
+            importlib.import_module(module.name)
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     importlib.import_module("deepspeed.comm.torch").build_shm_op()

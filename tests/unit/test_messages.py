@@ -15,7 +15,7 @@ from noting import VARIABLE
 
 FOUND = messages.messages()
 VERBS = re.compile(
-    r"(activate|add|ask|bring|build|call|change|check|choose|compare|complete|copy|correct|"
+    r"(activate|add|ask|bring|build|call|change|check|choose|compare|complete|compress|copy|correct|"
     r"create|download|draw|drop|enable|end|evaluate|factorize|finish|fine-tune|free|generate|"
     r"give|go|hold|install|leave|let|load|look|lower|make|mend|merge|move|name|pass|pip|"
     r"put|quote|raise|reduce|remove|rename|repeat|replace|resume|return|run|save|say|serve|"
