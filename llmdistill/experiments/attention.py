@@ -96,8 +96,8 @@ def _plan(config: AttentionConfig, world: World) -> _Plan:
         config_of_model = load_config(path)
         if not family_of(config_of_model).scores_are_products:
             raise UserError(
-                f"--model {name} ({path}): a {config_of_model.model_type} adds to the scores that would be drawn: leave "
-                "it out"
+                f"--model {name} ({path}): a {config_of_model.model_type} adds to the scores that would be drawn: "
+                "leave it out"
             )
         heads = shape_of(config_of_model).num_heads
         for head in config.heads or ():
