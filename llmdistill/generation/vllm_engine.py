@@ -55,8 +55,8 @@ def _obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int, key
         return f"{model} is an adapter, which vLLM does not merge into its base; take {key} hf"
     if _quantization(load_config(model)) == "llmdistill":
         return (
-            f"{model} is factorized, which is not tried with vLLM here; make it dense with `llmdistill export --to dense`, "
-            f"or take {key} hf"
+            f"{model} is factorized, which is not tried with vLLM here; make it dense with "
+            f"`llmdistill export --to dense`, or take {key} hf"
         )
     return None
 
