@@ -118,7 +118,7 @@ def _loader(layer: Any, name: str) -> Callable[..., None]:
         if part not in flat.places:
             raise UserError(
                 f"{name}: the student's weights have it for part {shard}, which its config.json calls dense; "
-                "compress the teacher again"
+                "make the student again"
             )
         start, shape = flat.places[part]
         if loaded.ndim == 2 and loaded.shape != shape and loaded.T.shape == shape:
