@@ -21,6 +21,7 @@ from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
 from llmdistill.run.best import read_best
 from llmdistill.run.cache import check_cache
+from llmdistill.run.card import write_run_card
 from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.damage import check_log, check_made
 from llmdistill.run.describe import headline
@@ -181,4 +182,6 @@ def _report(
         **({} if kept is None else {"kept": kept}),
         "run": {**record, "seconds": round(seconds, 2)},
     }
-    finish_report(plan.folder, metrics, data.table(results))
+    table = data.table(results)
+    write_run_card(plan, metrics, table, data.report)
+    finish_report(plan.folder, metrics, table)
