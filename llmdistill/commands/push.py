@@ -103,4 +103,4 @@ def _check_name(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f"{name}: no name of a repository; give USER/NAME, of letters, digits, -, _ and .") from error
+        raise UserError(f"{name}: no repository's name; give USER/NAME (letters, digits, dots, - and _)") from error

@@ -80,7 +80,7 @@ def test_a_name_without_owner_is_the_users_own(run, hub):
 @pytest.mark.parametrize("name", ["a/b/c", "a b", "-x/y", "us/..small", "x" * 200])
 def test_a_bad_name_is_said_before_anything_is_asked(run, hub, capsys, name):
     assert main(["push", str(run), "--", name] if name.startswith("-") else ["push", str(run), name]) == 2
-    assert "no name of a repository" in capsys.readouterr().err
+    assert "no repository's name" in capsys.readouterr().err
     assert hub.repositories == []
 
 
