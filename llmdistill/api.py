@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 import torch
@@ -25,8 +23,6 @@ from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
-from llmdistill.factorize.export import export_dense
-from llmdistill.factorize.onnx_export import export_onnx
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import check_calibration_data
@@ -34,7 +30,8 @@ from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.run.artifacts import METRICS_FILE
 from llmdistill.run.calibration import measure_weights_on, split_calibration
-from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, save_with_tokenizer, tokenizer_of
+from llmdistill.run.card import export_with_card, save_compressed
+from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
 from llmdistill.run.plan import make_plans
 from llmdistill.runtime.distributed import init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
@@ -109,7 +106,7 @@ def compress(
             weighted = measure_weights_on(data, teacher, words, chosen, method, limits, on, origin)
         student = compress_model(teacher, chosen, method, device=on, in_place=named, weighted=weighted, lost=lost)
         if folder is not None:
-            save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))
+            save_compressed(student, tokenizer, folder, model, source, chosen, method, Path(str(output)).name)
     return student
 
 
@@ -173,12 +170,7 @@ def export(
     check_models(student=student)
     if to not in ("dense", "onnx") or (int8 and to == "dense"):
         raise UserError(f"export to={to!r} int8={int8}: give to='dense' or 'onnx', and int8 with onnx alone")
-    write = export_dense if to == "dense" else partial(export_onnx, int8=int8)
-    if not isinstance(student, PreTrainedModel):
-        return write(locate(str(student)), output)
-    with TemporaryDirectory() as folder:
-        save_with_tokenizer(student, tokenizer, Path(folder))
-        return write(folder, output)
+    return export_with_card(student, output, to=to, int8=int8, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,10 @@ from llmdistill.fingerprints import digest, file_damage, file_entry
 RESULT_FILE = "result.json"
 MANIFEST = "manifest.json"
 """File of a folder with the size and the sha256 of each of its files."""
+CARD = "README.md"
+"""File of a model's folder for readers. Users complete it, so a manifest does not list it."""
+PLACE = "USER/NAME"
+"""Stands in the examples of a card for the model's folder or its name on the hub, which is known when it is pushed."""
 _CHECKSUM = "content_sha256"
 """Key of a record: the sha256 of its other keys and values. Versions up to 0.5 wrote none."""
 
@@ -183,13 +187,13 @@ def write_result(file: Path, asked: Mapping[str, Any], result: Mapping[str, Any]
 
 
 def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the manifest of a folder: size and sha256 of the files of these names, by default of all.
+    """Write the manifest of a folder: size and sha256 of the files of these names, by default of all but its card.
 
     A GB takes about half a second on a CPU that has instructions for sha256 (1.8 GB/s measured on one core).
     """
     if names is None:
         paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        names = (name for name in paths if name != MANIFEST)
+        names = (name for name in paths if name not in (MANIFEST, CARD))
     write_record(folder / MANIFEST, {"files": entries_of(folder, names)})
 
 

@@ -1,4 +1,4 @@
-"""The ``llmdistill`` command: train, plan, doctor, recipes, compare, compress, cache, generate, export, evaluate."""
+"""The ``llmdistill`` command and its subcommands, which COMMANDS lists."""
 
 from __future__ import annotations
 
@@ -255,6 +255,13 @@ def recipes(arguments: Sequence[str]) -> None:
     recipes_command(arguments)
 
 
+def push(arguments: Sequence[str]) -> None:
+    """Upload a student to the hub."""
+    from llmdistill.commands.push import push as push_command
+
+    push_command(arguments)
+
+
 def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = None) -> None:
     if as_json:
         print(json.dumps(result))
@@ -281,6 +288,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "cache": ("keep a teacher's outputs, so that trainings read them and do not load it", cache),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", generate),
     "export": ("write a student as ONNX, or merge it into a stock model", export),
+    "push": ("upload a student with its model card to the Hugging Face hub", push),
     "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),
 }
 """Name of a command -> its description, and the function that runs it with its arguments."""

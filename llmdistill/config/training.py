@@ -65,6 +65,9 @@ class TrainConfig:
     faster. Not available under ZeRO-3. With dropout the random numbers differ from those without compile."""
     log_every: int | None = 10
     """Steps between two lines of the log; null writes four lines in total."""
+    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = None
+    """Where the figures of the log go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow; [] for nowhere.
+    Default: to the monitors that ds_config enables, which is TensorBoard in those that ship."""
     validate_every: int = 100
     """Steps between two validations on data.valid, if it is given; the last step is always validated."""
     keep_best: Literal["loss", "score"] | None = None
@@ -82,6 +85,8 @@ class TrainConfig:
         sizes = ("steps", "epochs", "global_batch_size", "micro_batch_size")
         rhythms = ("log_every", "validate_every", "save_every", "keep_checkpoints")
         check_least(self, 1, *sizes, *rhythms, prefix="train.")
+        if self.report_to is not None and len(set(self.report_to)) < len(self.report_to):
+            raise ValueError(f"train.report_to is {self.report_to}: name each of them once")
         self._check_optimizer()
         rates = ("learning_rate", "warmup_steps", "min_learning_rate", "weight_decay", "max_grad_norm")
         check_least(self, 0, *rates, prefix="train.")

@@ -108,6 +108,16 @@ def open_rows(reference: str | Path, *, streaming: bool) -> Rows:
     return _hub_rows(str(reference), name, config, rest[-1] if rest else "train", streaming)
 
 
+def hub_name(reference: str | Path) -> str | None:
+    """Return OWNER/NAME of the data set on the hub that a reference of `read_examples` means; None for any other."""
+    if os.path.exists(reference):
+        return None
+    in_set = _HUB_FILE.fullmatch(str(reference))
+    name = str(reference).partition(":")[0] if in_set is None else "/".join(in_set["file"].split("/")[:2])
+    is_name = _HUB_NAME.fullmatch(name) is not None and Path(name).suffix.lower() not in READERS
+    return name if is_name else None
+
+
 def _jsonl_rows(path: Path) -> Rows:
     try:
         # Only newlines end a line here; str.splitlines would also split at separators inside strings.

@@ -17,6 +17,11 @@ from llmdistill.tasks.perplexity import show_perplexity
 
 def write_page(file: Path, template: str, **values: Any) -> None:
     """Write a page from a template and its variables; page.md.j2 names those of every page with a single table."""
+    write_text(file, rendered(template, **values))
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Return the text of a template with these variables."""
     environment = Environment(
         loader=PackageLoader("llmdistill", "report/templates"),
         autoescape=select_autoescape(enabled_extensions=("html.j2",)),
@@ -25,7 +30,7 @@ def write_page(file: Path, template: str, **values: Any) -> None:
         lstrip_blocks=True,
     )
     environment.filters |= {each.__name__: each for each in FILTERS}
-    write_text(file, environment.get_template(template).render(values))
+    return environment.get_template(template).render(values)
 
 
 def figure(value: float | None) -> str:

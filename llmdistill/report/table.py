@@ -60,7 +60,7 @@ def plot_training(folder: Path, log: Log) -> None:
         save_plot(plot_terms(curves, method_styles(["run"])["run"]), folder, "curves")
 
 
-def _cells(metrics: dict[str, Any], scores: ScoreTable) -> Texts:
+def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> Texts:
     """Return the header and the rows of the scored models as text."""
     scored = {key: metrics[key] for key in MODELS if key in metrics}
     training = metrics["run"]["training"]
@@ -88,7 +88,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         write_record(folder / "metrics.json", metrics)
         print(f"No model was to be scored; the run is in {folder}.")
         return
-    table = _cells(metrics, scores)
+    table = model_table(metrics, scores)
     drawings = draw_weighting(read_weighting(folder))
     for drawing in drawings:
         save_plot(drawing.figure, folder, drawing.name)

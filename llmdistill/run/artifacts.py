@@ -30,7 +30,13 @@ their content, so that the same call finds its run again."""
 _FREE_KEYS = (
     *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
     *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
-    *("train.micro_batch_size", "train.activation_checkpointing", "train.compile", "train.not_finite"),
+    *(
+        "train.report_to",
+        "train.micro_batch_size",
+        "train.activation_checkpointing",
+        "train.compile",
+        "train.not_finite",
+    ),
     *("teacher.sharding", "teacher.zero", "data.pad_to_multiple_of", "data.cache_dir"),
     *(f"student.factorize.calibration.{key}" for key in ("memory", "micro_batch_size", "folder")),
 )

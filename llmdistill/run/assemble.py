@@ -31,6 +31,7 @@ from llmdistill.models.taps import Recorder
 from llmdistill.run.best import BestStudent
 from llmdistill.run.calibration import measure_parts, measure_weights
 from llmdistill.run.plan import Plan
+from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.compile import check_compile, compile_layers
 from llmdistill.runtime.distributed import World, is_there, on_main
@@ -119,6 +120,7 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
 def check_machine(plan: Plan, world: World) -> None:
     """Raise a UserError if this machine or DeepSpeed does not support a setting, and warn if losses will be slow."""
     check_ds_config(plan.ds_config, plan.config.ds_config)
+    on_main(lambda: check_access(plan.config.train.report_to or []), world)
     if plan.config.train.compile:
         stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
         check_compile(world.device, student_stage=stage, teacher_sharding=plan.config.teacher.sharding)

@@ -21,6 +21,7 @@ from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
 from llmdistill.run.best import read_best
 from llmdistill.run.cache import check_cache
+from llmdistill.run.card import write_run_card
 from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.damage import check_log, check_made
 from llmdistill.run.describe import headline
@@ -28,6 +29,7 @@ from llmdistill.run.disk import check_disk
 from llmdistill.run.log import RunLog
 from llmdistill.run.loss_watch import diverged
 from llmdistill.run.plan import Plan, make_plan
+from llmdistill.run.trackers import monitors
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, is_there, on_main
@@ -137,16 +139,16 @@ def _train(
         steps = trainer.settings.steps
         print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}", world)
     trainer.check_losses(start, None if checkpoint is None else checkpoint.manifest.get("ways"))
-    monitor = monitor_of(trainer.engine)
-    log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor)
-    best = trainer.best
-    if best is not None:
-        on_main(lambda: best.begin(start), world)
-    if start == 0 and trainer.validation and not plan.task.validates_labels:
-        log.start(trainer.validation_loss())
-    with signals.waiting():
-        trainer.run(start, log)
-    log.close()
+    with monitors(plan.config, monitor_of(trainer.engine), start, world) as monitor:
+        log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor)
+        best = trainer.best
+        if best is not None:
+            on_main(lambda: best.begin(start), world)
+        if start == 0 and trainer.validation and not plan.task.validates_labels:
+            log.start(trainer.validation_loss())
+        with signals.waiting():
+            trainer.run(start, log)
+        log.close()
     if world.is_main:
         write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)
@@ -181,4 +183,6 @@ def _report(
         **({} if kept is None else {"kept": kept}),
         "run": {**record, "seconds": round(seconds, 2)},
     }
-    finish_report(plan.folder, metrics, data.table(results))
+    table = data.table(results)
+    write_run_card(plan, metrics, table, data.report)
+    finish_report(plan.folder, metrics, table)

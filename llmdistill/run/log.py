@@ -1,4 +1,4 @@
-"""The training log of a run: lines on the terminal, rows in metrics.jsonl, curves in TensorBoard."""
+"""The training log of a run: lines on the terminal, rows in metrics.jsonl, figures for the monitors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RunLog:
     def __init__(self, folder: Path, *, start: int, steps: int, world: World, monitor: Any) -> None:
         """Open the log after `start` of `steps` steps; rows of later steps, from a killed process, are removed.
 
-        `monitor` is DeepSpeed's monitor, see `runtime.engine.monitor_of`; None writes the file alone.
+        `monitor` also gets the rows, see `run.trackers.monitors`; None writes the file alone.
         """
         self._active = world.is_main
         self._file = folder / METRICS_LOG
@@ -85,13 +85,16 @@ class RunLog:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        if self._monitor is not None:
+            self._monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
+
     def row(self, step: int, values: dict[str, float], eta: float) -> None:
         """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
         if not self._active:
             return
         self._append({"step": step, **values})
-        if self._monitor is not None:
-            self._monitor.write_events([(f"train/{name}", value, step) for name, value in values.items()])
+        self._send(step, values)
         cells = {
             "step": f"{step}/{self._steps}",
             "loss": f"{values['loss']:.4g}",
@@ -113,6 +116,7 @@ class RunLog:
         """Log the validation loss of the student before the first step, as step 0."""
         if self._active:
             self._append({"step": 0, "valid_loss": valid_loss})
+            self._send(0, {"valid_loss": valid_loss})
             self.say(f"validation loss {valid_loss:.4f} before the first step")
 
     def advance(self, steps: int = 1) -> None:

@@ -32,6 +32,7 @@ from llmdistill.run.checks import (
     check_weighting,
     check_without_entry,
 )
+from llmdistill.run.trackers import check_libraries
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.ds_check import check_ds_config, check_zero
 from llmdistill.runtime.ds_config import is_shipped, read_ds_config
@@ -180,6 +181,7 @@ def make_plan(
     resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
     if not is_shipped(config.ds_config):  # the check loads DeepSpeed
         check_ds_config(resolved, config.ds_config)
+    check_libraries(config, resolved)
     if config.teacher.is_sharded and config.teacher.zero:
         check_zero({**config.teacher.zero, "stage": 3}, "teacher.zero")
     entry = METHODS[config.method]

@@ -77,6 +77,11 @@ def student_ds_config(
         "tensorboard.output_path": output_dir,
         "tensorboard.job_name": "tensorboard",
     }
+    reports, block = settings.report_to, ds_config.get("tensorboard")
+    if reports is not None and "tensorboard" in reports:
+        ds_config = {"tensorboard": {}, **ds_config}
+    if reports is not None or (isinstance(block, dict) and block.get("enabled") == "auto"):
+        owned["tensorboard.enabled"] = reports is None or "tensorboard" in reports
     # The run has its own log; DeepSpeed prints its lines only if the file sets steps_per_print.
     resolved = resolve_ds_config({"steps_per_print": 10**9, **NO_TIMERS, **ds_config}, owned, path)
     optimizer = resolved["optimizer"]

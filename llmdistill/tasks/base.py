@@ -172,6 +172,11 @@ class Task(ABC):
         self.teacher_writes = teacher_writes
 
     @property
+    def hub(self) -> str | None:
+        """The name of the data set that a task of that name reads from the hub; None for a task of the user's data."""
+        return None
+
+    @property
     def num_outputs(self) -> int | None:
         """The number of outputs of the classifier; None if the task has no classifier."""
         return None

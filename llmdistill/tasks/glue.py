@@ -34,6 +34,7 @@ from llmdistill.tasks.classification import (
 )
 from llmdistill.tasks.glue_files import (
     DEV,
+    HUB_NAME,
     TASKS,
     TEST,
     GlueTask,
@@ -55,6 +56,11 @@ class Glue(Benchmark):
 
     head = "sequence"
     usual_length = 128
+
+    @property
+    def hub(self) -> str:
+        """See Task."""
+        return HUB_NAME
 
     @property
     def data_class(self) -> type[GlueData]:

@@ -84,6 +84,11 @@ class Squad(Benchmark):
         return config
 
     @property
+    def hub(self) -> str:
+        """See Task."""
+        return TASKS[self.key].hub
+
+    @property
     def num_outputs(self) -> int:
         """The outputs of the head at each token: its chances to be the start, and to be the end."""
         return 2

@@ -55,6 +55,11 @@ class Xnli(Glue):
         return {**super().decides(), "languages": self.config.data.task.languages}
 
     @property
+    def hub(self) -> str:
+        """See Task."""
+        return _HUB
+
+    @property
     def data_class(self) -> type[GlueData]:
         """See Glue."""
         return XnliData

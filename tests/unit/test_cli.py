@@ -42,7 +42,7 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
         (
             ["compres"],
             "there is no command 'compres'; there are train, plan, doctor, compare, recipes, compress, cache, "
-            "generate, export, evaluate; did you mean compress?",
+            "generate, export, push, evaluate; did you mean compress?",
         ),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),

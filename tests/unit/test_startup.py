@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     *("train", "plan", "doctor", "recipes", "compare", "compress", "cache", "generate", "export"),
-    *("evaluate", "evaluate --suite glue"),
+    *("push", "evaluate", "evaluate --suite glue"),
 )
 CODE = """
 import runpy, sys

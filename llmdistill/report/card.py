@@ -1,0 +1,272 @@
+"""Writes the model card of a student: the README.md that the hub shows, with its header of YAML.
+
+A card says nothing of the machine: paths are cut to the last name. It belongs to the user, so it is no part of the
+folder's manifest, and one without the comment of `_COMMENT` is never written again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedConfig
+
+from llmdistill.artifacts import CARD, PLACE
+from llmdistill.factorize.counting import build_reference, count_parameters
+from llmdistill.factorize.hub import NAME
+from llmdistill.files import write_text
+from llmdistill.models.configs import load_config, local_folder
+from llmdistill.report.pages import rendered
+from llmdistill.report.tables import Texts
+
+USE = "## How to load it"
+"""Heading of the last part of a card, which is another one for an export."""
+_COMMENT = (
+    "<!-- Written by llmdistill, which writes it again when the same command scores the student again. Complete it, "
+    "and remove this comment to keep your text. -->"
+)
+_HEADS = {
+    "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
+    "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
+    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
+    "ForPreTraining": ("fill-mask", "AutoModelForPreTraining"),
+    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
+    "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
+}
+"""How the name of an architecture ends -> its `pipeline_tag` on the hub, and the class that loads it."""
+_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
+_MACHINE_PATH = re.compile(r"(?<![^\s='\"(\[{,:])(?:~|[A-Za-z]:)?/(?!/)[^\s'\"()\[\]{},]*")
+_LONGEST = 300
+"""Characters of a value that is taken from the teacher's card."""
+_GENERIC = ("student", "untrained", "")
+"""Names of folders in a run's folder that tell nothing."""
+
+
+def without_paths(text: str) -> str:
+    """Cut each absolute path in a text to its last name."""
+    return _MACHINE_PATH.sub(lambda path: _last_name(path[0]), text)
+
+
+def _last_name(path: str) -> str:
+    parts = [part for part in path.split("/") if part]
+    last = parts[-1] if parts else ""
+    return parts[-2] if last in _GENERIC and len(parts) > 1 else last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """What a card says of the model that a student was made from."""
+
+    name: str
+    params: int
+    hub: str | None = None
+    """Its name on the hub, or of the model that its own card gives as its base."""
+    header: Mapping[str, Any] = field(default_factory=dict)
+    """Its licence (`license`, `license_name`, `license_link`) and `language`, as far as its card or config says so."""
+
+    @classmethod
+    def of(cls, reference: str, config: PreTrainedConfig, params: int) -> Teacher:
+        """Describe the model of a folder, a name on the hub, or a name of its own such as embedded:teacher."""
+        if ":" in reference:
+            return cls(name=reference, params=params)
+        folder = local_folder(reference)
+        cached = None if folder is None else _IN_CACHE.search(f"{folder.absolute().as_posix()}/")
+        hub = reference if folder is None else None if cached is None else cached[1].replace("--", "/", 1)
+        said = {"license": getattr(config, "license", None), **_header(reference if folder is None else folder / CARD)}
+        header = {key: said.get(key) for key in ("license", "license_name", "license_link", "language")}
+        header = {key: value for key, value in header.items() if _is_text(value)}
+        base = hub or (said["base_model"] if _is_text(said.get("base_model")) else None)
+        return cls(name=hub or _last_name(reference), params=params, hub=base, header=header)
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value of somebody else's header is a line of text, or a list of such."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(each, str) and _is_text(each) for each in value)
+    return isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
+
+
+def _header(card: str | Path) -> dict[str, Any]:
+    """Return the header of a card, by its file or a name on the hub; an empty one if it cannot be read."""
+    if isinstance(card, Path) and not card.is_file():
+        return {}
+    try:
+        return dict(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):  # somebody else's card, or no network
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """How a student was made, and what it scores."""
+
+    intro: str
+    tags: Sequence[str]
+    made: Sequence[tuple[str, str]]
+    datasets: Sequence[str] = ()
+    """Names on the hub."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Those that differ from the defaults, nested as in a recipe."""
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By set and metric."""
+    table: Texts | None = None
+    legend: str = ""
+    warnings: Sequence[str] = ()
+
+
+def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None:
+    """Write the card of a student's folder, unless the user has made the one there his own."""
+    file = folder / CARD
+    if file.is_file() and _COMMENT not in file.read_text(encoding="utf-8"):
+        return
+    config = load_config(folder)
+    pipeline, _ = _task(folder, config)
+    factors = _factors(config)
+    params = count_parameters(build_reference(config))
+    data = ModelCardData(
+        **teacher.header,
+        base_model=teacher.hub,
+        library_name=_library(folder, config),
+        pipeline_tag=pipeline,
+        tags=["llmdistill", *story.tags],
+        datasets=list(story.datasets) or None,
+        model_name=title if story.scores else None,
+        eval_results=_results(pipeline, story.scores) or None,
+    )
+    model = [
+        ("Architecture", _architecture(config)),
+        *([("Factors", factors)] if factors is not None else []),
+        ("Parameters", f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}"),
+        ("Made from", _teacher_text(teacher)),
+    ]
+    body = rendered(
+        "card.md.j2",
+        comment=_COMMENT,
+        title=title,
+        intro=story.intro,
+        model=model,
+        made=[(name, without_paths(value)) for name, value in story.made],
+        recipe=without_paths(yaml.safe_dump(dict(story.settings), sort_keys=False, allow_unicode=True)).rstrip()
+        if story.settings
+        else "",
+        table=story.table,
+        legend=story.legend,
+        warnings=[without_paths(warning) for warning in story.warnings],
+        use=use_of(folder, config),
+    )
+    write_text(file, str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")))
+
+
+def write_export_card(student: Path, folder: Path, *, onnx: bool, difference: float) -> None:
+    """Write the card of an export: that of the student's folder, if it has one, with another way to load it.
+
+    `difference` is the largest one of an output from the student's.
+    """
+    if not (student / CARD).is_file():
+        return
+    how = (
+        "This is the ONNX of the student, with its factors kept."
+        if onnx
+        else "This is the student with its factors multiplied out: a stock model of the teacher's size and speed."
+    )
+    card = ModelCard.load(student / CARD, ignore_metadata_errors=True)
+    config = load_config(folder)
+    card.data.library_name = "onnx" if onnx else _library(folder, config)
+    told, _, _ = card.text.partition(USE)
+    title, line, rest = told.partition("\n\n## What it is")
+    card.text = f"{title} {how} Its outputs differ from the student's by at most {difference:.1g}. "
+    card.text += f"What follows is of the student.{line}{rest}{_onnx_use() if onnx else use_of(folder, config)}\n"
+    write_text(folder / CARD, str(card))
+
+
+def _task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
+    name = (config.architectures or [""])[0]
+    if (folder / "modules.json").is_file():
+        return "sentence-similarity", "SentenceTransformer"
+    return next((found for end, found in _HEADS.items() if name.endswith(end)), ("feature-extraction", "AutoModel"))
+
+
+def _is_factorized(config: PreTrainedConfig) -> bool:
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == NAME
+
+
+def _library(folder: Path, config: PreTrainedConfig) -> str:
+    """A factorized student names llmdistill: the lines that the hub shows for other libraries would not load it."""
+    if _is_factorized(config):
+        return "llmdistill"
+    return "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    text = config.get_text_config()
+    sizes = (("layers", "num_hidden_layers"), ("wide", "hidden_size"), ("tokens", "vocab_size"))
+    said = [f"{getattr(text, key):,} {name}" for name, key in sizes if isinstance(getattr(text, key, None), int)]
+    return ", ".join([(config.architectures or [type(config).__name__])[0], *said])
+
+
+def _factors(config: PreTrainedConfig) -> str | None:
+    if not _is_factorized(config):
+        return None
+    values: dict[str, Any] = config.quantization_config
+    sizes = list(values["modules"].values())
+    of_ranks = all(isinstance(size, int) for size in sizes) and bool(sizes)
+    ranks = "" if not of_ranks else f" of rank {min(sizes)}" + (f" to {max(sizes)}" if len(set(sizes)) > 1 else "")
+    kind = {"kronecker": "Kronecker products", "pivoted": "low-rank products with pivots"}.get(
+        values["method"], "low-rank products"
+    )
+    said = f"{len(sizes)} matrices as {kind}{ranks}"
+    embedding = next((values[key] for key in ("embedding_rank", "embedding_columns") if values.get(key)), None)
+    return said if embedding is None else f"{said}, the token embedding too ({embedding})"
+
+
+def _teacher_text(teacher: Teacher) -> str:
+    licence = teacher.header.get("license_name") or teacher.header.get("license")
+    said = "its licence is not known here" if licence is None else f"its licence, {licence}, holds for the student too"
+    return f"{teacher.name}; {said}"
+
+
+def _results(pipeline: str, scores: Mapping[str, Mapping[str, float]]) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type=pipeline,
+            dataset_type=re.sub(r"[^\w/.-]+", "-", name).lower(),
+            dataset_name=name,
+            metric_type=metric,
+            metric_value=round(value, 4),
+        )
+        for name, values in scores.items()
+        for metric, value in values.items()
+    ]
+
+
+def use_of(folder: Path, config: PreTrainedConfig) -> str:
+    """Return the last part of a card: how the student is loaded and served."""
+    _, name = _task(folder, config)
+    first = "import llmdistill  # lets transformers load the factors\n" if _is_factorized(config) else ""
+    if name == "SentenceTransformer":
+        lines = f'from sentence_transformers import {name}\n\nmodel = {name}("{PLACE}")'
+    else:
+        lines = f"from transformers import {name}, AutoTokenizer\n\n"
+        lines += f'model = {name}.from_pretrained("{PLACE}")\ntokenizer = AutoTokenizer.from_pretrained("{PLACE}")'
+    needs = "It needs `pip install llmdistill`: without the import, loading ends with an error.\n\n" if first else ""
+    served = (
+        "A factorized student runs in transformers, and as ONNX (`llmdistill export --to onnx`); for other servers "
+    )
+    served += "`llmdistill export --to dense` multiplies its factors out. " if first else ""
+    served = served if first else "It is a stock model, which every server of its architecture takes. "
+    return (
+        f"{USE}\n\n{needs}```python\n{first}{lines}\n```\n\n## How to serve it\n\n{served}"
+        "Which student runs in which server is a table in `docs/serve.md` of llmdistill."
+    )
+
+
+def _onnx_use() -> str:
+    return (
+        f'{USE}\n\n```python\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("model.onnx")\n```\n\n'
+        "The inputs and outputs of encoders and decoders are a table in `docs/serve.md` of llmdistill."
+    )

@@ -1,0 +1,160 @@
+"""The model card of a student, as the hub's own library reads it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import ModelCard
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+import llmdistill
+from llmdistill.artifacts import manifest_damage
+from llmdistill.data.sources import hub_name
+from llmdistill.models.load import load_model
+from llmdistill.report.card import Story, Teacher, without_paths, write_card
+
+TEACHERS_CARD = (
+    "---\nlicense: other\nlicense_name: llama3.2\nlanguage: [de, en]\nbase_model: meta-llama/Llama-3.2-1B\n"
+    "tags: [secret-tag]\n---\n# Ours\nAn internal model.\n"
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "our-llama"
+    tiny_model("llama").save_pretrained(folder)
+    (folder / "README.md").write_text(TEACHERS_CARD, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def student(teacher):
+    folder = teacher.parent / "small"
+    llmdistill.compress(teacher, rank=3, output=folder)
+    return folder
+
+
+def test_the_header_is_the_teachers_licence_and_what_the_student_is(student):
+    data = ModelCard.load(student / "README.md").data
+    assert (data.license, data.license_name, data.language) == ("other", "llama3.2", ["de", "en"])
+    assert data.base_model == "meta-llama/Llama-3.2-1B", "the hub's own name, as the teacher is a folder here"
+    assert (data.library_name, data.pipeline_tag) == ("llmdistill", "text-generation")
+    assert "svd" in data.tags
+    assert "secret-tag" not in data.tags
+
+
+def test_the_text_counts_the_parameters_and_says_nothing_of_the_machine(student, teacher):
+    text = (student / "README.md").read_text(encoding="utf-8")
+    params = [
+        sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(each).parameters()) for each in (student, teacher)
+    ]
+    assert f"{params[0]:,}, {params[0] / params[1]:.0%} of the {params[1]:,} of our-llama" in text
+    assert "llmdistill compress --model our-llama --method svd --rank 3" in text
+    assert str(teacher.parent) not in text
+    assert "An internal model" not in text
+
+
+def test_the_lines_of_the_card_load_the_student(student):
+    text = (student / "README.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0].replace("USER/NAME", str(student))
+    code = "\n".join(line for line in code.splitlines() if not line.startswith("tokenizer"))
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert type(names["model"]).__name__ == "LlamaForCausalLM"
+
+
+def test_a_card_may_be_changed_without_damage_and_is_then_the_users(student, teacher, tmp_path):
+    card, folder = student / "README.md", tmp_path / "copy"
+    folder.mkdir()
+    for file in student.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    mine = card.read_text(encoding="utf-8").replace("<!-- Written by", "<!-- Not by")
+    (folder / "README.md").write_text(mine, encoding="utf-8")
+    assert manifest_damage(folder) is None
+    load_model(folder, dtype="auto", head="saved")
+    about, story = Teacher(name="x", params=7), Story(intro="New.", tags=[], made=[])
+    write_card(folder, "t", about, story)
+    assert (folder / "README.md").read_text(encoding="utf-8") == mine
+    (folder / "README.md").write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
+    write_card(folder, "t", about, story)
+    assert "New." in (folder / "README.md").read_text(encoding="utf-8")
+    (folder / "config.json").write_text("{}")
+    assert manifest_damage(folder) is not None
+
+
+def test_a_dense_export_loads_without_us_and_keeps_the_rest_of_the_card(student, tmp_path):
+    llmdistill.export(student, tmp_path / "dense", to="dense")
+    card = ModelCard.load(tmp_path / "dense" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.data.license_name == "llama3.2"
+    assert "import llmdistill" not in card.text
+    assert "--rank 3" in card.text
+    assert "multiplied out" in card.text
+
+
+def test_scores_are_results_for_the_hub(student, tmp_path):
+    (tmp_path / "config.json").write_bytes((student / "config.json").read_bytes())
+    scores = {"RTE": {"accuracy": 61.25}, "dolly": {"rougeL": 27.0, "perplexity": 5.5}}
+    table = (["model", "RTE"], [["teacher", "70.0"], ["trained", "61.2"]])
+    story = Story(intro="A.", tags=["kd"], made=[], datasets=["databricks/dolly"], scores=scores, table=table)
+    write_card(tmp_path, "run", Teacher(name="t", params=10), story)
+    card = ModelCard.load(tmp_path / "README.md")
+    found = {(each.dataset_name, each.metric_type): each.metric_value for each in card.data.eval_results}
+    assert found == {("RTE", "accuracy"): 61.25, ("dolly", "rougeL"): 27.0, ("dolly", "perplexity"): 5.5}
+    assert card.data.datasets == ["databricks/dolly"]
+    assert "| trained | 61.2 |" in card.text
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("license: mit", {"license": "mit"}),
+        ("license: [mit, apache-2.0]", {"license": ["mit", "apache-2.0"]}),
+        ("license: {a: 1}\nlanguage: 5", {}),
+        ('license: "a\\nb"', {}),
+        ("license: [", {}),
+        ("- a", {}),
+    ],
+)
+def test_what_another_card_says_is_only_taken_as_lines_of_text(tmp_path, header, expected):
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\ntext\n", encoding="utf-8")
+    assert Teacher.of(str(tmp_path), SimpleNamespace(), 5).header == expected
+
+
+def test_the_config_may_name_the_licence_and_the_cache_of_the_hub_the_name(tmp_path):
+    folder = tmp_path / "models--owner--name--x" / "snapshots" / "0a1b"
+    folder.mkdir(parents=True)
+    teacher = Teacher.of(str(folder), SimpleNamespace(license="mit"), 5)
+    assert (teacher.name, teacher.hub, teacher.header) == ("owner/name--x", "owner/name--x", {"license": "mit"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--output_dir /home/me/runs/a --x=/data/b.jsonl", "--output_dir a --x=b.jsonl"),
+        ("{a: /x/y.json, b: '/z/w'}", "{a: y.json, b: 'w'}"),
+        ("/runs/llama-small/student/", "llama-small"),
+        ("~/models/llama", "llama"),
+        ("data/a.jsonl OWNER/NAME hf://datasets/a/b.json 3/4", "data/a.jsonl OWNER/NAME hf://datasets/a/b.json 3/4"),
+    ],
+)
+def test_paths_are_cut_to_their_last_name(text, expected):
+    assert without_paths(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        ("databricks/dolly:train[:500]", "databricks/dolly"),
+        ("a/b:config:train", "a/b"),
+        ("hf://datasets/a/b/x/y.parquet:train", "a/b"),
+        ("data/train.jsonl", None),
+        ("/data/train", None),
+        ("embedded:train", None),
+        ("train.jsonl", None),
+    ],
+)
+def test_only_data_of_the_hub_have_its_name(reference, expected):
+    assert hub_name(reference) == expected

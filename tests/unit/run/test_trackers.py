@@ -1,0 +1,289 @@
+"""The rows of a log in TensorBoard, W&B and MLflow, over the starts of a run; the latter two are stand-ins.
+
+A stand-in has those functions of the library's public interface that are called, and keeps what it was sent by run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from llmdistill.config import RunConfig, TrainConfig
+from llmdistill.errors import Stopped, UserError
+from llmdistill.run.log import RunLog
+from llmdistill.run.trackers import check_access, check_libraries, monitors
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.engine import BatchSplit, student_ds_config
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+SPLIT = BatchSplit(64, 1)
+ROW = {"loss": 1.0, "tokens_per_second": 5.0, "padding_share": 0.0, "teacher_share": 0.0, "kd": 1.0}
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What the stand-ins were sent: {tracker: {id of the run: [(step, values)]}}, and how their runs ended."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    found = SimpleNamespace(wandb=defaultdict(list), mlflow=defaultdict(list), ends=[], opened=[], fails=False)
+
+    def log(name, run, values, step):
+        if found.fails:
+            raise ConnectionError("no route to host")
+        getattr(found, name)[run].append((step, dict(values)))
+
+    wandb: object = ModuleType("wandb")
+    wandb.run = None
+
+    def init(*, project, name, id, resume, dir, config):
+        run = id or f"w{len(found.wandb)}"
+        found.opened.append(("wandb", project, name, run, resume, config["train"]["steps"]))
+        known = found.wandb[run]
+        return SimpleNamespace(
+            id=run,
+            step=0 if offline() or not known else known[-1][0] + 1,
+            log=lambda values, step: log("wandb", run, values, step),
+            finish=lambda exit_code: found.ends.append(("wandb", exit_code)),
+        )
+
+    wandb.init, wandb.login = init, lambda: None
+    mlflow: object = ModuleType("mlflow")
+    active: list[str] = []
+
+    def start_run(*, run_id, run_name):
+        active.append(run_id or f"m{len(found.mlflow)}")
+        found.opened.append(("mlflow", run_name, active[-1]))
+        return SimpleNamespace(info=SimpleNamespace(run_id=active[-1]))
+
+    mlflow.active_run, mlflow.start_run = lambda: None, start_run
+    mlflow.log_params = lambda values: found.opened.append(("params", values["train.steps"]))
+    mlflow.MlflowClient = lambda: SimpleNamespace(
+        get_metric_history=lambda run, key: [
+            SimpleNamespace(step=step) for step, row in found.mlflow[run] if key in row
+        ]
+    )
+    mlflow.log_metrics = lambda values, step: log("mlflow", active[-1], values, step)
+    mlflow.end_run = lambda status: found.ends.append(("mlflow", status))
+    mlflow.search_experiments = lambda max_results: []
+    for module in (wandb, mlflow):
+        module.__spec__ = importlib.util.spec_from_loader(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return found
+
+
+def offline() -> bool:
+    return os.environ.get("WANDB_MODE") == "offline"
+
+
+def config_of(folder, **train) -> RunConfig:
+    report_to = train.pop("report_to", ["wandb", "mlflow"])
+    return RunConfig(output_dir=str(folder), train=TrainConfig(report_to=report_to, **{"steps": 6, **train}))
+
+
+def steps(config, start, until, *, rank=0, stop=False) -> None:
+    """Log the steps after `start`, as a process that trains them does, with a validation before the first one."""
+    world = replace(WORLD, rank=rank)
+    with monitors(config, None, start, world) as monitor:
+        log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=world, monitor=monitor)
+        if start == 0:
+            log.start(3.5)
+        for step in range(start + 1, until + 1):
+            log.row(step, {**ROW, "loss": float(step)}, 0.0)
+        log.close()
+        if stop:
+            raise Stopped(15, "after a step")
+
+
+def log_of(folder) -> list[tuple[int, dict[str, float]]]:
+    """The rows of metrics.jsonl as a tracker must have them."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], {f"train/{key}": value for key, value in row.items() if key != "step"}) for row in rows]
+
+
+def test_every_figure_arrives_with_its_step(sent, tmp_path):
+    steps(config_of(tmp_path), 0, 3)
+    assert log_of(tmp_path)[0] == (0, {"train/valid_loss": 3.5})
+    assert sent.wandb == {"w0": log_of(tmp_path)}
+    assert sent.mlflow == {"m0": log_of(tmp_path)}
+    assert sent.ends == [("wandb", 0), ("mlflow", "FINISHED")]
+    assert ("wandb", "llmdistill", tmp_path.name, "w0", "allow", 6) in sent.opened
+    assert ("params", "6") in sent.opened
+
+
+def kill(config, start, until) -> None:
+    """Do what `steps` does, without anything that follows the last step."""
+    opened = monitors(config, None, start, WORLD)
+    monitor = opened.__enter__()
+    KILLED.append(opened)  # or the generator would be closed
+    log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=WORLD, monitor=monitor)
+    if start == 0:
+        log.start(3.5)
+    for step in range(start + 1, until + 1):
+        log.row(step, {**ROW, "loss": float(step)}, 0.0)
+
+
+KILLED: list[object] = []
+
+
+def test_a_killed_run_goes_on_in_the_same_tracker_and_sends_no_step_twice(sent, tmp_path):
+    config = config_of(tmp_path)
+    kill(config, 0, 5)
+    kill(config, 2, 3)  # from the checkpoint of step 2, and killed before it comes as far as before
+    for name in ("wandb", "mlflow"):  # what was on its way
+        [run] = getattr(sent, name).values()
+        assert [step for step, _ in run] == [0, 1, 2, 3, 4, 5]
+        del run[3:]
+    steps(config, 3, 6)
+    for name in ("wandb", "mlflow"):
+        [run] = getattr(sent, name).values()
+        assert [step for step, _ in run] == [0, 1, 2, 3, 4, 5, 6]
+        assert run == log_of(tmp_path)
+    assert sum(each[0] == "params" for each in sent.opened) == 1, "MLflow takes no parameter twice"
+
+
+def test_a_tracker_that_comes_later_gets_the_earlier_rows(sent, tmp_path):
+    steps(config_of(tmp_path, report_to=[]), 0, 4)
+    steps(config_of(tmp_path, report_to=["mlflow"]), 3, 6)
+    assert sent.wandb == {}
+    assert sent.mlflow == {"m0": log_of(tmp_path)}
+
+
+def test_other_rows_than_were_sent_make_another_run(sent, tmp_path):
+    steps(config_of(tmp_path, report_to=["wandb"]), 0, 5)
+    steps(config_of(tmp_path, report_to=["wandb"], learning_rate=1e-4), 2, 6)
+    assert [step for step, _ in sent.wandb["w0"]] == [0, 1, 2, 3, 4, 5]
+    assert sent.wandb["w1"] == log_of(tmp_path)
+
+
+def test_more_steps_go_on_in_the_same_run(sent, tmp_path):
+    steps(config_of(tmp_path, report_to=["wandb"]), 0, 6)
+    steps(config_of(tmp_path, report_to=["wandb"], steps=9), 6, 9)
+    assert sent.wandb == {"w0": log_of(tmp_path)}
+
+
+def test_only_rank_0_sends(sent, tmp_path):
+    steps(config_of(tmp_path), 0, 3, rank=1)
+    assert sent.opened == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_run_is_left_open_to_go_on(sent, tmp_path):
+    with pytest.raises(Stopped):
+        steps(config_of(tmp_path), 0, 3, stop=True)
+    assert sent.ends == [("wandb", 1), ("mlflow", "KILLED")]
+
+
+def test_a_tracker_that_fails_stops_no_training(sent, tmp_path, capsys):
+    sent.fails = True
+    steps(config_of(tmp_path), 0, 3)
+    assert [step for step, _ in log_of(tmp_path)] == [0, 1, 2, 3]
+    assert capsys.readouterr().err.count("no route to host") == 2, "one for each tracker"
+
+
+def test_a_killed_run_without_network_begins_a_whole_one(sent, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = config_of(tmp_path, report_to=["wandb"])
+    kill(config, 0, 5)
+    with pytest.raises(Stopped):
+        steps(config, 2, 4, stop=True)
+    steps(config, 4, 6)  # what was stopped in order goes on
+    assert sent.wandb.keys() == {"w0", "w1"}
+    assert sent.wandb["w1"] == log_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_library_is_said_by_its_setting(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(UserError, match=rf"^train.report_to asks for {name}, .* pip install {name}, or leave"):
+        check_libraries(config_of(tmp_path, report_to=[name]), {})
+
+
+def test_a_missing_library_is_said_by_the_ds_config(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    config = config_of(tmp_path, report_to=None)
+    check_libraries(config, {"comet": {"enabled": False}, "csv_monitor": {"enabled": True}})
+    with pytest.raises(UserError, match=r"zero2\.json asks for comet, .* pip install comet_ml"):
+        check_libraries(config, {"comet": {"enabled": True}})
+
+
+def test_two_runs_of_wandb_are_refused(sent, tmp_path):
+    with pytest.raises(UserError, match="each would make a run of its own; remove the block"):
+        check_libraries(config_of(tmp_path, report_to=["wandb"]), {"wandb": {"enabled": True}})
+
+
+def test_no_key_and_no_server_are_said_before_a_run(sent, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("No API key configured.\nUse `wandb login`.")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    check_access(["tensorboard", "wandb", "mlflow"])
+    monkeypatch.setattr(sys.modules["wandb"], "login", refuse)
+    with pytest.raises(
+        UserError, match=r"report_to wandb: No API key configured. Use `wandb login`.; run `wandb login`"
+    ):
+        check_access(["wandb"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_access(["wandb"])
+    monkeypatch.setattr(sys.modules["mlflow"], "search_experiments", refuse)
+    with pytest.raises(UserError, match=r"report_to mlflow: .*; mend MLFLOW_TRACKING_URI"):
+        check_access(["mlflow"])
+
+
+def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writers = pytest.importorskip("torch.utils.tensorboard")
+    config = config_of(tmp_path, report_to=["tensorboard"])
+    for number, (start, until) in enumerate([(0, 5), (2, 3), (2, 6)]):
+        writer = writers.SummaryWriter(str(tmp_path / "tb"), filename_suffix=f".{number}")
+        monitor = SimpleNamespace(
+            tb_monitor=SimpleNamespace(summary_writer=writer),
+            write_events=lambda events, writer=writer: [writer.add_scalar(*event) for event in events],
+        )
+        with monitors(config, monitor, start, WORLD) as found:
+            for step in range(start + (start > 0), until + 1):
+                found.write_events([("train/loss", 10.0 * number + step, step)])
+        writer.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    shown = [(each.step, each.value) for each in events.Scalars("train/loss")]
+    assert shown == [(0, 0.0), (1, 1.0), (2, 2.0), *((step, 20.0 + step) for step in (3, 4, 5, 6))]
+
+
+@pytest.mark.parametrize(
+    ("block", "report_to", "expected"),
+    [
+        ({"enabled": "auto"}, None, True),
+        ({"enabled": "auto"}, ["wandb"], False),
+        ({"enabled": False}, None, False),
+        (None, None, None),
+        (None, ["tensorboard"], True),
+        (None, [], None),
+        ({"enabled": True}, ["tensorboard"], True),
+    ],
+)
+def test_the_run_owns_tensorboard_where_the_file_leaves_it_open(block, report_to, expected):
+    given = {} if block is None else {"tensorboard": block}
+    settings = TrainConfig(report_to=report_to)
+    found = student_ds_config(given, "mine.json", settings, SPLIT, output_dir="runs/a").get("tensorboard")
+    assert (None if found is None else found["enabled"]) == expected
+    if expected:
+        assert found["output_path"] == "runs/a"
+
+
+def test_a_file_and_a_setting_that_contradict_are_refused():
+    settings, given = TrainConfig(report_to=["wandb"]), {"tensorboard": {"enabled": True}}
+    with pytest.raises(UserError, match=r"mine.json: tensorboard.enabled is True, but the run says False"):
+        student_ds_config(given, "mine.json", settings, SPLIT, output_dir="runs/a")
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="name each of them once"):
+        TrainConfig(report_to=["wandb", "wandb"])

@@ -1,0 +1,121 @@
+"""What `llmdistill push` gives to the hub, for which a stand-in with the documented interface of HfApi speaks."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+
+from llmdistill.artifacts import write_manifest
+from llmdistill.cli import main
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
+NOT_PUSHED = ("teacher_cache.safetensors.tmp", "optimizer.pt", "notes.txt", ".env", "manifest.json")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run as it is after its end, with what must stay here."""
+    folder = tmp_path / "run"
+    student = folder / "student"
+    student.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    for name in ("inputs", "checkpoints", "predictions"):
+        (folder / name).mkdir()
+        (folder / name / "data.json").write_text("secret")
+    for name in (*FILES, *NOT_PUSHED):
+        (student / name).write_text("{}")
+    for name in ("1_Pooling", "cache"):
+        (student / name).mkdir()
+        (student / name / "config.json").write_text("{}")
+    (student / "modules.json").write_text("[]")
+    (student / "README.md").write_text('---\n---\nmodel = load("USER/NAME")\n')
+    write_manifest(student)
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What the stand-in was asked for: the repositories, and the content of each file by its name."""
+    seen = SimpleNamespace(repositories=[], files={}, error=None)
+
+    class Api:
+        def __init__(self, **_):
+            pass
+
+        def create_repo(self, repo_id, *, private=None, exist_ok=False):
+            if seen.error is not None:
+                raise seen.error
+            seen.repositories.append((repo_id, private, exist_ok))
+            return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
+
+        def create_commit(self, repo_id, operations, *, commit_message):
+            for each in operations:
+                with each.as_file() as file:
+                    seen.files[each.path_in_repo] = file.read()
+            return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+    return seen
+
+
+def test_a_runs_student_is_pushed_and_nothing_else(run, hub, capsys):
+    assert main(["push", str(run), "us/small", "--private"]) == 0
+    assert hub.repositories == [("us/small", True, True)]
+    assert hub.files.keys() == {*FILES, "modules.json", "1_Pooling/config.json"}
+    assert b'load("us/small")' in hub.files["README.md"]
+    assert 'load("USER/NAME")' in (run / "student" / "README.md").read_text(), "the card here stays as it is"
+    assert "https://hub/us/small/commit/1" in capsys.readouterr().out
+
+
+def test_a_name_without_owner_is_the_users_own(run, hub):
+    assert main(["push", str(run / "student"), "small"]) == 0
+    assert hub.repositories == [("small", None, True)]
+    assert b'load("me/small")' in hub.files["README.md"]
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "a b", "-x/y", "us/..small", "x" * 200])
+def test_a_bad_name_is_said_before_anything_is_asked(run, hub, capsys, name):
+    assert main(["push", str(run), "--", name] if name.startswith("-") else ["push", str(run), name]) == 2
+    assert "no repository's name" in capsys.readouterr().err
+    assert hub.repositories == []
+
+
+def test_without_a_token_nothing_is_asked(run, hub, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert main(["push", str(run), "us/small"]) == 2
+    assert "hf auth login" in capsys.readouterr().err
+    assert hub.repositories == []
+
+
+def test_a_damaged_student_stays_here(run, hub, capsys):
+    (run / "student" / "model.safetensors").write_text("{]")
+    assert main(["push", str(run), "us/small"]) == 2
+    assert "model.safetensors changed" in capsys.readouterr().err
+    assert hub.repositories == []
+
+
+def test_what_the_hub_says_is_one_sentence(run, hub, capsys):
+    hub.error = OSError("403 Forbidden:\n you may not create us/small")
+    assert main(["push", str(run), "us/small"]) == 2
+    error = capsys.readouterr().err
+    assert "403 Forbidden: you may not create us/small" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [("student", "no student yet"), ("student/model.safetensors", "it has no weights")]
+)
+def test_a_folder_without_a_whole_model_is_named(run, hub, capsys, missing, said):
+    (run / missing).rename(run.parent / "gone")
+    assert main(["push", str(run), "us/small"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_of_data_is_no_model(run, hub, capsys):
+    assert main(["push", str(run / "inputs"), "us/small"]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    assert json.dumps(hub.repositories) == "[]"
