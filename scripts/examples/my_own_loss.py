@@ -28,6 +28,7 @@ parser = argparse.ArgumentParser(description="Distil with a loss of one's own.",
 parser.add_argument("--teacher", default="embedded:teacher", help="a fine-tuned decoder: a folder, or a hub name")
 parser.add_argument("--train", default="embedded:train", help="rows of instructions or messages: JSONL, Parquet, CSV")
 parser.add_argument("--test", default="embedded:unseen", help="rows of the same form, by which the models are scored")
+parser.add_argument("--size", default="34%", help="parameters of the student: a share, or a number such as 0.7B")
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--learning_rate", type=float, help="1.5e-3 for the embedded teacher, 1e-4 for another one")
 parser.add_argument("--limit", type=int, help="score only so many rows of the test set")
@@ -64,7 +65,7 @@ def build_mine(settings, teacher, student, objective):
 METHODS["mine"] = MethodEntry(label="mine", help="Hellinger, angle, labels", settings=MineConfig, build=build_mine)
 
 # %% A run with it. Each term has its column, and from now on `mine` is a method like any other
-student = llmdistill.compress(given.teacher, target_params="34%")
+student = llmdistill.compress(given.teacher, target_params=given.size)
 result = llmdistill.distill(
     given.teacher,
     student,
