@@ -311,9 +311,9 @@ class TestDistill:
             tests={"seen": ROWS[:2]},
             output_dir=tmp_path / "run",
             ds_config={"zero_optimization": {"stage": 1}},
+            decoding="greedy",
             settings={
                 "student.factorize.rank": 8,
-                "scoring.decoding": "greedy",
                 "scoring.batch_size": 4,
                 "data.max_prompt_length": 60,
                 "data.max_length": 70,
@@ -321,6 +321,7 @@ class TestDistill:
             **STEPS,
         )
         assert set(result.metrics["student"]["rougeL"]) == {"seen"}
+        assert result.config.scoring.decoding == "greedy"
         assert "valid_loss" in result.history[-1]
         assert result.student.num_parameters() < make_llama().num_parameters()
 

@@ -102,7 +102,7 @@ def test_my_own_loss(capsys):
         hidden = [output.hidden_states[-1][real] for output in (teacher, student)]
     assert terms["hellinger"].item() == pytest.approx(0.5 * (p.sqrt() - q.sqrt()).square().sum(-1).mean().item(), 1e-4)
     assert terms["label"].item() == pytest.approx(student.loss.item(), rel=1e-4)
-    # transformers gives what comes behind the final norm, whose weights are still nearly 1, so that it keeps the angles.
+    # transformers gives what comes after the final norm; its weights are still nearly 1, so that it keeps the angles.
     cosines = torch.cosine_similarity(*hidden, dim=-1)
     assert terms["angle"].item() == pytest.approx(1 - cosines.mean().item(), rel=0.05)
     losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -113,6 +113,7 @@ def test_my_own_loss(capsys):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_a_notebook_that_begins_with_how_to_install_it(script):
     text = script.read_text(encoding="utf-8")
+    assert f"`{script.name}`" in (ROOT / "docs/train.md").read_text(encoding="utf-8")
     assert text.startswith('"""')
     assert "pip install -e ." in text.partition("# %%")[0]
     assert f"python scripts/examples/{script.name}" in text.partition("# %%")[0]
