@@ -1,5 +1,18 @@
 """Compress language models by factorization and distillation.
 
+    import llmdistill
+
+    student = llmdistill.compress(teacher, rank=48)
+    try:
+        result = llmdistill.distill(teacher, student, rows, method="makd", steps=200)
+    except llmdistill.UserError as error:
+        print(error)  # one sentence: what is wrong, the value, and the remedy
+    print(llmdistill.evaluate(result.student, rows, decoding="greedy", limit=2)["rougeL"])
+    print(result.history[-1]["loss"], result.folder / "student")  # the student with its tokenizer
+
+A teacher is a model of transformers, a folder, a name on the hub, or `embedded:teacher`; rows are dicts or a file.
+Longer examples are in `scripts/examples/` of a checkout.
+
 After `import llmdistill`, `AutoModelForCausalLM.from_pretrained(student)` loads a factorized student like any other
 model. The import itself loads neither torch nor transformers: the students are registered once transformers is loaded.
 """

@@ -184,7 +184,7 @@ class Distilled:
     history: list[dict[str, float]]
     """metrics.jsonl of the run: the loss, each of its terms and the speed, logged every `log_every` steps."""
     folder: Path
-    """The run's folder: report.md, run.json, checkpoints, and the student in `student/`."""
+    """The run's folder: report.md, run.json, checkpoints, and the student with its tokenizer in `student/`."""
     config: RunConfig
     """All settings of the run."""
 
@@ -207,7 +207,7 @@ def distill(
 
         student = llmdistill.compress(teacher, rank=48)
         result = llmdistill.distill(teacher, student, rows, method="makd", steps=200, learning_rate=5e-4)
-        result.student.save_pretrained("distilled")
+        print(result.history[-1]["loss"], result.folder / "student")  # which has the tokenizer too
 
     Under a launcher (`deepspeed`, `torchrun`) every rank must call this function, and the run trains on all ranks.
     Models in memory are not changed; they are saved to `output_dir/inputs`, and the run reads them from there.

@@ -293,14 +293,15 @@ def config_of(settings: Mapping[str, Any], keywords: Mapping[str, Any], methods:
     Args:
         settings: by dotted key, as on the command line: `{"train.micro_batch_size": 8, "kd.temperature": 2.0}`.
         keywords: by the setting's own name, which is searched in the run, in `train`, in `data`, and in the settings of
-            the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`.
+            the run's method: `{"steps": 200, "max_length": 256, "temperature": 2.0}`; or `decoding` of the scoring.
         methods: the table of all methods.
 
     Raises UserError if a key is unknown, a value does not fit, or settings contradict each other.
     """
     method = str(settings.get("method", ""))
     own = _sections({method: methods[method]}) if method in methods else []
-    keys: dict[str, str] = {}
+    # Of the scoring this one alone: a batch_size or a limit could as well be the training's.
+    keys = {"decoding": "scoring.decoding"}
     sections: list[tuple[str, type[Any]]] = [*own, ("data", DataConfig), ("train", TrainConfig)]  # the last one wins
     for section, kind in sections:
         keys |= {field.name: f"{section}.{field.name}" for field in fields(kind)}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SOFT_CROSS_ENTROPY,
         TOTAL_VARIATION,
         Divergence,
+        divergence_by_autograd,
         forward_kl,
         jsd,
         jsd_with_derivative,
@@ -68,8 +69,8 @@ _NAMES = {
     ),
     "divergence": (
         *("FORWARD_KL", "REVERSE_KL", "SOFT_CROSS_ENTROPY", "TOTAL_VARIATION", "Divergence", "jsd_with_derivative"),
-        *("forward_kl", "jsd", "output_divergence", "reverse_kl", "skew_forward_kl", "skew_forward_kl_with_derivative"),
-        *("skew_reverse_kl", "skew_reverse_kl_with_derivative", "total_variation"),
+        *("divergence_by_autograd", "forward_kl", "jsd", "output_divergence", "reverse_kl", "skew_forward_kl"),
+        *("skew_forward_kl_with_derivative", "skew_reverse_kl", "skew_reverse_kl_with_derivative", "total_variation"),
     ),
     "features": ("hidden_cosine", "hidden_mse", "matrix_mse"),
     "head": ("HeadInputs", "TokenLosses", "token_losses"),

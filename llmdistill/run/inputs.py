@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,15 @@ class Given:
             values["train"]["save_every"] = None
         check_writable(Path(output_dir), "output_dir")
         inputs, field = Path(output_dir) / INPUTS, config.data.text.field
+        file_of = partial(data_file, inputs=inputs, kind=config.data.kind)
         values |= {"output_dir": str(output_dir), "ds_config": self._ds_config(inputs)}
         values["teacher"]["model"] = model_folder(self.teacher, self.tokenizer, inputs, role="teacher")
         if self.student is not None:
             values["student"]["model"] = model_folder(self.student, self.tokenizer, inputs, role="student")
         values["data"] |= {
-            "train": data_file(self.data, inputs, name="data", field=field),
-            "valid": None if self.valid is None else data_file(self.valid, inputs, name="valid", field=field),
-            "tests": {name: data_file(each, inputs, name=f"tests {name}") for name, each in self.tests.items()},
+            "train": file_of(self.data, name="data", field=field),
+            "valid": None if self.valid is None else file_of(self.valid, name="valid", field=field),
+            "tests": {name: file_of(each, name=f"tests {name}") for name, each in self.tests.items()},
         }
         return build(values, RunConfig, METHODS)
 
@@ -153,11 +155,11 @@ def tokenizer_of(
     return load_tokenizer(source)
 
 
-def data_file(data: Data, inputs: Path, *, name: str, field: str = "text") -> str:
-    """Return the reference of data; rows in memory are checked and written to a file."""
+def data_file(data: Data, inputs: Path, *, name: str, field: str = "text", kind: str | None = None) -> str:
+    """Return the reference of data; rows in memory are checked and written to a file. `kind` is that of the run."""
     if isinstance(data, str | Path):
         return str(data)
-    if kind_of(data, field=field) == "instructions":
+    if kind_of(data, field=field) == "instructions" and kind != "sentences":
         examples_of(data, name=name)
     return str(write_rows(data, inputs, field=field))
 

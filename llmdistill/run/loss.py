@@ -171,11 +171,14 @@ class DistillationLoss:
             self.student.train(training)
 
     def counts(self, batches: Iterable[Inputs]) -> dict[Positions, Tensor]:
-        """Count the tokens, labels and sequences of all batches together: int64 scalars by name.
+        """Count the tokens, labels and sequences of all batches together.
 
-        counts = loss.counts(batches)  # of a step with accumulation; over ranks, all-reduce each
-        for batch in batches:
-            loss(batch, num_items_in_batch=counts).loss.backward()
+            counts = loss.counts(batches)  # of a step with accumulation; over ranks, all-reduce each
+            for batch in batches:
+                loss(batch, num_items_in_batch=counts).loss.backward()
+
+        Returns:
+            Int64 scalars by name.
         """
         each = [self.as_batch(batch).counts() for batch in batches]
         return {name: torch.stack([counts[name] for counts in each]).sum() for name in POSITIONS}

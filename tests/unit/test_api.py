@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
-import textwrap
 from pathlib import Path
 
 import datasets
@@ -20,7 +18,6 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    TrainingArguments,
 )
 
 import llmdistill
@@ -314,9 +311,9 @@ class TestDistill:
             tests={"seen": ROWS[:2]},
             output_dir=tmp_path / "run",
             ds_config={"zero_optimization": {"stage": 1}},
+            decoding="greedy",
             settings={
                 "student.factorize.rank": 8,
-                "scoring.decoding": "greedy",
                 "scoring.batch_size": 4,
                 "data.max_prompt_length": 60,
                 "data.max_length": 70,
@@ -324,6 +321,7 @@ class TestDistill:
             **STEPS,
         )
         assert set(result.metrics["student"]["rougeL"]) == {"seen"}
+        assert result.config.scoring.decoding == "greedy"
         assert "valid_loss" in result.history[-1]
         assert result.student.num_parameters() < make_llama().num_parameters()
 
@@ -361,41 +359,3 @@ def test_public_names_are_there_and_documented():
     assert {*llmdistill._PUBLIC, "__version__", "losses"} == set(llmdistill.__all__)
     for name in llmdistill._PUBLIC:
         assert getattr(llmdistill, name).__doc__, name
-
-
-def example_of(documented) -> str:
-    """The first block of code in a docstring, with few steps and a rank that fits the small model."""
-    lines = inspect.getdoc(documented).split("\n\n")
-    block = next(part for part in lines if part.startswith("    "))
-    return textwrap.dedent(block).replace("steps=200", "steps=2").replace("rank=48", "rank=8")
-
-
-@pytest.mark.parametrize(
-    "documented",
-    [
-        llmdistill.compress,
-        llmdistill.distill,
-        llmdistill.evaluate,
-        llmdistill.export,
-        llmdistill.sizes,
-        llmdistill.DistillationLoss,
-        llmdistill.DistillationTrainer,
-    ],
-)
-def test_examples_of_the_docstrings_run(documented, folder, tokenizer, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    teacher = AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.tensor([tokenizer("Where does it live?").input_ids])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    names = {
-        "llmdistill": llmdistill,
-        "torch": torch,
-        "model": teacher,
-        "teacher": teacher,
-        "student": llmdistill.compress(teacher, rank=8),
-        "rows": ROWS if documented is not llmdistill.DistillationTrainer else [batch] * 4,
-        "loader": [batch, batch],
-        "collator": lambda rows: rows[0],
-        "args": TrainingArguments("trainer", max_steps=2, report_to=[], use_cpu=True, remove_unused_columns=False),
-    }
-    exec(example_of(documented), names)

@@ -1,5 +1,7 @@
 """README.md and docs/: the parsers take their commands, their Python compiles, and their links lead somewhere.
 
+That the Python runs is in test_doc_examples.py.
+
 The bash blocks of a page run in a real shell, so that variables, loops and quotes mean what they mean to a reader. The
 programs in it are stubs that only write down their arguments, which are then given to the real parsers in this process.
 """
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import jsonargparse
 import pytest
+from pages import FENCE, PAGES, ROOT, blocks
 from transformers import GPT2Config
 
 import llmdistill
@@ -34,18 +37,9 @@ from llmdistill.experiments.tables import load_table, table_names
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import ds_config_path
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 PROGRAMS = ("deepspeed", "torchrun", "srun", "python", "llmdistill", "pip", "git")
 STUB = '#!/bin/bash\nprintf "%s\\0" "{name}" "$@" >>"$CALLS"\nprintf "\\036" >>"$CALLS"\necho {name}-output\n'
-
-
-def blocks(page: Path, kind: str) -> list[str]:
-    """The fenced blocks of a page whose info string is `kind`, or begins with it and goes on after a space."""
-    found = FENCE.finditer(page.read_text(encoding="utf-8"))
-    return [each["text"] for each in found if each["kind"] == kind or each["kind"].startswith(f"{kind} ")]
 
 
 def commands(page: Path, folder: Path) -> list[list[str]]:
@@ -120,7 +114,7 @@ def check_cache(arguments: Sequence[str]) -> None:
 
 
 def check_script(script: str, arguments: Sequence[str]) -> None:
-    """A script of the checkout: the main job, a benchmark, or a bench."""
+    """A script of the checkout: the main job, a benchmark, a bench, or an example."""
     assert (ROOT / script).is_file(), script
     if script == "llmdistill/train.py":
         return check_train(arguments)
@@ -132,8 +126,8 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def run_script(script: str) -> None:
-    """Run a program of eval/, or the main function of a program of scripts/."""
-    if script.startswith("eval/"):
+    """Run a program of eval/ or an example, or the main function of another program of scripts/."""
+    if script.startswith(("eval/", "scripts/examples/")):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     else:
         import_module(Path(script).stem).main()
@@ -240,18 +234,6 @@ def test_python_of_a_page_compiles_and_names_what_exists(page):
                 assert [each.name for each in node.names if not hasattr(module, each.name)] == []
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "llmdistill":
                 assert hasattr(llmdistill, node.attr), node.attr
-
-
-def test_python_of_the_readme_runs(named_files, capsys):
-    (text,) = blocks(ROOT / "README.md", "python")
-    for long, short in (('"steps": 120', '"steps": 2'), ('decoding="greedy"', 'decoding="greedy", limit=2')):
-        assert text.count(long) == 1
-        text = text.replace(long, short)
-    exec(compile(text, "README.md", "exec"), {})
-    rouge = [float(line) for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[\d.]+", line)]
-    assert len(rouge) == 3
-    assert rouge[0] > rouge[1], "the teacher is better than its untrained student"
-    assert (named_files / "my-student/model.safetensors").is_file()
 
 
 def slug(heading: str) -> str:

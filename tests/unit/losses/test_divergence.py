@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmdistill.errors import UserError
 from llmdistill.losses.divergence import (
     FORWARD_KL,
     LOG_FLOOR,
     REVERSE_KL,
     SOFT_CROSS_ENTROPY,
     TOTAL_VARIATION,
+    divergence_by_autograd,
     jsd_with_derivative,
     output_divergence,
     skew_forward_kl_with_derivative,
@@ -194,6 +196,24 @@ def test_the_derivative_is_finite_at_the_floor(name: str) -> None:
     log_p = torch.tensor([[0.0, LOG_FLOOR], [LOG_FLOOR, 0.0], [LOG_FLOOR, 0.0]])
     log_q = torch.tensor([[LOG_FLOOR, 0.0], [0.0, LOG_FLOOR], [LOG_FLOOR, 0.0]])
     assert SLOPES[name].derivative(log_p, log_q).isfinite().all()
+
+
+def test_autograd_finds_the_derivative_of_a_divergence_of_ones_own() -> None:
+    log_p, log_q = draw_log_probabilities(0), draw_log_probabilities(1)
+    for known in (REVERSE_KL, TOTAL_VARIATION, jsd_with_derivative(0.3)):
+        own = divergence_by_autograd(known.value)
+        with torch.no_grad():  # as the head's losses call it
+            torch.testing.assert_close(own.derivative(log_p, log_q), known.derivative(log_p, log_q), rtol=1e-9, atol=0)
+            assert torch.equal(own.value(log_p, log_q), known.value(log_p, log_q))
+    assert not log_q.requires_grad
+
+
+def test_a_divergence_of_ones_own_has_a_number_for_each_row() -> None:
+    def mean_distance(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return (log_p.exp() - log_q.exp()).abs().mean()
+
+    with pytest.raises(UserError, match=r"mean_distance gives \(\) for log-probabilities of \(10, \d+\)"):
+        divergence_by_autograd(mean_distance).value(draw_log_probabilities(0), draw_log_probabilities(1))
 
 
 def test_the_soft_cross_entropy_is_the_naive_loop() -> None:

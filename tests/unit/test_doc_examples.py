@@ -1,0 +1,198 @@
+"""The Python of README.md, docs/ and the public docstrings: it runs, or it is in a list with the reason.
+
+That all of it compiles and names what exists is in test_docs.py; docs/extending.md has a test file of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages import PAGES, blocks
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import llmdistill
+from llmdistill import losses
+from llmdistill.embedded import locate
+
+NOT_RUN = {
+    ("evaluate.md", 'scores = llmdistill.evaluate("runs/glue/'): "a model that is fine-tuned on RTE, and GLUE's files",
+    ("serve.md", "import llmdistill  # lets transformers load"): "sentence-transformers, which is not installed here",
+    ("serve.md", "from torchao.quantization import"): "torchao, which is not installed here",
+}
+"""Page and first line of each block that is only compiled -> what it needs."""
+
+SHORTER = {
+    "README.md": {'"steps": 120': '"steps": 2', 'decoding="greedy"': 'decoding="greedy", limit=2'},
+    "students.md": {'"examples": 64': '"examples": 8'},
+    "train.md": {"}] * 64": "}] * 8", "steps=10": "steps=2"},
+}
+"""What is made smaller so that a page runs in seconds; each text is in the page once."""
+
+
+def run_pages_blocks(page: Path) -> dict[str, Any]:
+    """Run the blocks of a page one after the other, as a reader would, and return their names."""
+    names: dict[str, Any] = {}
+    shorter = dict(SHORTER.get(page.name, {}))
+    for text in blocks(page, "python"):
+        if any(page.name == name and text.startswith(first) for name, first in NOT_RUN):
+            continue
+        for long in [each for each in shorter if each in text]:
+            assert text.count(long) == 1
+            text = text.replace(long, shorter.pop(long))
+        exec(compile(text, page.name, "exec"), names)
+    assert not shorter, f"{page.name} has none of {list(shorter)}"
+    return names
+
+
+def numbers(text: str) -> list[float]:
+    return [float(line) for line in text.splitlines() if re.fullmatch(r"[\d.]+", line)]
+
+
+def of_readme(names: dict[str, Any], printed: str) -> None:
+    rouge = numbers(printed)
+    assert len(rouge) == 3
+    assert rouge[0] > rouge[1], "the teacher is better than its untrained student"
+    assert Path("my-student/model.safetensors").is_file()
+
+
+def of_evaluate(names: dict[str, Any], printed: str) -> None:
+    of_model, of_answer = numbers(printed)
+    assert 0 <= of_model <= 100
+    assert of_answer == pytest.approx(100 * 6 / 7)  # three of three words, and three of four
+
+
+def of_methods(names: dict[str, Any], printed: str) -> None:
+    first, _, last = (float(line.split()[0]) for line in printed.splitlines() if "{'query'" in line)
+    assert last < first
+    assert names["result"].loss.item() == pytest.approx(last)
+
+
+def of_students(names: dict[str, Any], printed: str) -> None:
+    (counted,) = numbers(printed)
+    saved = AutoModelForCausalLM.from_pretrained("STUDENT")
+    assert saved.num_parameters() == counted
+    assert names["student"].num_parameters() < 0.35 * 1_220_224
+
+
+def of_train(names: dict[str, Any], printed: str) -> None:
+    result = names["result"]
+    assert f"{result.history[-1]['loss']} {result.folder}" in printed
+    assert (result.folder / "student/model.safetensors").is_file()
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "README.md": of_readme,
+    "evaluate.md": of_evaluate,
+    "methods.md": of_methods,
+    "students.md": of_students,
+    "train.md": of_train,
+}
+"""Page -> what must be true after its Python has run."""
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_python_of_a_page_runs(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if name == "students.md":  # which loads the student of the quick start
+        llmdistill.compress("embedded:teacher", rank=8).save_pretrained("runs/quickstart/student")
+    (page,) = (each for each in PAGES if each.name == name)
+    names = run_pages_blocks(page)
+    CHECKS[name](names, capsys.readouterr().out)
+
+
+def test_every_block_of_python_is_run_or_has_a_reason():
+    left = {}
+    for page in PAGES:
+        if page.name in ("extending.md", "CHANGELOG.md"):
+            continue
+        texts = [*blocks(page, "python")]
+        reasons = [first for name, first in NOT_RUN if name == page.name]
+        assert all(sum(text.startswith(first) for text in texts) == 1 for first in reasons), page.name
+        left[page.name] = len(texts) - len(reasons)
+    assert {name for name, count in left.items() if count} == CHECKS.keys()
+    fences = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if line[:3] == "```"]
+    assert {line for line in fences if "py" in line.lower()} == {"```python"}
+
+
+PUBLIC = [
+    llmdistill,
+    llmdistill.compress,
+    llmdistill.distill,
+    llmdistill.evaluate,
+    llmdistill.export,
+    llmdistill.sizes,
+    llmdistill.DistillationLoss,
+    llmdistill.DistillationLoss.counts,
+    llmdistill.DistillationTrainer,
+    losses.divergence_by_autograd,
+]
+"""What has an example in its docstring; those of `llmdistill.losses` itself are in losses/test_public.py."""
+WITHOUT = {
+    "Distilled": "in llmdistill",
+    "LossOutput": "in DistillationLoss",
+    "UserError": "in llmdistill",
+    "losses": "in losses/test_public.py",
+}
+"""Public name without an example -> where it is shown."""
+
+
+def examples_of(documented: Any) -> str:
+    """All blocks of code in a docstring, with few steps and a rank that fits the small model."""
+    text = re.split(r"^(?:Args|Returns|Raises):", inspect.getdoc(documented) or "", flags=re.MULTILINE)[0]
+    parts = text.split("\n\n")
+    found = "\n".join(textwrap.dedent(part) for part in parts if part.startswith("    "))
+    assert found, f"{documented} has no example"
+    for long, short in (("steps=200", "steps=2"), ("rank=48", "rank=8"), ('"40%"', '"90%"')):
+        found = found.replace(long, short)
+    return found
+
+
+def test_every_public_name_has_an_example():
+    shown = {getattr(each, "__name__", "") for each in PUBLIC}
+    assert {*llmdistill.__all__} - {"__version__"} == (shown & {*llmdistill.__all__}) | WITHOUT.keys()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny decoder with the embedded teacher's tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    source = locate("embedded:teacher")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=LlamaConfig.from_pretrained(source).vocab_size, num_key_value_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(source).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("documented", PUBLIC, ids=lambda each: each.__name__)
+def test_examples_of_the_docstrings_run(documented, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"instruction": f"Where is number {i}?", "input": "", "output": f"In town {i % 7}."} for i in range(32)]
+    teacher, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer("Where does it live?").input_ids])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    student = llmdistill.compress(teacher, rank=8)
+    names = {
+        "llmdistill": llmdistill,
+        "torch": torch,
+        "divergence_by_autograd": losses.divergence_by_autograd,
+        "model": teacher,
+        "teacher": teacher,
+        "student": student,
+        "rows": rows if documented is not llmdistill.DistillationTrainer else [batch] * 4,
+        "loader": [batch, batch],
+        "batches": [batch, batch],
+        "collator": lambda rows: rows[0],
+        "args": TrainingArguments("trainer", max_steps=2, report_to=[], use_cpu=True, remove_unused_columns=False),
+    }
+    if documented is llmdistill.DistillationLoss.counts:
+        names["loss"] = llmdistill.DistillationLoss(teacher, student)
+    exec(compile(examples_of(documented), f"docstring of {documented.__name__}", "exec"), names)

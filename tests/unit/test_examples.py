@@ -1,0 +1,126 @@
+"""The scripts of scripts/examples/, whole, on tiny models: a user's own model, given as an argument."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages import ROOT
+from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from llmdistill.embedded import locate
+from llmdistill.methods import METHODS
+
+SCRIPTS = sorted((ROOT / "scripts/examples").glob("*.py"))
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    METHODS.pop("mine", None)
+
+
+def save_teacher(folder: str, model: Any) -> str:
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(locate("embedded:teacher")).save_pretrained(folder)
+    return folder
+
+
+def decoder() -> str:
+    torch.manual_seed(0)
+    words = LlamaConfig.from_pretrained(locate("embedded:teacher")).vocab_size
+    return save_teacher("decoder", LlamaForCausalLM(LlamaConfig(vocab_size=words, num_key_value_heads=2, **SIZES)))
+
+
+def rows() -> str:
+    made = [{"instruction": f"Where is {i}?", "input": "", "output": f"In town {i % 7}."} for i in range(40)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return "rows.jsonl"
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *arguments])
+        return runpy.run_path(str(ROOT / "scripts/examples" / name), run_name="__main__")
+
+
+def test_compress_my_llama(capsys):
+    data = rows()
+    arguments = ["--teacher", decoder(), "--train", data, "--test", data, "--size", "90%"]
+    names = run("compress_my_llama.py", *arguments, "--steps", "2", "--limit", "2", "--output", "run")
+    printed = capsys.readouterr().out
+    assert names["model"].num_parameters() == names["student"].num_parameters() < names["size"]["teacher_params"]
+    assert f"student {names['size']['student_params']:,}" in printed
+    for model in ("teacher", "untrained", "student"):
+        score = names["result"].metrics[model]["rougeL"]["test"]
+        assert f"ROUGE-L of the {model}: {score:.1f}\n" in printed
+    assert names["model"].device.type == "cpu"
+    written = names["tokenizer"].decode(names["answer"], skip_special_tokens=True)
+    assert printed.endswith(f"Where is 0?\n\n### Response:\n\n{written}\n(right is In town 0.)\n")
+
+
+def test_small_encoder_for_retrieval(capsys, monkeypatch):
+    torch.manual_seed(0)
+    words = LlamaConfig.from_pretrained(locate("embedded:teacher")).vocab_size
+    teacher = save_teacher("encoder", BertModel(BertConfig(vocab_size=words, initializer_range=0.5, **SIZES)))
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    Path(teacher, "modules.json").write_text(json.dumps(modules))
+    Path("mine.txt").write_text("".join(f"The town {i} lies by lake {i * i}.\n" for i in range(60)))
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    arguments = ["--teacher", teacher, "--sentences", "mine.txt", "--size", "90%", "--steps", "2", "--output", "run"]
+    names = run("small_encoder_for_retrieval.py", *arguments)
+    printed = capsys.readouterr().out
+    assert (len(names["learnt"]), len(names["scored"])) == (54, 5)
+    # The teacher's own cosines, by the run and by the script.
+    assert names["result"].metrics["teacher"]["spearman"]["sts"] == pytest.approx(100)
+    score = names["result"].metrics["student"]["spearman"]["sts"]
+    assert f"Spearman x 100: {score:.1f}\nthe search is skipped: pip install sentence-transformers\n" in printed
+    assert Path("run/student/modules.json").is_file()
+
+
+def test_my_own_loss(capsys):
+    data = rows()
+    arguments = ["--teacher", decoder(), "--train", data, "--test", data, "--size", "90%", "--steps", "2"]
+    names = run("my_own_loss.py", *arguments, "--limit", "2")
+    assert {"hellinger", "angle", "label"} <= names["result"].history[-1].keys()
+    # The terms again, from the stock outputs of both models.
+    batch, terms = names["batch"], names["loss"](names["batch"]).terms
+    names["loss"].remove()
+    with torch.no_grad():
+        student, teacher = (names[name](**batch, output_hidden_states=True) for name in ("student", "teacher"))
+        learnt = batch["labels"][:, 1:] != -100
+        p, q = (output.logits[:, :-1][learnt].softmax(-1) for output in (teacher, student))
+        real = batch["attention_mask"] == 1
+        hidden = [output.hidden_states[-1][real] for output in (teacher, student)]
+    assert terms["hellinger"].item() == pytest.approx(0.5 * (p.sqrt() - q.sqrt()).square().sum(-1).mean().item(), 1e-4)
+    assert terms["label"].item() == pytest.approx(student.loss.item(), rel=1e-4)
+    # transformers gives what comes after the final norm; its weights are still nearly 1, so that it keeps the angles.
+    cosines = torch.cosine_similarity(*hidden, dim=-1)
+    assert terms["angle"].item() == pytest.approx(1 - cosines.mean().item(), rel=0.05)
+    losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_a_notebook_that_begins_with_how_to_install_it(script):
+    text = script.read_text(encoding="utf-8")
+    assert f"`{script.name}`" in (ROOT / "docs/train.md").read_text(encoding="utf-8")
+    assert text.startswith('"""')
+    assert "pip install -e ." in text.partition("# %%")[0]
+    assert f"python scripts/examples/{script.name}" in text.partition("# %%")[0]
+    assert len([line for line in text.splitlines() if line.startswith("# %% ")]) >= 4
+
+
+def test_an_own_loss_takes_twenty_lines():
+    text = (ROOT / "scripts/examples/my_own_loss.py").read_text(encoding="utf-8")
+    (cell,) = (each for each in text.split("# %% ") if each.startswith("The loss"))
+    assert len([line for line in cell.splitlines()[1:] if line.strip()]) <= 22
