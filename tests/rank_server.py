@@ -39,7 +39,11 @@ LATE_IMPORTS = (
 
 
 def import_everything() -> None:
-    """Import the whole package and what its libraries import late, and load DeepSpeed's extension."""
+    """Import the whole package and what its libraries import late, and load DeepSpeed's extension.
+
+    Also make the tables that every process makes once, and of nothing else: the parser of the settings, and the
+    weights that transformers renames when it loads a model.
+    """
     import llmdistill
 
     for module in pkgutil.walk_packages(llmdistill.__path__, "llmdistill."):
@@ -47,6 +51,9 @@ def import_everything() -> None:
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     importlib.import_module("deepspeed.comm.torch").build_shm_op()
+    methods = importlib.import_module("llmdistill.methods").METHODS
+    importlib.import_module("llmdistill.config.command_line").run_parser(methods)
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
 
 def run_program(program: str, arguments: list[str]) -> int:
