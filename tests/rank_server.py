@@ -199,7 +199,10 @@ def be_launcher(job: dict[str, Any]) -> NoReturn:
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and first == 0:
             first = code
-            time.sleep(1)
+            patience = time.monotonic() + 1
+            while ranks and time.monotonic() < patience:
+                ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
+                time.sleep(0.01)
             for other in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGTERM)
