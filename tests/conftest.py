@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import noting
@@ -10,6 +11,15 @@ import pytest
 from support import RankServer
 
 noting.begin()
+gc.disable()  # until the first test: what is imported and collected for the tests is no garbage
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collection() -> None:
+    """The collection after each run in the tests' own process would otherwise look through all of torch."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,19 +1,24 @@
 """A process that has imported everything once and forks the ranks of one job after the other.
 
 A rank is a fork of a process that has only imported, so it computes what a fresh process computes, is a process of its
-own that can be killed, and starts without the seconds that the imports of torch, transformers and DeepSpeed take.
+own that can be killed, and starts without the seconds that the imports of torch, transformers and DeepSpeed take. The
+same holds for the commands that a program without ranks starts, such as the trials of a comparison.
 Tests talk to the server through `support.RankServer`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
+import pickle
 import pkgutil
 import runpy
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -35,7 +40,11 @@ OF_VLLM = "llmdistill.factorize.vllm_"
 
 
 def import_everything() -> None:
-    """Import the whole package and what its libraries import late, and load DeepSpeed's extension."""
+    """Import the whole package and what its libraries import late, and load DeepSpeed's extension.
+
+    Also make the tables that every process makes once, and of nothing else: the parser of the settings, and the
+    weights that transformers renames when it loads a model.
+    """
     import llmdistill
 
     for module in pkgutil.walk_packages(llmdistill.__path__, "llmdistill."):
@@ -44,6 +53,9 @@ def import_everything() -> None:
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     importlib.import_module("deepspeed.comm.torch").build_shm_op()
+    methods = importlib.import_module("llmdistill.methods").METHODS
+    importlib.import_module("llmdistill.config.command_line").run_parser(methods)
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
 
 def run_program(program: str, arguments: list[str]) -> int:
@@ -85,8 +97,85 @@ def be_job(job: dict[str, Any]) -> NoReturn:
     os.environ.clear()
     os.environ.update(job["environment"])
     if job["ranks"] == 0:
+        fork_own_commands()
         be_program(job)
     be_launcher(job)
+
+
+def fork_own_commands() -> None:
+    """From now on a `python -m module` that this process starts is a child of it without the seconds of the imports.
+
+    It is forked from a process that stays as this one is now: what this process does until then is not in the child.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        serve_commands(theirs, parent)
+    theirs.close()
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: an orphan among its grandchildren becomes its child
+
+    class ForkedCommand(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, command: Any, **options: Any) -> None:
+            self._options = options
+            super().__init__(command, **options)
+
+        def _execute_child(self, command: Any, *given: Any) -> None:
+            if isinstance(command, str) or [*command[:2]] != [sys.executable, "-m"]:
+                return super()._execute_child(command, *given)  # type: ignore[misc]
+            pipes = given[9:15]
+            environment = self._options.get("env")
+            asked = {
+                "program": command[2],
+                "arguments": [os.fspath(word) for word in command[3:]],
+                "folder": self._options.get("cwd") or os.getcwd(),
+                "environment": dict(os.environ if environment is None else environment),
+                "session": self._options.get("start_new_session"),
+                "before": self._options.get("preexec_fn"),
+            }
+            files = [number if pipe == -1 else pipe for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+            socket.send_fds(ours, [pickle.dumps(asked)], files)
+            self.pid, self._child_created = int(ours.recv(32)), True
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    subprocess.Popen = ForkedCommand  # type: ignore[misc]
+
+
+def serve_commands(asked: socket.socket, parent: int) -> NoReturn:
+    """Fork the commands that the parent asks for, until it ends."""
+    os.setsid()  # a signal to the parent's group is not for this process
+    while True:
+        message, files, *_ = socket.recv_fds(asked, 1 << 18, 3)
+        if not message:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            if os.fork() > 0:
+                os._exit(0)  # which leaves the command to the parent
+            while os.getppid() != parent:
+                time.sleep(0.001)
+            be_command(asked, pickle.loads(message), files)
+        os.waitpid(between, 0)
+        for file in files:
+            os.close(file)
+
+
+def be_command(asked: socket.socket, command: dict[str, Any], files: list[int]) -> NoReturn:
+    """Take over the files, the folder and the environment that the command was given, and run it."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(command["folder"])
+    os.environ.clear()
+    os.environ.update(command["environment"])
+    if command["session"]:
+        os.setsid()
+    if command["before"] is not None:
+        command["before"]()
+    asked.send(str(os.getpid()).encode())
+    asked.close()
+    fork_own_commands()
+    be_program(command)
 
 
 def be_launcher(job: dict[str, Any]) -> NoReturn:
@@ -112,7 +201,10 @@ def be_launcher(job: dict[str, Any]) -> NoReturn:
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and first == 0:
             first = code
-            time.sleep(1)
+            patience = time.monotonic() + 1
+            while ranks and time.monotonic() < patience:
+                ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
+                time.sleep(0.01)
             for other in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGTERM)
@@ -122,12 +214,14 @@ def be_launcher(job: dict[str, Any]) -> NoReturn:
 def main() -> NoReturn:
     """Serve jobs from the connection whose file descriptor is the argument, until its other end is closed."""
     connection = Connection(int(sys.argv[1]))
+    gc.disable()  # until everything is imported
     import_everything()
     noting.begin()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what DeepSpeed said of its extension would otherwise stand in the output of every fork
     gc.collect()
     gc.freeze()  # the collector would otherwise write to every page of a fork, and so copy it
+    gc.enable()
     with contextlib.suppress(EOFError):
         while True:
             job = connection.recv()

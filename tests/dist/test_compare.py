@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-from support import ROOT, environment
 
 pytestmark = pytest.mark.dist
 
@@ -21,18 +15,17 @@ def command(settings: list[str], folder: Path) -> list[str]:
     arguments = ["--methods", "none,sft,seqkd", "--seeds", "1", "--learning_rates", "1e-3"]
     scoring = ["--scoring.limit", "6", "--scoring.decoding", "greedy", "--data.tests.seen", "embedded:seen"]
     words = [*settings, *arguments, *scoring, "--data.max_prompt_length", "96", "--data.max_length", "104"]
-    return [sys.executable, "-m", "llmdistill.cli", "compare", *words, "--output_dir", str(folder)]
+    return ["compare", *words, "--output_dir", str(folder)]
 
 
 def results(folder: Path) -> bytes:
     return (folder / "results.json").read_bytes()
 
 
-def test_killed_comparison_goes_on_and_ends_with_the_same_results(settings, tmp_path):
-    options = {"cwd": ROOT, "env": environment(), "text": True}
+def test_killed_comparison_goes_on_and_ends_with_the_same_results(rank_server, launch, settings, tmp_path):
+    cli = {"program": "llmdistill.cli", "ranks": 0}
     folder = tmp_path / "comparison"
-    whole = subprocess.run(command(settings, folder), capture_output=True, timeout=400, **options)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    launch(*command(settings, folder), **cli)
     expected = results(folder)
     methods = json.loads(expected)["methods"]
     assert list(methods) == ["teacher", "none", "sft", "seqkd"]
@@ -46,18 +39,15 @@ def test_killed_comparison_goes_on_and_ends_with_the_same_results(settings, tmp_
     assert json.loads(provenance.read_text())["teacher_fingerprint"].startswith("sha256:")
 
     folder.rename(tmp_path / "whole")
-    quiet = {**options, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command(settings, folder), start_new_session=True, **quiet)
+    job = rank_server.start(command(settings, folder), **cli)
     patience = time.monotonic() + 300
     while not list(folder.glob("trials/sft-*/metrics.json")) and time.monotonic() < patience:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    job.kill()
     assert not (folder / "results.json").exists(), "it was over before it could be killed"
     time.sleep(1)  # the run under way ends with its parent
     kept = next(folder.glob("trials/sft-*/student/model.safetensors")).stat().st_mtime_ns
-    resumed = subprocess.run(command(settings, folder), capture_output=True, timeout=400, **options)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    resumed = launch(*command(settings, folder), **cli)
     assert "(kept)" in resumed.stdout
     assert next(folder.glob("trials/sft-*/student/model.safetensors")).stat().st_mtime_ns == kept
     assert results(folder) == expected

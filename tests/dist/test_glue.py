@@ -1,23 +1,19 @@
-"""GLUE under the launcher: two ranks learn and say what one does."""
+"""GLUE on ranks: two learn and say what one does."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
-from support import ROOT, environment, launch_command
-
 pytestmark = pytest.mark.dist
 
-GLUE_MODULE = ("--no_local_rank", "--module", "llmdistill.cli", "evaluate", "--suite", "glue")
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "yes", "no", *(f"w{n}" for n in range(9))]
 
 
@@ -67,21 +63,27 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def evaluate(
-    encoder: Path, data: Path, output: Path, *more: str, ranks: int, command: Sequence[str] = ("eval/glue.py",)
-) -> str:
-    launcher = launch_command(ranks=ranks)[:-1] if ranks else [sys.executable]
+Evaluate = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def evaluate(encoder: Path, data: Path, launch: Callable[..., Any]) -> Evaluate:
+    """Runs the script eval/glue.py or the command of the same name; returns what it printed."""
     settings = ["--protocol", "custom", "--learning_rates", "3e-3", "--epochs", "12", "--batch_size", "8"]
     settings += ["--tasks", "stsb", "--dtype", "fp32", "--speed", "false", "--data_dir", str(data)]
-    words = [*launcher, *command, "--model", str(encoder), "--output_dir", str(output), *settings, *more]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+
+    def run(output: Path, *more: str, ranks: int, script: bool = False) -> str:
+        words = ["--model", str(encoder), "--output_dir", str(output), *settings, *more]
+        if script:
+            return launch(*words, program="eval/glue.py", ranks=ranks).stdout
+        return launch("evaluate", "--suite", "glue", *words, program="llmdistill.cli", ranks=ranks).stdout
+
+    return run
 
 
-def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
-    evaluate(encoder, data, tmp_path / "one", ranks=1)
-    said = evaluate(encoder, data, tmp_path / "two", ranks=2, command=GLUE_MODULE)
+def test_two_ranks_learn_what_one_does(evaluate, tmp_path):
+    evaluate(tmp_path / "one", ranks=1, script=True)
+    said = evaluate(tmp_path / "two", ranks=2)
     assert said.count("[1/1] STS-B learning_rate=0.003 epochs=12 seed=1: ") == 1
     run = "STS-B/lr-0.003-epochs-12-seed-1"
     one, two = (
@@ -100,11 +102,10 @@ def test_two_ranks_learn_what_one_does(encoder, data, tmp_path):
     assert (tmp_path / "one/predictions/STS-B.tsv").read_text() == (tmp_path / "two/predictions/STS-B.tsv").read_text()
 
 
-def test_trials_in_processes_of_their_own_give_the_same(encoder, data, tmp_path):
+def test_trials_in_processes_of_their_own_give_the_same(evaluate, tmp_path):
     seeds = ("--seeds", "1,2")
-    evaluate(encoder, data, tmp_path / "one", *seeds, ranks=1)
-    command = ["-m", *GLUE_MODULE[2:], "--trials_at_once", "2", *seeds]
-    said = evaluate(encoder, data, tmp_path / "beside", ranks=0, command=command)
+    evaluate(tmp_path / "one", *seeds, ranks=1)
+    said = evaluate(tmp_path / "beside", "--trials_at_once", "2", *seeds, ranks=0)
     assert said.index("seed=1 ...") < said.index("seed=2 ...") < said.index("seed=1: pearson")
     one, beside = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "beside"))
     for results in (one, beside):

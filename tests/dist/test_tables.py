@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertTokenizerFast
-
-from support import ROOT, environment
 
 pytestmark = pytest.mark.dist
 
@@ -43,23 +40,30 @@ def bring(tmp_path_factory) -> Path:
     return folder
 
 
-def compare(bring: Path, folder: Path, *words: str) -> tuple[str, Any]:
-    """Run a table; returns what the command printed, and results.json."""
-    command = [sys.executable, "-m", "llmdistill.cli", "compare", *words, "--output_dir", str(folder), "--seed", "3"]
-    command += ["--teacher.model", str(bring / "t"), "--data.train", str(bring / "text.txt"), "--data.max_length", "16"]
+Compare = Callable[..., tuple[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def compare(bring: Path, launch: Callable[..., Any]) -> Compare:
+    """Runs a table, each run in a process of its own; returns what the command printed, and results.json."""
+    command = ["--teacher.model", str(bring / "t"), "--data.train", str(bring / "text.txt"), "--data.max_length", "16"]
     command += ["--train.steps", "2", "--train.warmup_steps", "0", "--train.global_batch_size", "4"]
     command += ["--train.micro_batch_size", "4", "--train.dtype", "fp32", "--tasks.data_dir", str(bring / "glue")]
     command += ["--tasks.protocol", "custom", "--tasks.learning_rates", "3e-3", "--tasks.epochs", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout, json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+    def run(folder: Path, *words: str) -> tuple[str, Any]:
+        given = ["compare", *words, "--output_dir", str(folder), "--seed", "3", *command]
+        said = launch(*given, program="llmdistill.cli", ranks=0).stdout
+        return said, json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+    return run
 
 
-def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(bring: Path, tmp_path: Path) -> None:
+def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(bring: Path, compare: Compare, tmp_path: Path) -> None:
     words = ("--suite", "minilm-table2", "--rows", "teacher,minilm", "--student.shape", "1x16x4")
     words = (*words, "--tasks.names", "rte,sst2", "--tasks.seeds", "1,2")
 
-    said, results = compare(bring, tmp_path / "table", *words)
+    said, results = compare(tmp_path / "table", *words)
 
     rows = {row["key"]: row for row in results["rows"]}
     assert [key for key, row in rows.items() if row["measured"] is not None] == ["teacher", "minilm"]
@@ -76,18 +80,18 @@ def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(bring: Path, t
     student = Path(rows["minilm"]["measured"]["model"])
     assert json.loads((student / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"] == 1
     assert "(71.5)" in " ".join(said.split())  # MiniLM's RTE in the paper
-    again, same = compare(bring, tmp_path / "table", *words)
+    again, same = compare(tmp_path / "table", *words)
     assert "(kept)" in again
     assert [row["measured"] for row in same["rows"]] == [row["measured"] for row in results["rows"]]
 
 
-def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(bring: Path, tmp_path: Path) -> None:
+def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(compare: Compare, tmp_path: Path) -> None:
     words = ("--suite", "kroneckerbert-table6", "--rows", "two-stages,no-kd", "--tasks.names", "sst2")
     shapes = json.dumps({"*.attention.*": "16x8", "*.intermediate.dense": "8x2", "*": "2x8"})
     words = (*words, "--student.factorize.shapes", shapes, "--student.factorize.embedding_columns", "4")
     words = (*words, "--data.text.fraction", "1", "--train.epochs", "null", "--data.text.next_sentence", "false")
 
-    _, results = compare(bring, tmp_path / "table", *words)
+    _, results = compare(tmp_path / "table", *words)
 
     rows = {row["key"]: row["measured"] for row in results["rows"] if row["measured"] is not None}
     assert list(rows) == ["two-stages", "no-kd"]
@@ -98,13 +102,13 @@ def test_kroneckerbert_s_rows_have_the_second_stage_of_their_recipe(bring: Path,
         assert (study["teacher"] is None) == (key == "no-kd")
 
 
-def test_models_of_one_set_are_scored_on_another(bring: Path, tmp_path: Path) -> None:
+def test_models_of_one_set_are_scored_on_another(bring: Path, compare: Compare, tmp_path: Path) -> None:
     rows = [("0" if number % 4 else "1", f"{'no' if number % 4 else 'yes'} w{number}") for number in range(16)]
     file = tmp_path / "imdb.tsv"
     file.write_text("\n".join(["label\ttext", *map("\t".join, rows)]) + "\n", encoding="utf-8")
     words = ("--suite", "kroneckerbert-table9", "--rows", "teacher", "--tasks.names", "sst2", "--train.epochs", "null")
 
-    _, results = compare(bring, tmp_path / "table", *words, "--tasks.out_of_domain.IMDb.data", str(file))
+    _, results = compare(tmp_path / "table", *words, "--tasks.out_of_domain.IMDb.data", str(file))
 
     best = tmp_path / "table" / "tasks" / "teacher" / "SST-2" / "best"
     model, tokenizer = BertForSequenceClassification.from_pretrained(best).eval(), BertTokenizerFast.from_pretrained(best)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import signal
 import sys
@@ -41,14 +40,6 @@ for file, value in json.loads((folder.parent / "left.json").read_text())[folder.
     (folder / file).write_text(json.dumps(value))
 (folder / "ended").write_text(str(time.time()))
 """
-
-
-@pytest.fixture(autouse=True)
-def quick_collection():
-    """Without it the collection after each trial looks through all of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

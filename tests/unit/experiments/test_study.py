@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from pathlib import Path
@@ -100,14 +99,6 @@ class StandIn:
             }
             (folder / "weighting.json").write_text(json.dumps(weighting), encoding="utf-8")
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "label": 2.0}) + "\n")
-
-
-@pytest.fixture(autouse=True)
-def quick_collection():
-    """Without it the collection after each trial looks through all of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -272,25 +272,25 @@ def test_registration_is_idempotent() -> None:
 
 
 ALONE = """
+import itertools
 import sys
 import transformers
 from transformers import AutoConfig, AutoModel, BertForMaskedLM, pipeline
-folder = sys.argv[1]
 loaders = [
-    lambda: AutoModel.from_pretrained(folder),
-    lambda: AutoModel.from_pretrained(folder, config=AutoConfig.from_pretrained(folder)),
-    lambda: BertForMaskedLM.from_pretrained(folder),
-    lambda: pipeline("feature-extraction", folder),
+    AutoModel.from_pretrained,
+    lambda folder: AutoModel.from_pretrained(folder, config=AutoConfig.from_pretrained(folder)),
+    BertForMaskedLM.from_pretrained,
+    lambda folder: pipeline("feature-extraction", folder),
 ]
-for load in loaders:
+for folder, load in itertools.product(sys.argv[1:], loaders):
     try:
-        load()
+        load(folder)
     except Exception as error:
         assert "pip install llmdistill, and write `import llmdistill`" in str(error), error
     else:
         raise AssertionError("loaded")
 assert not any(name.startswith("llmdistill") for name in sys.modules)
-print(len(loaders))
+print(len(sys.argv[1:]) * len(loaders))
 """
 
 
@@ -298,11 +298,10 @@ def test_without_llmdistill_a_student_is_refused_and_not_random(tmp_path: Path) 
     student = make_student(AutoModelForMaskedLM, config_of("bert"), embedding=True)
     student.save_pretrained(tmp_path / "once")
     AutoModelForMaskedLM.from_pretrained(tmp_path / "once").save_pretrained(tmp_path / "again")
-    for name in ("once", "again"):
-        # Outside of the checkout, so that llmdistill cannot be imported from it by accident.
-        command = [sys.executable, "-c", ALONE, str(tmp_path / name)]
-        done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-        assert done.stdout.split() == ["4"], done.stderr[-2000:]
+    # Outside of the checkout, so that llmdistill cannot be imported from it by accident.
+    command = [sys.executable, "-c", ALONE, *(str(tmp_path / name) for name in ("once", "again"))]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["8"], done.stderr[-2000:]
 
 
 def test_a_config_read_before_the_hook_is_there_loads_the_student(tmp_path: Path) -> None:
