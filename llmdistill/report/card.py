@@ -255,8 +255,8 @@ def use_of(folder: Path, config: PreTrainedConfig) -> str:
         lines += f'model = {name}.from_pretrained("{PLACE}")\ntokenizer = AutoTokenizer.from_pretrained("{PLACE}")'
     needs = "It needs `pip install llmdistill`: without the import, loading ends with an error.\n\n" if first else ""
     served = (
-        "A factorized student runs in transformers, in vLLM by llmdistill's plugin, and as ONNX (`llmdistill export --to "
-        "onnx`); for other servers `llmdistill export --to dense` multiplies its factors out. "
+        "A factorized student runs in transformers, in vLLM by llmdistill's plugin, and as ONNX "
+        "(`llmdistill export --to onnx`); for other servers `llmdistill export --to dense` multiplies its factors out. "
         if first
         else "It is a stock model, which every server of its architecture takes. "
     )
