@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from support import RankServer
 
 noting.begin()
 gc.disable()  # until the first test: what is imported and collected for the tests is no garbage
+atexit.register(gc.unfreeze)  # nanobind would report as leaks what Python does not free at its end
 
 
 @pytest.fixture(autouse=True, scope="module")
