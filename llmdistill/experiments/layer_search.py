@@ -92,7 +92,7 @@ def plot_layers(losses: Mapping[int, float], folder: Path) -> None:
     figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
     axes = figure.axes[0]
     axes.set_xlabel("layer of the teacher, from 1")
-    axes.get_legend().remove()  # type: ignore[union-attr]
+    figure.legends[0].remove()  # of a single line
     best = min(losses, key=lambda layer: losses[layer])
     axes.plot(best, losses[best], marker="o", markersize=11, fillstyle="none", color=style.color)
     save_plot(figure, folder, "layer_search")
