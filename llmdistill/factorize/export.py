@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-2, tor
 """Largest allowed difference between the exported logits and the student's, as a share of the largest logit (and of
 1 at least). Both models run in fp32; the half-precision types add the rounding of each merged matrix when it is
 stored."""
+
+Describe = Callable[[Path, float], object]
+"""Writes a card into the new folder, before it gets its name; also takes the largest difference of an output."""
 
 
 @torch.no_grad()
@@ -54,12 +58,12 @@ def merge(model: PreTrainedModel) -> None:
     model.tie_weights()
 
 
-def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]:
+def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Describe | None = None) -> dict[str, Any]:
     """Export a student's folder as a stock model, which loads without llmdistill; tokenizer files are copied too.
 
     The new folder is loaded again and its logits are compared with the student's before the folder gets its name.
     Raises UserError if the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES).
-    Returns output, params, and largest_difference of a logit.
+    Returns output, params, and largest_difference of a logit. `describe` adds a card.
     """
     config = load_config(student_dir)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") != NAME:
@@ -84,6 +88,8 @@ def export_dense(student_dir: Path | str, out_dir: Path | str) -> dict[str, Any]
                 f"the export of {student_dir} differs from the student by {difference:.2g} in its logits, of which "
                 f"{tolerance:g} of the largest is allowed, so nothing was written; serve the student itself"
             )
+        if describe is not None:
+            describe(folder, difference)
     return {"output": str(out_dir), "params": params, "largest_difference": difference}
 
 

@@ -22,7 +22,7 @@ from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.experts import has_experts
-from llmdistill.factorize.export import merge
+from llmdistill.factorize.export import Describe, merge
 from llmdistill.factorize.install import is_factorized
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.load import load_model
@@ -38,13 +38,15 @@ _Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 
 
 @torch.no_grad()
-def export_onnx(model_dir: Path | str, out_dir: Path | str, *, int8: bool = False) -> dict[str, Any]:
+def export_onnx(
+    model_dir: Path | str, out_dir: Path | str, *, int8: bool = False, describe: Describe | None = None
+) -> dict[str, Any]:
     """Write a model as model.onnx in fp32, with its tokenizer and a config.json that says nothing of factors.
 
     An encoder takes input_ids, attention_mask and, where it has any, token_type_ids. A decoder takes position_ids and
     past_key_values.N.key and .value (B, heads, tokens before, head width) too, and gives present.N.key and .value; with
     no tokens before, it reads a prompt. Batch and tokens are free. `int8` also writes model_int8.onnx, whose matrices
-    are quantised as it runs (dynamically).
+    are quantised as it runs (dynamically). `describe` adds a card, see `export.Describe`.
 
     Returns:
         output, params, bytes, largest_difference of an output from the model's, and milliseconds of a pass over 8
@@ -85,6 +87,8 @@ def export_onnx(model_dir: Path | str, out_dir: Path | str, *, int8: bool = Fals
         model.config.save_pretrained(folder)
         copy_companions(model_dir, folder)
         figures |= _measured(graphs, model)
+        if describe is not None:
+            describe(folder, difference)
     return {"output": str(out_dir), "params": params, **figures}
 
 

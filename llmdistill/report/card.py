@@ -162,7 +162,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     write_text(file, str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")))
 
 
-def write_export_card(student: Path, folder: Path, *, onnx: bool, difference: float) -> None:
+def write_export_card(student: Path, folder: Path, difference: float, *, onnx: bool) -> None:
     """Write the card of an export: that of the student's folder, if it has one, with another way to load it.
 
     `difference` is the largest one of an output from the student's.

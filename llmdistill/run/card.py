@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -158,12 +158,10 @@ def export_with_card(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Any]:
     """Do the work of `llmdistill.export`, and give the new folder the card of the student's folder, if it has one."""
-    write = export_dense if to == "dense" else partial(export_onnx, int8=int8)
+    write: Callable[..., dict[str, Any]] = export_dense if to == "dense" else partial(export_onnx, int8=int8)
     if isinstance(student, PreTrainedModel):
         with TemporaryDirectory() as saved:
             save_with_tokenizer(student, tokenizer, Path(saved))
             return write(saved, output)
     folder = locate(str(student))
-    result = write(folder, output)
-    write_export_card(folder, Path(output), onnx=to == "onnx", difference=result["largest_difference"])
-    return result
+    return write(folder, output, describe=partial(write_export_card, folder, onnx=to == "onnx"))
