@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = (
-    *("train", "plan", "doctor", "compare", "compress", "cache", "generate", "export", "recipes"),
+    *("train", "plan", "doctor", "compare", "compress", "cache", "generate", "export", "push", "recipes"),
     *("evaluate", "evaluate --suite glue"),
 )
 IMPORT, HELP, DRY_RUN = 0.3, 1.5, 5.0

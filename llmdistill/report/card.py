@@ -43,6 +43,8 @@ _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
 _MACHINE_PATH = re.compile(r"(?<![^\s='\"(\[{,:])(?:~|[A-Za-z]:)?/(?!/)[^\s'\"()\[\]{},]*")
 _LONGEST = 300
 """Characters of a value that is taken from the teacher's card."""
+_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError)
+"""What reading a card may raise that somebody else wrote, or that is on the hub without a network."""
 _GENERIC = ("student", "untrained", "")
 """Names of folders in a run's folder that tell nothing."""
 
@@ -97,7 +99,7 @@ def _header(card: str | Path) -> dict[str, Any]:
         return {}
     try:
         return dict(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):  # somebody else's card, or no network
+    except _UNREADABLE:
         return {}
 
 
@@ -122,7 +124,7 @@ class Story:
 def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None:
     """Write the card of a student's folder, unless the user has made the one there his own."""
     file = folder / CARD
-    if file.is_file() and _COMMENT not in file.read_text(encoding="utf-8"):
+    if file.is_file() and _COMMENT.encode() not in file.read_bytes():
         return
     config = load_config(folder)
     pipeline, _ = _task(folder, config)
@@ -163,7 +165,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
 
 
 def write_export_card(student: Path, folder: Path, difference: float, *, onnx: bool) -> None:
-    """Write the card of an export: that of the student's folder, if it has one, with another way to load it.
+    """Write the card of an export: that of the student's folder, if one can be read there, with another way to load it.
 
     `difference` is the largest one of an output from the student's.
     """
@@ -174,7 +176,10 @@ def write_export_card(student: Path, folder: Path, difference: float, *, onnx: b
         if onnx
         else "This is the student with its factors multiplied out: a stock model of the teacher's size and speed."
     )
-    card = ModelCard.load(student / CARD, ignore_metadata_errors=True)
+    try:
+        card = ModelCard.load(student / CARD, ignore_metadata_errors=True)
+    except _UNREADABLE:
+        return
     config = load_config(folder)
     card.data.library_name = "onnx" if onnx else _library(folder, config)
     told, _, _ = card.text.partition(USE)

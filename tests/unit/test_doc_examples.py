@@ -25,6 +25,8 @@ NOT_RUN = {
     ("evaluate.md", 'scores = llmdistill.evaluate("runs/glue/'): "a model that is fine-tuned on RTE, and GLUE's files",
     ("serve.md", "import llmdistill  # lets transformers load"): "sentence-transformers, which is not installed here",
     ("serve.md", "from torchao.quantization import"): "torchao, which is not installed here",
+    ("serve.md", "import bitsandbytes"): "bitsandbytes, which is not installed here",
+    ("serve.md", "from optimum.onnxruntime import"): "Optimum, which is not installed here",
 }
 """Page and first line of each block that is only compiled -> what it needs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -158,3 +159,13 @@ def test_paths_are_cut_to_their_last_name(text, expected):
 )
 def test_only_data_of_the_hub_have_its_name(reference, expected):
     assert hub_name(reference) == expected
+
+
+def test_a_file_that_is_no_text_is_left_and_not_exported(student, tmp_path):
+    folder = tmp_path / "student"
+    shutil.copytree(student, folder)
+    (folder / "README.md").write_bytes(b"PK\x03\x04\x80")
+    write_card(folder, "mine", Teacher(name="a", params=9), Story(intro="", tags=[], made=[]))
+    assert (folder / "README.md").read_bytes() == b"PK\x03\x04\x80"
+    llmdistill.export(folder, tmp_path / "dense")
+    assert not (tmp_path / "dense/README.md").exists()
