@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Sequence
 
 from rich import box
@@ -28,7 +29,16 @@ def print_table(
     terminal = console or Console()
     if turned and _width(header, rows) > terminal.width:
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
-    table = Table(title=title, title_justify="left", box=box.HORIZONTALS, pad_edge=False)
+    # Two characters between columns, as _width counts.
+    table = Table(title=title, title_justify="left", box=box.HORIZONTALS, pad_edge=False, padding=(0, 1, 0, 0))
+    widths = _widths(header, rows)
+    if (
+        _width(header, rows)
+        <= terminal.width
+        < sum(2 + max(*pair) for pair in zip(widths, map(len, header), strict=True))
+    ):
+        # rich would cut cells and words instead.
+        header = [textwrap.fill(name, width) for name, width in zip(header, widths, strict=True)]
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number in left else "right", no_wrap=number == 0 and not turned)
     for row in rows:
@@ -38,5 +48,10 @@ def print_table(
 
 def _width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """Return the width of a table, in characters, at which only the header wraps, and only at spaces."""
-    columns = [[*name.split(), *column] for name, *column in zip(header, *rows, strict=True)]
-    return sum(2 + max(map(len, column)) for column in columns)
+    return sum(2 + width for width in _widths(header, rows))
+
+
+def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of each column there."""
+    columns = ([*name.split(), *column] for name, *column in zip(header, *rows, strict=True))
+    return [max(map(len, column), default=0) for column in columns]
