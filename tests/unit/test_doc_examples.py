@@ -40,6 +40,7 @@ SHORTER = {
 
 def run_pages_blocks(page: Path) -> dict[str, Any]:
     """Run the blocks of a page one after the other, as a reader would, and return their names."""
+    torch.manual_seed(0)  # pages draw tokens, and what they learn of them depends on these
     names: dict[str, Any] = {}
     shorter = dict(SHORTER.get(page.name, {}))
     for text in blocks(page, "python"):
