@@ -25,6 +25,7 @@ _LEGACY: dict[str, PoolingMode] = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 """Keys of older versions of sentence-transformers, in the order in which the results of several are side by side."""
+_TEXT_FILE, _FURTHER_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 _SMALLEST = 1e-9
 """The least divisor of a mean, as in sentence-transformers."""
 
@@ -68,13 +69,19 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
             "Transformer, Pooling and perhaps Normalize; take a model without other modules"
         )
     at_pooling = folder / str(modules[1].get("path") or "") / "config.json"
-    of_text = _optional(folder / "sentence_bert_config.json")
-    further = _optional(folder / "config_sentence_transformers.json")
+    of_text, further = _optional(folder / _TEXT_FILE), _optional(folder / _FURTHER_FILE)
     name = further.get("default_prompt_name")
-    prompts = {str(key): str(text or "") for key, text in (further.get("prompts") or {}).items()}
+    longest, prompts = of_text.get("max_seq_length"), further.get("prompts") or {}
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise UserError(
+            f"{folder / _TEXT_FILE}: max_seq_length is {longest!r}; give a number of tokens from 1, or remove the key"
+        )
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise UserError(f"{folder / _FURTHER_FILE}: prompts is no object of texts; copy the file from the model anew")
+    prompts = {key: text or "" for key, text in prompts.items()}
     return SentenceSettings(
         pooling=Pooling(_modes(_optional(at_pooling), at_pooling), normalize="Normalize" in kinds),
-        max_length=of_text.get("max_seq_length"),
+        max_length=longest,
         prompt="" if name is None else prompts.get(str(name), ""),
         prompts=prompts,
         lower_case=bool(of_text.get("do_lower_case")),

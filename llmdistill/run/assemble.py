@@ -274,15 +274,18 @@ def make_best(plan: Plan, untrained: Path, engine: Any, data: TaskData, world: W
         return None
 
     def score() -> float:
-        return data.validation_score(
-            ScoredModel(
-                model=engine.module,
-                tokenizer=data.tokenizer,
-                predictions=plan.folder / "predictions" / "validations",
-                world=world,
-                sharded=engine.zero_optimization_stage() == 3,
-            )
+        scored = ScoredModel(
+            model=engine.module,
+            tokenizer=data.tokenizer,
+            predictions=plan.folder / "predictions" / "validations",
+            world=world,
+            sharded=engine.zero_optimization_stage() == 3,
         )
+        engine.eval()  # without dropout
+        try:
+            return data.validation_score(scored)
+        finally:
+            engine.train()
 
     return BestStudent(
         folder=plan.folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,18 @@ def test_two_ranks_learn_from_a_cached_teacher_what_one_learns_from_a_live_one(a
         assert from_cache == pytest.approx(live, rel=1e-4)
     one, other = (json.loads((run / "metrics.json").read_text())["untrained"]["spearman"] for run in (alone, two))
     assert one == pytest.approx(other, abs=1e-9)
+
+
+def test_the_kept_student_was_scored_without_dropout(train, folder) -> None:
+    with_dropout = folder / "with_dropout"
+    shutil.copytree(folder / "teacher", with_dropout)
+    config = json.loads((with_dropout / "config.json").read_text())
+    config.update(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+    (with_dropout / "config.json").write_text(json.dumps(config))
+    keep = ("--train.keep_best", "score", "--train.validate_every", "4", "--teacher.model", str(with_dropout))
+    run = train("kept", *keep)
+    best = max(row["valid_score"] for row in rows(run) if "valid_score" in row)
+    assert json.loads((run / "metrics.json").read_text())["student"]["spearman"]["valid"] == pytest.approx(best)
 
 
 def test_margins_of_triples_are_learnt_on_two_ranks_as_on_one(train) -> None:

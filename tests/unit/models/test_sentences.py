@@ -67,6 +67,20 @@ def test_other_models_are_refused(tmp_path: Path, kinds: list[str], pooling: Any
         read_sentence_settings(folder_of(tmp_path / "model", kinds, pooling=pooling))
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("sentence_bert_config", {"max_seq_length": "long"}, "max_seq_length is 'long'"),
+        ("sentence_bert_config", {"max_seq_length": 0}, "max_seq_length is 0"),
+        ("config_sentence_transformers", {"prompts": ["query: "]}, "prompts is no object of texts"),
+        ("config_sentence_transformers", {"prompts": {"query": 3}}, "prompts is no object of texts"),
+    ],
+)
+def test_other_values_are_refused(tmp_path: Path, name: str, values: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_sentence_settings(folder_of(tmp_path / "model", pooling={}, **{name: values}))
+
+
 def naive(rows: Tensor, mode: str) -> list[float]:
     """The embedding of the real tokens of one sentence, (T, W)."""
     tokens = rows.tolist()
