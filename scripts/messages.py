@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "messages.md"
-KINDS = ("UserError", "FieldError", "ChatError", "JSONDecodeError", "ValueError", "RuntimeError")
+KINDS = ("UserError", "FieldError", "JSONDecodeError", "ValueError", "RuntimeError")
 """Exceptions with a message. AssertionError is for errors of ours."""
 PARTS = {
     "config": "Settings: recipes and the command line",

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
+from llmdistill.data.chat import render_chats
 from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
@@ -116,33 +117,15 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
     turn.
 
     Raises:
-        UserError: the example has messages, but there is no chat template, or the template rejects them or
-            needs more time, memory or characters than `data.chat` allows.
+        UserError: the example has messages, but there is no chat template, or the template rejects them.
     """
     if example.messages:
-        return _render_chats([example], tokenizer)[0]
+        return render_chats([example], tokenizer)[0]
     if example.raw_prompt is not None:
         return example.raw_prompt
     # str.format is not applied to the text of the example, so braces in it stay as they are.
     template = PROMPT_WITH_INPUT if example.input else PROMPT_WITHOUT_INPUT
     return template.format(instruction=example.instruction, input=example.input)
-
-
-def _render_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """Render examples that have messages."""
-    from llmdistill.data.chat import ChatError, render_chats  # only for those that chat
-
-    where = [f"{example.source}: " if example.source else "" for example in examples]
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise UserError(
-            f"{where[0]}messages, but the tokenizer has no chat template; "
-            "give one in tokenizer_config.json or rows of instruction, input, output"
-        )
-    chats = [[{"role": role, "content": content} for role, content in example.messages] for example in examples]
-    try:
-        return render_chats(chats, tokenizer)
-    except ChatError as error:
-        raise UserError(f"{where[error.index]}the tokenizer's chat template {error}; change one of them") from error
 
 
 def encode_prompts(
@@ -173,7 +156,7 @@ def _prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase)
     """The tokens of each example's prompt, without a limit on their number."""
     plain = [render_prompt(example) for example in examples if not example.messages]
     chatting = [example for example in examples if example.messages]
-    chats = _render_chats(chatting, tokenizer) if chatting else []
+    chats = render_chats(chatting, tokenizer) if chatting else []
     plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
     # A chat template writes the start token itself, and an end token in it belongs to the template.
     chat_ids = iter(tokenizer(chats, add_special_tokens=False, verbose=False)["input_ids"] if chats else [])

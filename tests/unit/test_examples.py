@@ -100,11 +100,13 @@ def test_my_own_loss(capsys):
         p, q = (output.logits[:, :-1][learnt].softmax(-1) for output in (teacher, student))
         real = batch["attention_mask"] == 1
         hidden = [output.hidden_states[-1][real] for output in (teacher, student)]
-    assert terms["hellinger"].item() == pytest.approx(0.5 * (p.sqrt() - q.sqrt()).square().sum(-1).mean().item(), 1e-4)
+    # It is 1e-4 here, as 1 minus a sum that fp32 knows to about 1e-7: the error is absolute.
+    hellinger = 0.5 * (p.sqrt() - q.sqrt()).square().sum(-1).mean().item()
+    assert terms["hellinger"].item() == pytest.approx(hellinger, rel=0, abs=2e-6)
     assert terms["label"].item() == pytest.approx(student.loss.item(), rel=1e-4)
     # transformers gives what comes after the final norm; its weights are still nearly 1, so that it keeps the angles.
     cosines = torch.cosine_similarity(*hidden, dim=-1)
-    assert terms["angle"].item() == pytest.approx(1 - cosines.mean().item(), rel=0.05)
+    assert terms["angle"].item() == pytest.approx(1 - cosines.mean().item(), rel=0, abs=2e-3)
     losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
