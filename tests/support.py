@@ -208,7 +208,7 @@ class ThreadRanks:
     def __init__(self, size: int) -> None:
         self.size = size
         self._values: list[bytes] = [b""] * size
-        self._meeting = threading.Barrier(size, timeout=20)
+        self._meeting = threading.Barrier(size, timeout=120)
 
     @property
     def rank(self) -> int:

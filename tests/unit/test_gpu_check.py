@@ -271,10 +271,9 @@ def test_an_interrupt_ends_what_runs(small_parts, tmp_path, monkeypatch):
     runner = gpu_check.Runner(arguments_of(patience=100.0))
 
     def interrupt(self: object, *_: object) -> None:
-        for _ in range(100):
-            if runner._running:
-                raise KeyboardInterrupt
+        while not runner._running:
             time.sleep(0.05)
+        raise KeyboardInterrupt
 
     class Future:
         result = interrupt
@@ -285,11 +284,10 @@ def test_an_interrupt_ends_what_runs(small_parts, tmp_path, monkeypatch):
             return Future()
 
     monkeypatch.setattr(gpu_check, "ThreadPoolExecutor", Pool)
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         runner.run_stages(["slow", "good"], report)
-    assert time.monotonic() - began < 30
     assert list(report.results) == ["slow"], "nothing more begins"
+    assert report.results["slow"].failed, "it ran to its end"
 
 
 def test_exit_code(small_parts, tmp_path, monkeypatch):

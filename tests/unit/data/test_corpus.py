@@ -277,7 +277,7 @@ class TestCache:
     def test_two_at_once(self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "a.txt"
         path.write_text(TEXT, encoding="utf-8")
-        meeting = threading.Barrier(2, timeout=20)
+        meeting = threading.Barrier(2, timeout=120)
         encode, made = module._encode, []
 
         def together(*arguments: Any) -> Any:

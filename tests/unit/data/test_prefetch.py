@@ -41,7 +41,7 @@ class Watched:
             raise UserError("row 7 is bad")
         assert self.alone.acquire(blocking=False), "a loader with a place in a stream was asked by two at a time"
         try:
-            assert self.waits.wait(10)
+            assert self.waits.wait(120)
             time.sleep(0.02)
             return self.loader.micro_batches(step)
         finally:
@@ -49,7 +49,7 @@ class Watched:
 
 
 def wait_for(condition) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 120
     while not condition() and time.monotonic() < until:
         time.sleep(0.005)
     assert condition()

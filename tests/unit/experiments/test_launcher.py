@@ -24,7 +24,8 @@ from llmdistill.runtime.distributed import World
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
-# A run without torch: it claims its folder as the main job does, waits, and leaves its metrics or fails.
+# A run without torch: it claims its folder as the main job does, waits some seconds or until another one has begun,
+# and leaves its metrics or fails.
 SCRIPT = """
 import json, sys, time, yaml
 from pathlib import Path
@@ -35,7 +36,9 @@ folder.mkdir(parents=True, exist_ok=True)
 if config["seed"] == 1:
     print("error: out of luck")
     sys.exit(2)
-time.sleep({seconds})
+until = time.monotonic() + {seconds}
+while time.monotonic() < until and not (folder.parent / "{until}" / "began").exists():
+    time.sleep(0.02)
 for file, value in json.loads((folder.parent / "left.json").read_text())[folder.name].items():
     (folder / file).write_text(json.dumps(value))
 (folder / "ended").write_text(str(time.time()))
@@ -59,7 +62,7 @@ def finish(config):
 def scripted(monkeypatch, tmp_path, trials):
     """A launcher whose main job is the script above."""
 
-    def make(seconds, **settings):
+    def make(seconds, until="", **settings):
         left = {}
         for trial in trials:
             finish(trial.config)
@@ -69,7 +72,7 @@ def scripted(monkeypatch, tmp_path, trials):
             trial.folder.rmdir()
         (tmp_path / "trials" / "left.json").write_text(json.dumps(left))
         script = tmp_path / "job.py"
-        script.write_text(SCRIPT.replace("{seconds}", str(seconds)))
+        script.write_text(SCRIPT.replace("{seconds}", str(seconds)).replace("{until}", until))
         monkeypatch.setattr(
             Launcher, "train_command", lambda self, recipe, flags=(): [sys.executable, str(script), str(recipe)]
         )
@@ -107,7 +110,9 @@ def scripted_again(trials, progress):
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_trials_run_side_by_side_where_that_is_wanted(scripted, trials, at_once):
-    results = scripted(1, trials_at_once=at_once).run(trials)
+    # Side by side the first waits for the last one, however late that begins.
+    until = {"seconds": 300, "until": trials[2].folder.name} if at_once > 1 else {"seconds": 1}
+    results = scripted(**until, trials_at_once=at_once).run(trials)
     assert [result.trial for result in results] == trials
     first, last = trials[0].folder, trials[2].folder
     overlap = float((last / "began").read_text()) < float((first / "ended").read_text())
@@ -115,7 +120,7 @@ def test_trials_run_side_by_side_where_that_is_wanted(scripted, trials, at_once)
 
 
 def test_an_interrupted_study_leaves_no_process_behind(scripted, trials):
-    launcher = scripted(30, trials_at_once=3)
+    launcher = scripted(300, trials_at_once=3)
     before = signal.getsignal(signal.SIGTERM)
 
     def terminate():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -160,7 +161,8 @@ def test_a_busy_port_is_replaced_or_named(monkeypatch):
 
 def fail_to_join(error: Exception) -> None:
     with joining(timedelta(minutes=15)):
-        time.sleep(0.3)
+        while any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
+            time.sleep(0.01)  # the notice is being written
         raise error
 
 

@@ -26,7 +26,7 @@ AT_ONCE = "error: stopped by SIGTERM; the same command goes on from what is fini
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BEGIN + program]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
 
 
 def test_a_command_ends_with_one_line_and_the_code_of_a_shell():
