@@ -42,9 +42,10 @@ def one_process_group():
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tokens that a test makes stay out of the user's cache; what the tests start inherits the variable."""
+    """Tokens that a test makes stay out of the user's cache; what the tests start inherits the variables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMDISTILL_CACHE", str(tmp_path_factory.mktemp("tokens")))
+        patch.setenv("TQDM_DISABLE", "1")  # what is slow on busy cores would say so among the lines that tests read
         yield
 
 

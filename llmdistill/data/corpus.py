@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.sources import READERS, stream_rows, unreadable
 from llmdistill.data.store import ArrayWriter, mapped, store, store_folder, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
+from llmdistill.progress import progress
 
 _FORMAT = 2
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
@@ -122,8 +122,7 @@ def store_corpus(
         segments = _read_segments(reference, files, field, keep_ends)
         if fraction < 1:
             segments = draw_documents(segments, fraction, seed)
-        bar = tqdm(segments, desc="tokenising", unit="segment", disable=None, leave=False)
-        counts = _write(folder, iter(bar), tokenizer)
+        counts = _write(folder, progress(segments, "Tokenizing", "segments"), tokenizer)
         if counts["tokens"] == 0:
             raise _no_text(meta)
         return counts

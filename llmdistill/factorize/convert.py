@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
@@ -41,6 +40,7 @@ from llmdistill.models.shapes import (
     shaped_config,
     teacher_layers,
 )
+from llmdistill.progress import progress
 
 
 @torch.no_grad()
@@ -50,7 +50,6 @@ def factorize(
     *,
     sigma: Sigma = "left",
     device: torch.device | None = None,
-    progress: bool = False,
     weighted: Weighted | None = None,
     lost: MutableMapping[str, Squares] | None = None,
 ) -> None:
@@ -87,9 +86,8 @@ def factorize(
             lost[name] = squares_lost(weight.to(on), {key: each.to(on) for key, each in found.items()}, kind, size)
         return found
 
-    silent = None if progress else True  # None: tqdm is silent if there is no terminal
     of_linears = {}
-    for name, size in tqdm(named.sizes.items(), desc=named.method, disable=silent):
+    for name, size in progress(named.sizes.items(), "Factorizing", "matrices"):
         weight = matrices(base, name)
         if weight.dim() == 3:
             path, _, stack = name.rpartition(".")
@@ -137,7 +135,7 @@ def compress_model(
         weights = [weight_of(model.base_model, name) for name in names]
         student = copy.deepcopy(model, {id(weight): weight for weight in weights})
     sigma = settings.sigma
-    factorize(student, factorization, sigma=sigma, device=device, progress=True, weighted=weighted, lost=lost)
+    factorize(student, factorization, sigma=sigma, device=device, weighted=weighted, lost=lost)
     return student.train(model.training)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
@@ -31,6 +30,7 @@ from llmdistill.factorize.options import Group, Options, Table, make_groups, und
 from llmdistill.factorize.plan import DENSE, check_settings, parse_target, plan_embedding
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
+from llmdistill.progress import progress
 
 CANDIDATES = 10
 """Number of the best combinations that are reported."""
@@ -100,7 +100,7 @@ def search(
     fitting = [_fitting(costs, number, target - fixed, most_flops) for number in range(len(costs))]
     if not isinstance(model, PreTrainedModel):
         model = load_model(model, dtype="auto", head="saved")
-    pairs = zip(tqdm(parts, desc="shapes", disable=None), fitting, strict=True)
+    pairs = zip(progress(parts, "Shapes", "groups of matrices"), fitting, strict=True)
     options = [part.errors(choices, model, device) for part, choices in pairs]
     numbers = count_parameters(reference) - fixed
     kept = [undominated(option, with_flops=settings.max_flops is not None) for option in options]

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.artifacts import write_record
@@ -35,6 +33,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.progress import Activity
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device, installed_versions
 from llmdistill.runtime.distributed import World, barrier, broadcast_object, on_main
 
@@ -170,19 +169,13 @@ def _answer(job: _Job, left: list[int]) -> None:
         return
     engine = _load_engine(job)
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
-    # Only a terminal shows a progress bar. Rank 0 counts the prompts of all ranks, as their shares are similar.
-    with tqdm(
-        total=len(job.prompts.ids),
-        initial=answered,
-        unit="prompt",
-        disable=not (job.world.is_main and sys.stderr.isatty()),
-        leave=False,
-    ) as bar:
+    # Rank 0 counts the prompts of all ranks, as their shares are similar.
+    with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
         for turn, number in enumerate(share):
             rows = answer_batch(engine, job.prompts.ids, job.batches, number, job.settings.seed)
             answers_file.append_batch(job.output, job.world.rank, number, rows)
             together = left[turn * job.world.size : (turn + 1) * job.world.size]
-            bar.update(sum(len(job.batches[other]) for other in together))
+            activity.advance(sum(len(job.batches[other]) for other in together))
 
 
 def _load_engine(job: _Job) -> Engine:

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from llmdistill.files import write_text
+from llmdistill.progress import duration
 from llmdistill.report.record import describe_versions
 from llmdistill.report.spread import show_seeds
 from llmdistill.tasks.perplexity import show_perplexity
@@ -64,16 +65,6 @@ def binary_size(value: float | None) -> str:
         if value >= unit:
             return f"{value / unit:.1f} {name}"
     return f"{value / 2**10:.1f} KiB"
-
-
-def duration(seconds: float | None) -> str:
-    """Format a duration in its two largest units."""
-    if seconds is None:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def settings_text(settings: Mapping[str, Any] | None) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 
 from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs
 from llmdistill.config.cache import CacheConfig
@@ -22,6 +21,7 @@ from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_eng
 from llmdistill.models.families import max_positions
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import whole
+from llmdistill.progress import progress
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.plan import Plan
@@ -127,7 +127,7 @@ def write_shards(job: Job, missing: Sequence[int]) -> None:
     if missing:
         _check_loss(job, teacher)
     rounds = [missing[start : start + world.size] for start in range(0, len(missing), world.size)]
-    for numbers in tqdm(rounds, unit="round", disable=None if world.is_main else True, leave=False):
+    for numbers in progress(rounds, "Teacher's outputs", "rounds of shards"):
         mine = numbers[world.rank] if world.rank < len(numbers) else None
         # A sharded teacher needs every rank in each forward pass.
         passes = max(len(job.shards[number]) for number in numbers) if live.sharded else 0
@@ -193,7 +193,7 @@ def _write_shards_by_vllm(job: Job, missing: Sequence[int]) -> None:
     scorer = VllmScorer(
         plan.teacher_path, k=job.top_k, max_length=plan.config.data.max_length, dtype=plan.teacher_dtype
     )
-    for number in tqdm(missing, unit="shard", disable=None, leave=False):
+    for number in progress(missing, "Teacher's outputs", "shards"):
         examples = [job.items[index] for batch in job.shards[number] for index in batch]
         # Each example is collated alone, so that it has no padding, and its positions are those of its tokens.
         batches = [job.collate([example]).with_label_rows(shift=plan.method.shift) for example in examples]

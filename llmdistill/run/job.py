@@ -140,15 +140,14 @@ def _train(
         print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}", world)
     trainer.check_losses(start, None if checkpoint is None else checkpoint.manifest.get("ways"))
     with monitors(plan.config, monitor_of(trainer.engine), start, world) as monitor:
-        log = RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor)
         best = trainer.best
-        if best is not None:
-            on_main(lambda: best.begin(start), world)
-        if start == 0 and trainer.validation and not plan.task.validates_labels:
-            log.start(trainer.validation_loss())
-        with signals.waiting():
-            trainer.run(start, log)
-        log.close()
+        with RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor) as log:
+            if best is not None:
+                on_main(lambda: best.begin(start), world)
+            if start == 0 and trainer.validation and not plan.task.validates_labels:
+                log.start(trainer.validation_loss())
+            with signals.waiting():
+                trainer.run(start, log)
     if world.is_main:
         write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)

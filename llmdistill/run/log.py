@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from llmdistill.files import write_text
+from llmdistill.progress import Activity, say
 from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, read_metrics_log, row_of
 from llmdistill.runtime.distributed import World
 
@@ -63,14 +63,19 @@ class RunLog:
         self._steps = steps
         self._monitor = monitor
         self._header: list[str] = []
-        self._bar: Any = None
+        self._activity = Activity("Training", steps, "steps", done=start)
         self.rows: list[dict[str, float]] = []
         """The rows of earlier starts of the run; empty on the ranks that do not write."""
         if self._active:
             self._drop_rows_after(start)
             self.rows = read_metrics_log(folder)
-            # On a terminal, a progress bar is shown below the lines; a file or a pipe gets only the lines.
-            self._bar = tqdm(total=steps, initial=start, unit="step", disable=not sys.stderr.isatty(), leave=False)
+
+    def __enter__(self) -> RunLog:
+        self._activity.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._activity.__exit__()
 
     def _drop_rows_after(self, step: int) -> None:
         """Raises UserError if a row is damaged that is not the last, which a kill can leave unfinished."""
@@ -120,20 +125,13 @@ class RunLog:
             self.say(f"validation loss {valid_loss:.4f} before the first step")
 
     def advance(self, steps: int = 1) -> None:
-        """Advance the progress bar."""
-        if self._active:
-            self._bar.update(steps)
+        """Count steps that are done."""
+        self._activity.advance(steps)
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar."""
         if self._active:
-            tqdm.write(line)
-            sys.stdout.flush()
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        if self._active:
-            self._bar.close()
+            say(line)
 
 
 def _width(name: str) -> int:

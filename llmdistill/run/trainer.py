@@ -117,7 +117,6 @@ class Trainer:
                 save_checkpoint(self.engine, self.folder, done, keep, self.world, ways=self.ways)
             log.advance()
             if stop:
-                log.close()
                 raise Stopped(stop, f"after step {done}")
 
     def check_losses(self, start: int, known: Ways | None) -> None:

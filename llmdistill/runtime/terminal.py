@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from llmdistill.errors import RankError, Stopped, UserError
 from llmdistill.files import refused_by_system
+from llmdistill.progress import Activity, say
 from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
 
@@ -34,7 +35,7 @@ def exit_code(job: Callable[[], None]) -> int:
     # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
     # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    with signals.handling():
+    with signals.handling(), Activity("Working"):
         return _code_of(job)
 
 
@@ -195,7 +196,7 @@ def quiet_libraries() -> None:
 def print_main(text: str, world: World) -> None:
     """Print on rank 0."""
     if world.is_main:
-        print(text, flush=True)
+        say(text)
 
 
 def warn_main(text: str, world: World) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "llmdistill"
 
-LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "objective"}
+LOWEST = {"artifacts", "batch", "config", "errors", "files", "fingerprints", "objective", "progress"}
 PARTS = {"data", "models", "factorize", "losses", "teacher", "runtime", "generation", "tasks", "embedded"}
 ABOVE_PARTS = {"methods", "run", "report", "experiments", "commands", "train", "api", "cli"}
 FORBIDDEN = {

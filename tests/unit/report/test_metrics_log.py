@@ -34,8 +34,8 @@ def test_a_bad_line_is_named(tmp_path, bad):
 
 def test_a_resumed_run_drops_later_rows_and_what_a_kill_left_of_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*ROWS, b'{"st']))
-    RunLog(tmp_path, start=1, steps=3, world=WORLD, monitor=None).close()
+    RunLog(tmp_path, start=1, steps=3, world=WORLD, monitor=None)
     assert (tmp_path / "metrics.jsonl").read_bytes() == ROWS[0] + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(b"not a log")
-    RunLog(tmp_path, start=0, steps=3, world=WORLD, monitor=None).close()
+    RunLog(tmp_path, start=0, steps=3, world=WORLD, monitor=None)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""

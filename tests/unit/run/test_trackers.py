@@ -97,7 +97,6 @@ def steps(config, start, until, *, rank=0, stop=False) -> None:
             log.start(3.5)
         for step in range(start + 1, until + 1):
             log.row(step, {**ROW, "loss": float(step)}, 0.0)
-        log.close()
         if stop:
             raise Stopped(15, "after a step")
 

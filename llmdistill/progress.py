@@ -1,0 +1,152 @@
+"""Signs of life of long work: a bar on a terminal, elsewhere a line now and then, and nothing for a few seconds' work.
+
+They go to stderr, on rank 0 alone; the environment variable TQDM_DISABLE=1 turns them off, as it does for tqdm.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+Value = TypeVar("Value")
+
+_TICK_SECONDS = 1.0
+_BAR_SECONDS = 3.0
+"""Work that takes less has no bar."""
+_FIRST_SECONDS = 8.0
+"""When the first line is written where there is no bar."""
+_NEXT_SECONDS = 20.0
+"""How long it may then be silent."""
+
+_under_way: list[Activity] = []
+"""What the process is doing, the innermost activity last."""
+_next_line = 0.0
+"""When the next line is due, on time.monotonic's clock."""
+
+
+class Activity:
+    """Work that is shown while the `with` block runs; activities can be nested.
+
+    Args:
+        what: the name of the work, such as "Calibration".
+        total: the number of units of the work; None if it is not known.
+        unit: what is counted, in the plural, such as "texts"; "" if nothing is.
+        done: the number of units that an earlier process has done.
+    """
+
+    def __init__(self, what: str, total: int | None = None, unit: str = "", *, done: int = 0) -> None:
+        self._what, self.total, self._unit = what, total, unit
+        self._start = self._done = done
+        self._shown = os.environ.get("RANK", "0") == "0" and os.environ.get("TQDM_DISABLE", "0") in ("", "0")
+        self._bar: Any = None
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Activity:
+        global _next_line
+        self._began = time.monotonic()
+        if not self._shown:
+            return self
+        if self._unit:
+            self._bar = tqdm(
+                desc=self._what,
+                total=self.total,
+                unit=self._unit,
+                initial=self._start,
+                delay=_BAR_SECONDS,
+                disable=None,  # without a terminal
+                leave=False,
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}]"
+                if self.total
+                else "{desc} {n_fmt} {unit} [{elapsed}]",
+            )
+        _under_way.append(self)
+        if _under_way[0] is self:
+            _next_line = self._began + _FIRST_SECONDS
+            threading.Thread(target=_tick, args=(self._is_over,), name="progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self in _under_way:
+            _under_way.remove(self)
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, units: int = 1) -> None:
+        """Count units that are done."""
+        self._done += units
+        if self._bar is not None:
+            self._bar.update(units)
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether it is a bar on a terminal."""
+        return self._bar is not None and not self._bar.disable
+
+    def refresh(self) -> None:
+        """Show the elapsed time, also in the middle of a unit."""
+        if self.has_bar and time.monotonic() - self._began > _BAR_SECONDS:
+            self._bar.refresh()
+
+    def line(self) -> str:
+        """Return what is done, how far, and how long it still takes."""
+        elapsed, done = time.monotonic() - self._began, self._done - self._start
+        text = self._what
+        if self._unit:
+            text += f"  {self._done:,}{f' of {self.total:,}' if self.total else ''} {self._unit}"
+        if not self.total or done == 0:
+            return f"{text}, {duration(elapsed)} so far"
+        return f"{text}, {duration(elapsed / done * max(0, self.total - self._done))} left"
+
+
+def progress(items: Iterable[Value], what: str, unit: str, *, total: int | None = None) -> Iterator[Value]:
+    """Yield the items as one Activity; `total` is their number where they have no length."""
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with Activity(what, total, unit) as activity:
+        for item in items:
+            yield item
+            activity.advance()
+
+
+def say(line: str) -> None:
+    """Print a line to stdout, above the bars; it is a sign of life, too."""
+    global _next_line
+    _next_line = time.monotonic() + _NEXT_SECONDS
+    tqdm.write(line)
+    sys.stdout.flush()
+
+
+def duration(seconds: float | None) -> str:
+    """Format a duration in its two largest units."""
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _tick(is_over: threading.Event) -> None:
+    """Refresh the bars and write the lines until the outermost activity is over."""
+    global _next_line
+    while not is_over.wait(_TICK_SECONDS):
+        activities = list(_under_way)
+        if not activities:
+            return
+        with suppress(OSError, ValueError):  # stderr is closed
+            for each in activities:
+                each.refresh()
+            if time.monotonic() >= _next_line and not any(each.has_bar for each in activities):
+                _next_line = time.monotonic() + _NEXT_SECONDS
+                # What encloses the innermost activity is told only if its progress is known.
+                shown = [each.line() for each in activities[:-1] if each.total] + [activities[-1].line()]
+                tqdm.write(": ".join(shown), file=sys.stderr)
+                sys.stderr.flush()

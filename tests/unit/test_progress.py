@@ -1,0 +1,105 @@
+"""Signs of life: a bar on a terminal, lines elsewhere, nothing of work that is over soon or on other ranks."""
+
+from __future__ import annotations
+
+import io
+import time
+from contextlib import redirect_stderr
+
+import pytest
+
+from llmdistill import progress as shown
+from llmdistill.progress import Activity, duration, progress, say
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def loud(monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+
+
+@pytest.fixture
+def at_once(loud, monkeypatch):
+    """The first line and the bar are due at once."""
+    for name, seconds in (("_TICK_SECONDS", 0.001), ("_BAR_SECONDS", 0.0), ("_FIRST_SECONDS", 0.0)):
+        monkeypatch.setattr(shown, name, seconds)
+
+
+def after(stream, text):
+    """Wait until the stream has the text, and return all of it."""
+    patience = time.monotonic() + 60
+    while text not in stream.getvalue():
+        assert time.monotonic() < patience, stream.getvalue()
+        time.sleep(0.001)
+    return stream.getvalue()
+
+
+def test_a_file_gets_a_line_with_what_how_far_and_how_long_still(at_once, monkeypatch):
+    monkeypatch.setattr(shown, "_FIRST_SECONDS", 1e9)
+    with (
+        redirect_stderr(io.StringIO()) as stderr,
+        Activity("Working"),
+        Activity("Comparing", 7, "runs", done=2) as runs,
+    ):
+        runs.advance()
+        runs._began -= 90  # one run in 90 seconds, so four take six minutes
+        with Activity("Calibration", 1000, "tokens") as tokens:
+            monkeypatch.setattr(shown, "_next_line", 0.0)
+            line = after(stderr, "\n")
+            assert line == "Comparing  3 of 7 runs, 6 min 00 s left: Calibration  0 of 1,000 tokens, 0 s so far\n"
+            tokens.advance(999)
+    assert stderr.getvalue() == line  # the next is not due yet
+
+
+def test_work_of_unknown_length_says_for_how_long_it_has_run(at_once):
+    with redirect_stderr(io.StringIO()) as stderr, Activity("Loading the model"):
+        assert after(stderr, "\n") == "Loading the model, 0 s so far\n"
+
+
+def test_a_line_on_stdout_puts_the_next_sign_of_life_off(at_once, capsys):
+    with redirect_stderr(io.StringIO()) as stderr, Activity("Training", 9, "steps"):
+        after(stderr, "\n")
+        shown._next_line = 0.0
+        say("a row of the log")
+        assert shown._next_line > time.monotonic()
+    assert capsys.readouterr().out == "a row of the log\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "1"), ("TQDM_DISABLE", "1")])
+def test_other_ranks_and_quiet_processes_show_nothing(at_once, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with redirect_stderr(Terminal()) as stderr, Activity("Training", 9, "steps") as steps:
+        steps.advance()
+        assert not shown._under_way
+    assert stderr.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_that_goes_away_and_no_lines(at_once):
+    with redirect_stderr(Terminal()) as stderr:
+        for _ in progress([1, 2], "Scoring", "batches"):
+            bar = after(stderr, "Scoring ")
+    assert "| 0/2 batches [00:00<" in bar
+    assert "\n" not in stderr.getvalue()
+    assert stderr.getvalue().endswith(" \r")  # wiped out
+
+
+def test_work_that_is_over_soon_shows_nothing(loud):
+    for stream in (io.StringIO(), Terminal()):
+        with redirect_stderr(stream):
+            assert list(progress(iter("ab"), "Scoring", "batches", total=2)) == ["a", "b"]
+        assert stream.getvalue().strip() == ""
+
+
+def test_an_exception_ends_the_activity(loud):
+    with pytest.raises(KeyError), Activity("Training", 9, "steps"):
+        raise KeyError
+    assert not shown._under_way
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, "–"), (7.4, "7 s"), (59.9, "1 min 00 s"), (3700, "1 h 01 min")])
+def test_durations_have_their_two_largest_units(seconds, text):
+    assert duration(seconds) == text
