@@ -10,7 +10,7 @@ from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.training import MOST_LEARNING_RATE, WHY_MOST
 from llmdistill.errors import check_name
 
-ProtocolName = Literal["makd", "minilm", "minilmv2", "kroneckerbert", "custom"]
+ProtocolName = Literal["makd", "minilm", "minilm_v1", "minilmv2", "kroneckerbert", "custom"]
 
 RowName = Literal["two_stages", "no_pretraining", "no_kd"]
 """The rows of KroneckerBERT Table 6."""
@@ -26,12 +26,16 @@ class GridConfig:
     CoNLL-2000 (conll2000/train.txt); default: the hub, except for CoNLL-2000."""
     protocol: ProtocolName = "makd"
     """The settings to try. makd: MaKD's four learning rates x 5 seeds (the paper does not give its epochs: 3 here);
-    minilm: MiniLM's four learning rates x 3, 4 and 5 epochs (CoLA, RTE and MRPC 10 too) x 4 seeds;
+    minilm: MiniLM's four learning rates x 3, 4 and 5 epochs (CoLA, RTE and MRPC 10 too) x 4 seeds; minilm_v1: the same
+    for its 12-layer student of an unpublished teacher (1.5e-5 for CoLA, RTE and MRPC);
     minilmv2: MiniLMv2's five learning rates x 3, 5 and 10 epochs (CoLA 25) x 4 seeds; kroneckerbert: KroneckerBERT's
     three learning rates x 5, 10 and 15 epochs (CoLA 15, 20, 30; the paper only gives the range), 1 seed; custom:
     2e-5, 3 epochs, 1 seed. All of them use batches of 32, 128 tokens, a warm-up of a tenth of the steps, and weight
-    decay 0.01. SQuAD and MLQA have 384 tokens, and other settings where a paper gives them: minilmv2 four learning
-    rates x 3 epochs (MLQA two, 512 tokens), kroneckerbert 1e-4 x 1, 7 and 14 epochs, batches of 64. The metric of the
+    decay 0.01. SQuAD and MLQA have 384 tokens, and other settings where a paper gives them: minilm 6e-5 x 3 epochs for
+    SQuAD 2.0 (minilm_v1 4e-5 in batches of 48), and four learning rates for MLQA (512 tokens) and XNLI (batches of
+    128); minilmv2 four learning rates x 3 epochs (MLQA two, 512 tokens), kroneckerbert 1e-4 x 1, 7 and 14 epochs,
+    batches of 64. Question generation, CNN/DailyMail and XSum have the settings of the recipes minilm/finetune-* and 1
+    seed; minilm has the rates of the paper's students of 6 layers, all others those of 12 layers. The metric of the
     choice is that of the paper's table. The settings below override the protocol."""
     learning_rates: list[float] | None = None
     """Peak learning rates to try, separated by commas; the one with the best dev score is used."""

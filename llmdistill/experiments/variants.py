@@ -113,10 +113,9 @@ def load_suite(name: str) -> Suite:
         raise UserError(f"--suite {name}: there is no such suite; there are {', '.join(suite_names())}")
     content = read_suite(name)
     listed = content["methods"]
-    if isinstance(listed, list):
-        variants = load_methods(listed)
-    else:
-        variants = [Variant(key, **settings) for key, settings in listed.items()]
+    if isinstance(listed, dict):
+        listed = [{"name": key, **settings} for key, settings in listed.items()]
+    variants = [Variant(**each) if isinstance(each, dict) else _known()[each] for each in listed]
     return Suite(content["title"], variants, content.get("paper", {}))
 
 

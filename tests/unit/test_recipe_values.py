@@ -1,10 +1,12 @@
-"""Every number of every shipped recipe against a table of what the papers say (papers.yaml)."""
+"""Every number of every shipped recipe and of every protocol against a table of what the papers say (papers.yaml)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,21 @@ import yaml
 from llmdistill.config.command_line import parse_run, run_parser, to_dict
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
 from llmdistill.config.strict import flattened
+from llmdistill.config.tasks import FineTuningConfig
+from llmdistill.experiments.fine_tuning.study import TaskStudy
 from llmdistill.methods import METHODS
 
-ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
+ROWS: list[dict[str, Any]]
+FINE_TUNING: list[dict[str, Any]]
+ROWS, FINE_TUNING = yaml.safe_load_all(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
 OF_NO_PAPER = {"quickstart", "pruned", "finetune", "sentences"}
 """Recipes of the embedded world, one for a model and task of the user's own, and one for sentences."""
 OF_THE_MACHINE = (
     *("extends", "output_dir", "data.train", "data.valid", "data.tests", "scoring.batch_size"),
-    *(f"train.{name}" for name in ("dtype", "micro_batch_size", "log_every", "save_every", "validate_every")),
+    *(f"train.{name}" for name in ("dtype", "micro_batch_size", "log_every", "save_every")),
 )
 """Settings that change where and how fast a recipe runs, but nothing of what it does."""
-RECIPES = [name for name in recipe_names() if name not in OF_NO_PAPER and "/finetune-" not in name]
-"""Without those by which students learn to write: test_writing_recipes.py has their values and sources."""
+RECIPES = [name for name in recipe_names() if name not in OF_NO_PAPER]
 
 
 def entries(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -82,8 +87,22 @@ def test_the_table_has_the_numbers_of_every_training(recipe: str) -> None:
     assert {"train.steps", "train.epochs"} & table(recipe).keys()
 
 
+@pytest.mark.parametrize("row", FINE_TUNING, ids=lambda row: f"{row['protocols'][0]}-{row['tasks'][0]}-{row['source']}")
+def test_a_protocol_tries_what_its_paper_says(row: dict[str, Any]) -> None:
+    for protocol, task in product(row["protocols"], row["tasks"]):
+        config = FineTuningConfig(model="m", protocol=protocol)
+        trials = TaskStudy(config=config, task=task, root=Path("runs"), teacher=None).trials()
+        tried: dict[str, Any] = defaultdict(list)
+        for trial in trials:
+            for key, value in entries(to_dict(trial.config)):
+                tried[key] += [value] if value not in tried[key] else []
+        tried["seeds"] = len(tried["seed"])
+        expected = dict(entries(row["values"]))
+        assert {key: tried[key] for key in expected} == expected, f"{protocol}, {task}: {row['source']}"
+
+
 def test_every_row_has_a_source_and_a_recipe() -> None:
-    assert all(row["source"] for row in ROWS)
+    assert all(row["source"] for row in [*ROWS, *FINE_TUNING])
     for row in ROWS:
         for pattern in row["recipes"]:
             assert any(fnmatchcase(name, pattern) for name in RECIPES), pattern

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from llmdistill.config import RunConfig
+from llmdistill.config.command_line import parse_run
 from llmdistill.config.tasks import FineTuningConfig, ProtocolName
 from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
 from llmdistill.tasks import task_key
-from llmdistill.tasks.classification import CONVENTIONS
+from llmdistill.tasks.classification import CONVENTIONS, Convention
 from llmdistill.tasks.glue_files import TASKS, column_of
 
 BEST = "best"
@@ -26,7 +30,8 @@ class Protocol:
     seeds: Sequence[int]
     batch_size: int = 32
     max_length: int = 128
-    warmup_ratio: float = 0.1
+    warmup_ratio: float | None = 0.1
+    """Share of the steps that are warm-up; None for the warm-up steps of the task's recipe (`recipe_of`)."""
     weight_decay: float = 0.01
 
     @property
@@ -48,18 +53,32 @@ PROTOCOLS: dict[ProtocolName, Protocol] = {
     # KroneckerBERT appendix A.1, "single runs"; it gives only a range of epochs, and Table 8 has the learning rate 1e-5
     # outside of the paper's own range.
     "kroneckerbert": Protocol(learning_rates=[5e-5, 1e-4, 5e-4], epochs=[5, 10, 15], seeds=[1]),
-    # MiniLM: the first arXiv version's appendix C; "an average of 4 runs" (Table 3). Warm-up and weight decay are ours.
+    # MiniLM: appendices B and C of its second arXiv version; "an average of 4 runs" (Table 3). Warm-up and weight decay
+    # are ours.
     "minilm": Protocol(learning_rates=[2e-5, 3e-5, 4e-5, 5e-5], epochs=[3, 4, 5], seeds=[1, 2, 3, 4]),
+    # The same for the student of 12 layers whose teacher was the authors' own: it has some rates of its own. Its batch
+    # is chosen from 32 and 48 there; 32 here, except where the paper says 48.
+    "minilm_v1": Protocol(learning_rates=[2e-5, 3e-5, 4e-5, 5e-5], epochs=[3, 4, 5], seeds=[1, 2, 3, 4]),
     "custom": Protocol(learning_rates=[2e-5], epochs=[3], seeds=[1]),
 }
 
 _SQUAD_LENGTH = {"max_length": 384}
 _MINILMV2_SQUAD = {"learning_rates": [3e-5, 6e-5, 8e-5, 9e-5], "epochs": [3], **_SQUAD_LENGTH}
 _KRONECKERBERT_SQUAD = {"learning_rates": [1e-4], "epochs": [1, 7, 14], "batch_size": 64, **_SQUAD_LENGTH}
+_MINILM_LONGER = {"epochs": [3, 4, 5, 10]}
+_MINILM_RATES = [3e-5, 4e-5, 5e-5, 6e-5]
 
 DIFFERENT: dict[tuple[ProtocolName, str], dict[str, Any]] = {
-    # MiniLM app. C; it gives no length for question answering.
-    **{("minilm", task): {"epochs": [3, 4, 5, 10]} for task in ("CoLA", "RTE", "MRPC")},
+    # MiniLM, the same appendices. Its writing students have 12 layers (the rates of the recipes) or 6.
+    **{("minilm", task): _MINILM_LONGER for task in ("CoLA", "RTE", "MRPC")},
+    **{("minilm_v1", task): {**_MINILM_LONGER, "learning_rates": [1.5e-5]} for task in ("CoLA", "RTE", "MRPC")},
+    ("minilm", "SQuAD2"): {"learning_rates": [6e-5], "epochs": [3], **_SQUAD_LENGTH},
+    ("minilm_v1", "SQuAD2"): {"learning_rates": [4e-5], "epochs": [3], "batch_size": 48, **_SQUAD_LENGTH},
+    ("minilm", "MLQA"): {"learning_rates": _MINILM_RATES, "epochs": [3], "max_length": 512},
+    ("minilm", "XNLI"): {"learning_rates": _MINILM_RATES, "epochs": [5], "batch_size": 128},
+    ("minilm", "QuestionGeneration"): {"learning_rates": [8e-5]},
+    ("minilm", "CNN-DailyMail"): {"learning_rates": [1.5e-4]},
+    ("minilm", "XSum"): {"learning_rates": [1.5e-4], "epochs": [50]},
     # MiniLMv2 app. C, which gives no settings for SQuAD 1.1.
     ("minilmv2", "CoLA"): {"epochs": [25]},
     ("minilmv2", "SQuAD1"): _MINILMV2_SQUAD,
@@ -72,9 +91,19 @@ DIFFERENT: dict[tuple[ProtocolName, str], dict[str, Any]] = {
     ("kroneckerbert", "SQuAD2"): _KRONECKERBERT_SQUAD,
     # The papers do not give these lengths; 384 is that of the other papers and of BERT.
     ("kroneckerbert", "MLQA"): _SQUAD_LENGTH,
-    **{(name, task): _SQUAD_LENGTH for name in ("makd", "minilm", "custom") for task in ("SQuAD1", "SQuAD2", "MLQA")},
+    **{(name, task): _SQUAD_LENGTH for name in ("makd", "custom") for task in ("SQuAD1", "SQuAD2", "MLQA")},
+    **{(name, "SQuAD1"): _SQUAD_LENGTH for name in ("minilm", "minilm_v1")},
+    ("minilm_v1", "MLQA"): _SQUAD_LENGTH,
 }
 """The settings of tasks that differ from those of the other tasks of the protocol."""
+
+RECIPES = {
+    "QuestionGeneration": "minilm/finetune-question-generation",
+    "CNN-DailyMail": "minilm/finetune-cnn-dailymail",
+    "XSum": "minilm/finetune-xsum",
+}
+"""The shipped recipe of each task on which an encoder learns to write, which no grid of classifiers fits: its lengths,
+batch, epochs, learning rate and search are those of every protocol that says nothing else, with a single seed."""
 
 SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 """The settings that all runs of a protocol share."""
@@ -82,17 +111,38 @@ SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 
 def protocol_of(config: FineTuningConfig, task: str) -> Protocol:
     """Return the protocol for a task; settings in the configuration replace those of the protocol."""
-    protocol = PROTOCOLS[config.protocol]
     given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
     given = {key: value for key, value in given.items() if value is not None}
-    return replace(protocol, **{**DIFFERENT.get((config.protocol, task), {}), **given})
+    different = DIFFERENT.get((config.protocol, task), {})
+    return replace(PROTOCOLS[config.protocol], **{**_settings_of(recipe_of(task)), **different, **given})
+
+
+@cache
+def recipe_of(task: str) -> RunConfig | None:
+    """Return the shipped recipe of a task, by the task's title; None if it has none."""
+    return parse_run(["--recipe", RECIPES[task]], METHODS)[0] if task in RECIPES else None
+
+
+def _settings_of(recipe: RunConfig | None) -> dict[str, Any]:
+    if recipe is None:
+        return {}
+    train = recipe.train
+    return {
+        "learning_rates": [train.learning_rate],
+        "epochs": [train.epochs],
+        "seeds": [1],
+        "batch_size": train.global_batch_size,
+        "max_length": recipe.data.max_length,
+        "warmup_ratio": train.warmup_ratio,
+        "weight_decay": train.weight_decay,
+    }
 
 
 def metric_of(protocol: ProtocolName, task: str) -> str | None:
     """Return the metric by which settings are chosen, that of the paper's table; None for the task's own first one."""
     if task not in TASKS:
         return None
-    columns = {} if protocol == "custom" else CONVENTIONS[protocol]
+    columns = CONVENTIONS.get(cast(Convention, "minilm" if protocol == "minilm_v1" else protocol), {})
     return columns.get(column_of(task, "dev"), TASKS[task].metrics[0])
 
 

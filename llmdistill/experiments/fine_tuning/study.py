@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from llmdistill.config import (
     TaskConfig,
     TeacherConfig,
     TrainConfig,
+    WritingConfig,
 )
 from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.fine_tuning.protocols import BEST, SHARED, Protocol, metric_of, protocol_of
+from llmdistill.experiments.fine_tuning.protocols import BEST, SHARED, Protocol, metric_of, protocol_of, recipe_of
 from llmdistill.experiments.fine_tuning.results import summarise
 from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
@@ -115,7 +116,7 @@ class TaskStudy:
             **settings,
             "train.global_batch_size": self.protocol.batch_size,
             "train.micro_batch_size": config.micro_batch_size,
-            "train.warmup_ratio": self.protocol.warmup_ratio,
+            **self._warmup(),
             "train.weight_decay": self.protocol.weight_decay,
             "method": methods[0],
             "also": methods[1:],
@@ -124,6 +125,11 @@ class TaskStudy:
         run = self._run(f"lr-{rate:g}-epochs-{epochs}-seed-{seed}", seed, "student", sections)
         run = build(changed_values(run, {**changes, **config.run_settings}), RunConfig, METHODS)
         return Trial(trial_title(self.task, settings, seed), settings, seed, run)
+
+    def _warmup(self) -> dict[str, Any]:
+        """Return the settings of the warm-up: the protocol's, or the steps of the task's recipe."""
+        ratio = self.protocol.warmup_ratio
+        return {} if ratio is None else {"train.warmup_ratio": ratio, "train.warmup_steps": 0}
 
     def _teacher_trial(self) -> Trial:
         """Return the run that only scores the teacher."""
@@ -135,9 +141,12 @@ class TaskStudy:
 
     def _run(self, name: str, seed: int, scored: Any, sections: Mapping[str, Any]) -> RunConfig:
         """Return a run on the task that trains nothing yet."""
-        config = self.config
+        config, recipe = self.config, recipe_of(self.task)
+        # A run saves no checkpoints, because an interruption loses only this short run; that of a recipe is long.
+        train = TrainConfig(schedule="linear", log_every=None, save_every=None) if recipe is None else recipe.train
         task = TaskConfig(
             name=self.task,
+            writing=WritingConfig() if recipe is None else recipe.data.task.writing,
             dir=config.data_dir,
             metric=metric_of(config.protocol, self.task),
             limit=config.limit,
@@ -152,8 +161,7 @@ class TaskStudy:
             teacher=TeacherConfig(model=self.teacher),
             student=StudentConfig(model=config.model),
             data=DataConfig(kind="task", max_length=self.protocol.max_length, task=task),
-            # A run saves no checkpoints, because an interruption loses only this short run.
-            train=TrainConfig(schedule="linear", dtype=config.dtype, log_every=None, save_every=None),
+            train=replace(train, dtype=config.dtype),
             scoring=GenerationConfig(models=[scored]),
             method_settings=sections,
         )

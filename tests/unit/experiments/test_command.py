@@ -47,7 +47,11 @@ def test_dry_run_lists_the_runs_of_each_start(capsys) -> None:
 
 @pytest.mark.parametrize(
     ("suite", "runs"),
-    [("makd-table3-decoder", 1 + 6 * 3), ("makd-table4-decoder", 1 + 8 * 3), ("makd-table5", 1 + 3 + 6 + 3 + 6)],
+    [
+        ("makd-table3-decoder", 1 + 6 * 3),
+        ("makd-table4-decoder", 1 + 8 * 3),
+        ("makd-table5", 1 + 3 + 6 + 3 + 3 + 6 + 3),
+    ],
 )
 def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
     GPT2Config().save_pretrained(tmp_path)

@@ -101,7 +101,16 @@ def test_table4_acts_where_its_rows_say() -> None:
 
 def test_table5_has_the_papers_rows_and_figures() -> None:
     suite = load_suite("makd-table5")
-    assert [variant.name for variant in suite.variants] == ["none", "sft", "kd", "seqkd", "makd"]
+    names = ["none", "sft", "kd", "kd_paper", "seqkd", "makd", "makd_paper"]
+    assert [variant.name for variant in suite.variants] == names
+    exact = {variant.name: variant for variant in suite.variants if variant.name.endswith("_paper")}
+    assert exact["kd_paper"].settings["kd.ratio"] == 1.0
+    assert terms_of(dict(exact["makd_paper"].settings)) == (set(TERMS) - {"label"}, LOWER, UPPER)
+    assert not any(variant.grid for variant in exact.values())
+    config = LlamaConfig(num_hidden_layers=12)
+    own = {key.removeprefix("makd."): value for key, value in exact["makd_paper"].settings.items() if key != "method"}
+    weights = build_makd(MakdConfig(**own), config, config).weights
+    assert set(weights.values()) == {1.0}, "eq. 19 adds up the terms"
     for rows in suite.paper.values():
         assert list(rows) == ["teacher", "none", "sft", "kd", "seqkd", "makd"]
     # The averages as printed in the paper.
