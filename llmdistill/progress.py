@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,6 +24,8 @@ _FIRST_SECONDS = 8.0
 """When the first line is written where there is no bar."""
 _NEXT_SECONDS = 20.0
 """How long it may then be silent."""
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
+_COUNT = "{desc} {n_fmt} {unit} [{elapsed}{postfix}]"
 
 _under_way: list[Activity] = []
 """What the process is doing, the innermost activity last."""
@@ -39,10 +41,19 @@ class Activity:
         total: the number of units of the work; None if it is not known.
         unit: what is counted, in the plural, such as "texts"; "" if nothing is.
         done: the number of units that an earlier process has done.
+        detail: says more of the unit that is worked at, "" for nothing.
     """
 
-    def __init__(self, what: str, total: int | None = None, unit: str = "", *, done: int = 0) -> None:
-        self._what, self.total, self._unit = what, total, unit
+    def __init__(
+        self,
+        what: str,
+        total: int | None = None,
+        unit: str = "",
+        *,
+        done: int = 0,
+        detail: Callable[[], str] = str,
+    ) -> None:
+        self._what, self.total, self._unit, self._detail = what, total, unit, detail
         self._start = self._done = done
         self._shown = os.environ.get("RANK", "0") == "0" and os.environ.get("TQDM_DISABLE", "0") in ("", "0")
         self._bar: Any = None
@@ -50,7 +61,7 @@ class Activity:
 
     def __enter__(self) -> Activity:
         global _next_line
-        self._began = time.monotonic()
+        self._began = self._advanced = time.monotonic()
         if not self._shown:
             return self
         if self._unit:
@@ -62,9 +73,7 @@ class Activity:
                 delay=_BAR_SECONDS,
                 disable=None,  # without a terminal
                 leave=False,
-                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}]"
-                if self.total
-                else "{desc} {n_fmt} {unit} [{elapsed}]",
+                bar_format=_BAR if self.total else _COUNT,
             )
         _under_way.append(self)
         if _under_way[0] is self:
@@ -79,9 +88,11 @@ class Activity:
         if self._bar is not None:
             self._bar.close()
 
-    def advance(self, units: int = 1) -> None:
-        """Count units that are done."""
+    def advance(self, units: int = 1, *, earlier: bool = False) -> None:
+        """Count units that are done; `earlier`: by an earlier process, so that they tell nothing of the time."""
         self._done += units
+        self._start += units if earlier else 0
+        self._advanced = time.monotonic()
         if self._bar is not None:
             self._bar.update(units)
 
@@ -93,17 +104,18 @@ class Activity:
     def refresh(self) -> None:
         """Show the elapsed time, also in the middle of a unit."""
         if self.has_bar and time.monotonic() - self._began > _BAR_SECONDS:
-            self._bar.refresh()
+            self._bar.set_postfix_str(self._detail())  # which refreshes it
 
     def line(self) -> str:
         """Return what is done, how far, and how long it still takes."""
-        elapsed, done = time.monotonic() - self._began, self._done - self._start
-        text = self._what
+        now, done, detail = time.monotonic(), self._done - self._start, self._detail()
+        text, time_text = self._what, f"{duration(now - self._began)} so far"
         if self._unit:
             text += f"  {self._done:,}{f' of {self.total:,}' if self.total else ''} {self._unit}"
-        if not self.total or done == 0:
-            return f"{text}, {duration(elapsed)} so far"
-        return f"{text}, {duration(elapsed / done * max(0, self.total - self._done))} left"
+        if self.total and done:
+            left = (self._advanced - self._began) / done * (self.total - self._done) - (now - self._advanced)
+            time_text = f"{duration(max(0.0, left))} left"
+        return f"{text}, {time_text}{f': {detail}' if detail else ''}"
 
 
 def progress(items: Iterable[Value], what: str, unit: str, *, total: int | None = None) -> Iterator[Value]:

@@ -206,12 +206,16 @@ def default_folder(recipe: str, suite: str | None) -> str:
 
 def print_plan(study: Any, *, as_json: bool) -> None:
     """Print the runs of a comparison without running them."""
+    from llmdistill.experiments.comparison import describe_runs
+
     trials = [*map(study.base, study.starts), *(trial for _, trial in study.grid_trials())]
-    further = study.final_runs()
+    counts = study.runs()
     if as_json:
         runs = [{"title": trial.title, "folder": str(trial.folder)} for trial in trials]
-        print(json.dumps({"runs": runs, "final_runs": further, "sizes": list(study.sizes)}))
+        further = {"final_runs": study.final_runs(), "sizes": list(study.sizes), "counts": counts}
+        print(json.dumps({"runs": runs, **further}))
         return
+    print(describe_runs(counts))
     for trial in trials:
         print(f"{trial.title:60} {trial.folder}")
-    print(f"then the chosen settings of each method with {len(study.seeds)} seed(s): {further} run(s) more")
+    print("The other runs depend on the settings that the validation set chooses.")

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from llmdistill.data.store import ArrayWriter, mapped
+from llmdistill.progress import Activity
 
 Item = TypeVar("Item")
 Element = TypeVar("Element")
@@ -209,5 +210,7 @@ class StoredSplits:
 def in_pieces(elements: Iterable[Element], size: int | None = None) -> Iterator[list[Element]]:
     """Cut elements into lists of `size`, by default of as many as are tokenised together; the last may be shorter."""
     remaining = iter(elements)
-    while piece := list(islice(remaining, size or _AT_ONCE)):
-        yield piece
+    with Activity("Tokenizing", unit="examples") as activity:
+        while piece := list(islice(remaining, size or _AT_ONCE)):
+            yield piece
+            activity.advance(len(piece))

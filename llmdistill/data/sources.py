@@ -17,6 +17,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, parse_json, write_text
 from llmdistill.fingerprints import digest
+from llmdistill.progress import progress
 
 Rows = Iterator[tuple[dict[str, Any], str]]
 """Each row with its place: ``file:line``, ``file: item N`` or ``file: row N``, from 1."""
@@ -49,7 +50,7 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
     Raises:
         UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
-    rows = open_rows(reference, streaming=False)
+    rows = progress(open_rows(reference, streaming=False), f"Reading {reference}", "rows")
     examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
     if not examples:
         raise no_example(reference)

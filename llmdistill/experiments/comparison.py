@@ -19,6 +19,7 @@ from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
 from llmdistill.generation.answers_file import read_provenance
 from llmdistill.methods import METHODS
+from llmdistill.progress import say
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan
 
@@ -56,6 +57,19 @@ class Study:
     def final_runs(self) -> int:
         """Return the number of runs after the trials; a variant's only trial is also the first seed's final run."""
         return sum(len(self.seeds) - (len(self.points(variant)) == 1) for variant in self.trained())
+
+    def runs(self) -> dict[str, int]:
+        """Return the number of runs of each kind, in the order in which they are done."""
+        trained, starts, sizes = self.trained(), len(self.starts), len(self.sizes)
+        chosen = sum(len(self.points(variant)) > 1 for variant in trained)
+        return {
+            "scoring the teacher and untrained students": starts,
+            "training": sum(len(self.points(variant)) for variant in trained),
+            "scoring a student on the test sets that an earlier run has trained": chosen,
+            "training the chosen settings with other seeds": self.final_runs() - chosen,
+            "scoring untrained students of other sizes": sizes * starts,
+            "training students of other sizes": sizes * len(trained),
+        }
 
     @property
     def starts(self) -> list[Start]:
@@ -179,6 +193,12 @@ class Study:
                 make_plan(trial.config)
 
 
+def describe_runs(counts: Mapping[str, int]) -> str:
+    """Return the runs of `Study.runs` in one line."""
+    parts = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+    return f"{sum(counts.values())} runs: {parts}"
+
+
 def size_label(size: str) -> str:
     """Return the text of a further size, which is a rank or a number of parameters."""
     return f"rank {size}" if is_rank(size) else size
@@ -233,10 +253,14 @@ def conduct(study: Study) -> Findings:
     Raises:
         UserError: the teacher or an untrained student could not be scored.
     """
+    counts = study.runs()
+    say(describe_runs(counts))
+    with Progress(sum(counts.values()), describe_scores) as progress:
+        return _conduct(study, progress)
+
+
+def _conduct(study: Study, progress: Progress) -> Findings:
     trained, starts = study.trained(), study.starts
-    tried = sum(len(study.points(variant)) for variant in trained)
-    total = len(starts) + tried + study.final_runs() + len(study.sizes) * (len(starts) + len(trained))
-    progress = Progress(total, describe_scores)
     bases = study.launcher.run([study.base(start) for start in starts], progress)
     for start, base in zip(starts, bases, strict=True):
         if base.metrics is None:
@@ -316,7 +340,7 @@ def generate_responses(study: Study) -> str | None:
         return None
     arguments = {**study.response_arguments(), "output": str(study.responses)}
     words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
-    print("The teacher answers the training prompts for SeqKD ...", flush=True)
+    say("The teacher answers the training prompts for SeqKD ...")
     command = study.launcher.command("llmdistill.cli", "generate", *words)
     log = study.responses.with_suffix(".log")
     write_text(study.responses.with_suffix(".command"), shown_command(command) + "\n")

@@ -23,8 +23,9 @@ import torch
 
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result
+from llmdistill.experiments.trials import Progress, Result, Trial, ended_result, kept_result, last_line
 from llmdistill.files import write_text
+from llmdistill.progress import Activity
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.launch import free_port
 
@@ -115,7 +116,7 @@ class Launcher:
 
     def call(self, command: Sequence[str], log: Path) -> str | None:
         """Run a command and write its output to a file; returns None, or the reason of the failure in one sentence."""
-        with _ended([process := _start(command, log, {})]):
+        with Activity("Running", detail=lambda: last_line(log)), _ended([process := _start(command, log, {})]):
             code = process.wait()
         return None if code == 0 else _reason(log, code)
 

@@ -30,6 +30,7 @@ from llmdistill.experiments.tables import PublishedTable, TableRow
 from llmdistill.experiments.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.files import write_text
 from llmdistill.models.configs import load_config
+from llmdistill.progress import progress, say
 from llmdistill.report.published import Measured
 from llmdistill.run.plan import make_plans
 from llmdistill.tasks.benchmark import Benchmark, check_data, named_benchmark
@@ -146,7 +147,8 @@ def conduct(study: TableStudy) -> dict[str, Measured]:
     """
     trials = {key: study.trial(key) for key in study.recipes()}
     runs = {trial.folder: trial for trial in trials.values()}
-    results = study.launcher.run(list(runs.values()), Progress(len(runs), _describe))
+    with Progress(len(runs), _describe) as shown:
+        results = study.launcher.run(list(runs.values()), shown)
     by_folder = dict(zip(runs, results, strict=True))
     ended = {key: by_folder[trial.folder] for key, trial in trials.items()}
     found = {
@@ -157,8 +159,8 @@ def conduct(study: TableStudy) -> dict[str, Measured]:
     left = [key for key in study.configs if key not in found]
     if study.table.suite is not None:
         return found | _score_as_they_are(study, left, ended)
-    for number, key in enumerate(left, start=1):
-        print(f"[{number}/{len(left)}] {study.row(key).label} on {', '.join(study.titles())} ...", flush=True)
+    for number, key in enumerate(progress(left, "Fine-tuning", "rows"), start=1):
+        say(f"[{number}/{len(left)}] {study.row(key).label} on {', '.join(study.titles())} ...")
         found[key] = _fine_tune(study, key, ended.get(key))
     return found
 

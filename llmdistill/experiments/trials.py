@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.fingerprints import digest
 from llmdistill.methods import METHODS
+from llmdistill.progress import Activity, say
 from llmdistill.run.artifacts import finished_metrics, input_fingerprints, shaping_ds_config, shaping_settings
 from llmdistill.runtime.ds_config import read_ds_config
 
@@ -108,6 +110,8 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
 class Progress:
     """Prints which trial is running, how it ended, and the progress of the study; without a total it prints nothing.
 
+    In a `with` block the study is an Activity, whose detail is the last line of the running trial's log.
+
     Args:
         total: the number of trials of the study.
         describe: returns the scores in the metrics of a run in one line.
@@ -121,16 +125,27 @@ class Progress:
         then: Callable[[Result], None] = lambda result: None,
     ) -> None:
         self._total, self._describe, self._then, self._seen = total, describe, then, 0
-        self._running: dict[Path, str] = {}
+        self._running: dict[Path, tuple[Trial, str]] = {}
+        self._activity = Activity("Running", total, "runs", detail=self._detail)
+
+    def __enter__(self) -> Progress:
+        self._activity.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._activity.__exit__()
 
     def start(self, trial: Trial) -> None:
-        """Print that a trial starts."""
-        self._running[trial.folder] = self._next(trial)
-        self._print(f"{self._running[trial.folder]} ...")
+        """Print that a trial starts, and whether its student is trained already."""
+        head = self._next(trial)
+        self._running[trial.folder] = trial, head
+        trained = (trial.folder / "student" / "config.json").is_file()
+        self._print(f"{head}{': its student is trained already, and is scored' if trained else ''} ...")
 
     def end(self, result: Result, *, kept: bool = False) -> Result:
         """Print the result of a trial and return it; `kept`: the trial was not started again."""
-        head = self._running.pop(result.trial.folder, None) or self._next(result.trial)
+        _, head = self._running.pop(result.trial.folder, None) or (None, self._next(result.trial))
+        self._activity.advance(earlier=kept)
         if result.metrics is None:
             self._print(f"{head}: FAILED: {result.error}")
         else:
@@ -144,7 +159,20 @@ class Progress:
 
     def _print(self, line: str) -> None:
         if self._total is not None:
-            print(line, flush=True)
+            say(line)
+
+    def _detail(self) -> str:
+        running = [trial for trial, _ in list(self._running.values())]
+        return "; ".join(": ".join(filter(None, (trial.title, last_line(trial.log)))) for trial in running)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a running program's output; "" if there is none yet."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode("utf-8", errors="replace").split("\n")
+        return " ".join(next((line for line in reversed(lines) if line.strip()), "").split())
+    return ""
 
 
 def make_trial(

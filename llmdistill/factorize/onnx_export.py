@@ -26,6 +26,7 @@ from llmdistill.factorize.export import Describe, merge
 from llmdistill.factorize.install import is_factorized
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.load import load_model
+from llmdistill.progress import Activity, progress
 
 TOLERANCE = 1e-5
 """Largest allowed difference of an output in fp32, as a share of the largest output (and of 1 at least)."""
@@ -210,17 +211,18 @@ def _written(model: PreTrainedModel, file: Path) -> _Graph:
     logger.setLevel(logging.ERROR)  # it warns of packages that are not needed
     model.set_attn_implementation("eager")  # plain products, which ONNX Runtime fuses itself
     try:
-        torch.onnx.export(
-            program.eval(),
-            tuple(_nested(inputs)),
-            file,
-            dynamo=True,
-            dynamic_shapes=tuple(_nested(axes)),
-            input_names=list(inputs),
-            output_names=outputs,
-            external_data=sum(each.nbytes for each in model.parameters()) > _LARGE,
-            verbose=False,
-        )
+        with Activity("Writing the graph of ONNX"):
+            torch.onnx.export(
+                program.eval(),
+                tuple(_nested(inputs)),
+                file,
+                dynamo=True,
+                dynamic_shapes=tuple(_nested(axes)),
+                input_names=list(inputs),
+                output_names=outputs,
+                external_data=sum(each.nbytes for each in model.parameters()) > _LARGE,
+                verbose=False,
+            )
     finally:
         model.set_attn_implementation(implementation)
         logger.setLevel(level)
@@ -283,7 +285,7 @@ def _measured(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[str,
             past = graph.past(session.run(graph.outputs, graph.feed(ids[:1, :-1], mask[:1, :-1])))
             calls[f"{prefix}milliseconds_per_token"] = session, graph.feed(ids[:1, -1:], mask[:1], past)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_REPEATS + 1):
+    for _ in progress(range(_REPEATS + 1), "Timing", "rounds"):
         for name, (session, feed) in calls.items():
             started = time.perf_counter()
             session.run(None, feed)

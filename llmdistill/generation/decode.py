@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.data.instruct import check_lengths
 from llmdistill.errors import UserError, check_least
+from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, gather_objects
 
 Key = TypeVar("Key")
@@ -169,7 +170,7 @@ def shared_jobs(count: int, world: World, *, synced: bool) -> Iterator[tuple[int
     synced: the jobs need every rank (ZeRO-3), so all ranks get equally many; a rank without a further job repeats the
     last one, and its result does not count.
     """
-    for first in range(0, count, world.size):
+    for first in progress(range(0, count, world.size), "Answering", "batches"):
         number = first + world.rank
         if number < count or synced:
             yield min(number, count - 1), number >= count

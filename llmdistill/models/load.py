@@ -28,6 +28,7 @@ from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.progress import Activity
 
 Head = Literal["lm_head", "pretraining", "sequence", "span", "none", "saved"]
 """The head of a model: lm_head, the LM head (causal for decoders, masked for encoders); pretraining, the LM head and
@@ -91,18 +92,19 @@ def load_model(
     Raises:
         UserError: as in `load_config`; weights in safetensors are missing, or do not fit; or an adapter does not fit.
     """
-    adapter = adapter_folder(path)
-    if adapter is None:
-        model = _load_weights(path, dtype, head, new_head, num_classes)
-    else:
-        first = dtype if dtype == "auto" else torch.float32
-        whole = partial(_load_weights, dtype=first, head=head, new_head=new_head, num_classes=num_classes)
-        base = of_base(adapter, whole)
-        stored = base.dtype if dtype == "auto" else dtype
-        cast_parameters(base, torch.float32)
-        model = apply_adapter(base, adapter)
-        cast_parameters(model, stored)
-    return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
+    with Activity(f"Loading {path}"):
+        adapter = adapter_folder(path)
+        if adapter is None:
+            model = _load_weights(path, dtype, head, new_head, num_classes)
+        else:
+            first = dtype if dtype == "auto" else torch.float32
+            whole = partial(_load_weights, dtype=first, head=head, new_head=new_head, num_classes=num_classes)
+            base = of_base(adapter, whole)
+            stored = base.dtype if dtype == "auto" else dtype
+            cast_parameters(base, torch.float32)
+            model = apply_adapter(base, adapter)
+            cast_parameters(model, stored)
+        return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
 
 
 def config_with_head(path: str | Path, head: Head, num_classes: int | None) -> PreTrainedConfig:

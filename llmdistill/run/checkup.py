@@ -22,6 +22,7 @@ from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
+from llmdistill.progress import progress
 from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
 from llmdistill.run.loss_check import check_losses
 from llmdistill.run.loss_watch import HARDLY_TEACHES, small_terms
@@ -200,7 +201,7 @@ def term_sizes(
     parameters = [each for each in student.parameters() if each.requires_grad]
     sizes: dict[str, TermSize] = {}
     try:
-        for name in method.weights:
+        for name in progress(method.weights, "Checking", "terms of the loss"):
             taught = None
             if len(tapped) > 1:
                 with torch.no_grad():

@@ -19,6 +19,7 @@ from llmdistill.config import TrainConfig
 from llmdistill.errors import Stopped, UserError
 from llmdistill.methods import Method
 from llmdistill.models.forward import TappedModel
+from llmdistill.progress import progress
 from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.finite import FiniteSteps, Terms
@@ -169,7 +170,7 @@ class Trainer:
         self.engine.eval()
         sums = torch.zeros(2, len(method.weights), dtype=torch.float64, device=self.world.device)
         with torch.no_grad():
-            for batch in self.validation:
+            for batch in progress(self.validation, "Validation", "batches"):
                 moved = self._moved(batch, method)
                 teacher = None
                 if method.needs_teacher and self.teacher is not None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import is_causal, layers_of, max_positions
+from llmdistill.progress import progress
 
 Inputs = Mapping[str, Any]
 """The keyword arguments of a model's forward pass."""
@@ -140,7 +141,7 @@ def time_batches(
     try:
         for model in models.values():
             model.train(training)
-        for turn in range(len(next(iter(batches.values())))):
+        for turn in progress(range(len(next(iter(batches.values())))), "Timing", "batches"):
             for name, model in models.items():
                 inputs = {key: value.to(model.device) for key, value in batches[name][turn].items()}
                 if is_causal(model.config):

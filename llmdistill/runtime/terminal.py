@@ -178,6 +178,7 @@ def quiet_transformers() -> None:
     from llmdistill.runtime.devices import settle_accelerator
 
     settle_accelerator()
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # our own show the reading of data
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

@@ -21,6 +21,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import shape_of
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
+from llmdistill.progress import progress
 from llmdistill.tasks.chunk_files import Located, Sentence
 
 NOT_READ = -1
@@ -104,7 +105,8 @@ def end_vectors(
     vectors = np.empty((len(layers), len(drawn), 2, model.config.hidden_size), dtype=np.float32)
     collate = partial(collate_pairs, pad_token_id=pad_token_id)
     try:
-        for rows, batch in scoring_batches([items[index] for index in needed], collate, batch_size=batch_size):
+        batches = scoring_batches([items[index] for index in needed], collate, batch_size=batch_size)
+        for rows, batch in progress(batches, "Scoring", "batches"):
             hidden = forward(batch.to(model.device)).taps.hidden
             spans = [(row, number) for row, place in enumerate(rows) for number in spans_of[needed[place]]]
             row_N = torch.tensor([row for row, _ in spans], device=model.device)

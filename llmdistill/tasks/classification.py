@@ -16,6 +16,7 @@ from llmdistill.data.pairs import EncodedPair, PairExample
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
+from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.benchmark import gather
 from llmdistill.tasks.glue_files import BEST_SCORE, TABLES, TASKS, GlueTask, Metric
@@ -37,7 +38,7 @@ def predict(
     batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
     mine: list[tuple[int, float]] = []
     with torch.no_grad():
-        for indices, batch in batches:
+        for indices, batch in progress(batches, "Scoring", "batches"):
             logits = forward(batch.to(world.device)).sequence_logits
             assert logits is not None, "the model has no classifier"
             values = logits.argmax(-1) if task.classes else logits[:, 0].float()

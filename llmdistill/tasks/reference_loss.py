@@ -17,6 +17,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.models.families import has_segments
+from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.tasks.perplexity import perplexity_of
 
@@ -69,7 +70,10 @@ def score_references(
         rank=world.rank,
         world_size=world.size,
     )
-    pairs = [label_loss(model, batch, shift=True) for _, batch in batches]
+    pairs = [
+        label_loss(model, batch, shift=True)
+        for _, batch in progress(batches, "Perplexity of the references", "batches")
+    ]
     sums = [math.fsum(loss for loss, _ in pairs), sum(number for _, number in pairs)]
     total, count = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
     loss = total / count if count else math.nan

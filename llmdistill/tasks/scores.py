@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import differences, entries_damage, entries_of, find_record, write_record
+from llmdistill.progress import progress, say
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import ScoredModel, TaskData
@@ -43,7 +44,7 @@ class ScoreBook:
         kept = on_main(lambda: self._kept(file, predictions), self.world)
         model = cache(load)
         sets = on_main(lambda: dict(self.data.sets), self.world)  # rank 0 alone reads the files for their fingerprints
-        for set_name, asked in sets.items():
+        for set_name, asked in progress(sets.items(), f"Scoring the {name}", "sets"):
             if set_name in kept and not differences(kept[set_name]["asked"], asked):
                 continue
             scored = ScoredModel(
@@ -63,7 +64,7 @@ class ScoreBook:
         kept = broadcast_object(kept)
         summary = self.data.summary({set_name: kept[set_name]["score"] for set_name in sets})
         if self.world.is_main:
-            print(self.data.sentence(name, summary), flush=True)
+            say(self.data.sentence(name, summary))
         return {"params": params, **summary}
 
     def _kept(self, file: Path, predictions: Path) -> dict[str, Any]:

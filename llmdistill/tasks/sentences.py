@@ -34,6 +34,7 @@ from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
+from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
@@ -191,7 +192,7 @@ def embed_batches(
     found: list[tuple[int, Tensor]] = []
     try:
         with torch.no_grad():
-            for indices, batch in batches:
+            for indices, batch in progress(batches, "Scoring", "batches"):
                 embeddings = tapped(batch.to(device)).sequence_logits
                 assert embeddings is not None
                 # A batch that a rank repeats has no indices.

@@ -12,6 +12,7 @@ from llmdistill.batch import Batch, Outputs
 from llmdistill.data.collate import padded
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.data.windows import NO_ANSWER, EncodedWindow, QuestionExample
+from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.benchmark import gather
 
@@ -47,7 +48,7 @@ def predict_spans(
     batches = scoring_batches(windows, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
     mine: list[tuple[int, tuple[float, float, int, int]]] = []
     with torch.no_grad():
-        for indices, batch in batches:
+        for indices, batch in progress(batches, "Scoring", "batches"):
             logits_B2T = forward(batch.to(world.device)).sequence_logits
             assert logits_B2T is not None, "the model has no head for spans"
             if indices:  # a batch that only keeps the ranks in step has none

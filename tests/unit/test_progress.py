@@ -45,14 +45,22 @@ def test_a_file_gets_a_line_with_what_how_far_and_how_long_still(at_once, monkey
         Activity("Working"),
         Activity("Comparing", 7, "runs", done=2) as runs,
     ):
-        runs.advance()
-        runs._began -= 90  # one run in 90 seconds, so four take six minutes
+        runs.advance(earlier=True)
+        runs._began -= 90
+        runs.advance()  # one run in 90 seconds, so the other three of seven take four and a half minutes
         with Activity("Calibration", 1000, "tokens") as tokens:
             monkeypatch.setattr(shown, "_next_line", 0.0)
             line = after(stderr, "\n")
-            assert line == "Comparing  3 of 7 runs, 6 min 00 s left: Calibration  0 of 1,000 tokens, 0 s so far\n"
+            assert line == "Comparing  4 of 7 runs, 4 min 30 s left: Calibration  0 of 1,000 tokens, 0 s so far\n"
             tokens.advance(999)
     assert stderr.getvalue() == line  # the next is not due yet
+
+
+def test_what_a_unit_does_stands_last(at_once):
+    with redirect_stderr(io.StringIO()) as stderr, Activity("Comparing", 7, "runs", detail=lambda: "kd: 3/40"):
+        assert after(stderr, "\n") == "Comparing  0 of 7 runs, 0 s so far: kd: 3/40\n"
+    with redirect_stderr(Terminal()) as stderr, Activity("Comparing", 7, "runs", detail=lambda: "kd: 3/40"):
+        assert "[00:00<?, kd: 3/40]" in after(stderr, "3/40")
 
 
 def test_work_of_unknown_length_says_for_how_long_it_has_run(at_once):

@@ -184,7 +184,8 @@ class TaskStudy:
             if scored.metrics is None:
                 raise UserError(str(scored.error))
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
-        results = runner.run(trials, self._progress(data.metrics[0], len(trials)))
+        with self._progress(data.metrics[0], len(trials)) as shown:
+            results = runner.run(trials, shown)
         failures = [
             f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in results if each.metrics is None
         ]

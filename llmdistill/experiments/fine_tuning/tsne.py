@@ -23,6 +23,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.load import load_model
 from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.progress import progress
 from llmdistill.report.plots import Cloud, plot_clusters, save_plot
 from llmdistill.tasks.classification import targets_of
 from llmdistill.tasks.glue_files import TaskFiles
@@ -137,7 +138,7 @@ def layer_features(
     forward = TappedModel(model, Recorder(model, {aspect: frozenset({layer - 1})}))
     features = np.empty((len(items), model.config.hidden_size), dtype=np.float32)
     collate = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
-    for indices, batch in scoring_batches(items, collate, batch_size=_BATCH_SIZE):
+    for indices, batch in progress(scoring_batches(items, collate, batch_size=_BATCH_SIZE), "Features", "batches"):
         features_BTW = getattr(forward(batch.to(device)).taps, aspect)[layer - 1]
         where_B = batch.attention_mask.sum(1) - 1 if is_causal(model.config) else torch.zeros(len(indices)).long()
         chosen_BW = features_BTW[torch.arange(len(indices)), where_B.to(device)]

@@ -30,6 +30,16 @@ def test_dry_run_lists_the_grid_of_each_method(capsys) -> None:
     assert len({run["folder"] for run in plan["runs"]}) == len(titles)
     assert plan["final_runs"] == 4
     assert plan["sizes"] == ["20", "40%"]
+    assert list(plan["counts"].values()) == [1, 9, 2, 2, 2, 4]
+
+
+def test_it_says_how_many_runs_it_starts_and_which_only_score(capsys) -> None:
+    words = ["--recipe", "quickstart", "--methods", "none,sft,makd", "--seeds", "2", "--dry_run"]
+    assert main(["compare", *words]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "14 runs: 1 scoring the teacher and untrained students, 9 training, 2 scoring a student on the test sets that "
+        "an earlier run has trained, 2 training the chosen settings with other seeds"
+    )
 
 
 def test_dry_run_lists_the_runs_of_each_start(capsys) -> None:

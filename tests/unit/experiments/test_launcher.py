@@ -96,11 +96,16 @@ def test_a_failed_trial_stops_no_other(scripted, trials, capsys):
         "[3/3] sft seed=2 ...",
         "[3/3] sft seed=2: seed 2",
     ]
+    student = trials[1].folder / "student"
+    student.mkdir()
+    (student / "config.json").touch()
     began = trials[0].folder / "began"
     before = began.read_text()
     again = scripted_again(trials, progress)
     assert [result.metrics is not None for result in again] == [True, False, True]
-    assert "(kept)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "(kept)" in out
+    assert "sft seed=1: its student is trained already, and is scored ..." in out
     assert began.read_text() == before
 
 
@@ -117,6 +122,15 @@ def test_trials_run_side_by_side_where_that_is_wanted(scripted, trials, at_once)
     first, last = trials[0].folder, trials[2].folder
     overlap = float((last / "began").read_text()) < float((first / "ended").read_text())
     assert overlap == (at_once > 1)
+
+
+def test_the_progress_of_a_study_has_the_last_line_of_the_running_trial(trials):
+    with Progress(3) as progress:
+        progress.start(trials[0])
+        assert progress._activity.line().endswith(f" so far: {trials[0].title}")
+        trials[0].log.parent.mkdir(parents=True, exist_ok=True)
+        trials[0].log.write_text("first\n  Training   3 of 40 steps, 2 min left\n\n")
+        assert progress._activity.line().endswith(f": {trials[0].title}: Training 3 of 40 steps, 2 min left")
 
 
 def test_an_interrupted_study_leaves_no_process_behind(scripted, trials):
