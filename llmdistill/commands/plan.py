@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse import ArgumentParser
 
@@ -37,8 +37,9 @@ def build_parser(prog: str) -> ArgumentParser:
         prog=prog,
         usage=f"{prog} [--recipe NAME] [--gpus N] [--nodes N] [--gpu_memory SIZE] [--write DIR] [--KEY VALUE ...]",
         exit_on_error=False,
-        description="Forecast, from configurations alone, the memory of a training by part and the time of a step, for "
-        "each ZeRO stage, micro batch, activation checkpointing and place of the teacher, and propose what fits best. "
+        description="Forecast, from configurations alone, the memory of a training by part and the time of a step on "
+        "GPUs, or on this CPU, for each ZeRO stage, micro batch, activation checkpointing and place of the teacher, "
+        "and propose what fits best. "
         "All settings of a run (llmdistill train --help all) can be given too; with --ds_config only that one is "
         "looked at, and a train.micro_batch_size that is given is kept where it fits. A file with the teacher's "
         "outputs (llmdistill cache) is one of its places where the run can have it.",
@@ -70,7 +71,7 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
     """
     own, words = split_words(arguments, {each.name for each in fields(MachineConfig)} | _FLAGS | _FLAGS_OF_CACHE)
     parsed = parse(build_parser(prog), own)
-    machine = build(parsed, MachineConfig, prefix="--")
+    machine = measured(build(parsed, MachineConfig, prefix="--"), own)
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)
     config, _ = parse_run(words, METHODS)
@@ -79,13 +80,14 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
     from llmdistill.run.forecast.making import CacheAsked
 
     quiet_transformers()
-    resolved = resolve(config)
+    resolved = resolve(config, "bf16" if machine.gpus else "fp32")
     if not resolved.trains:
         raise UserError(f"method {config.method} trains nothing, so there is nothing to plan: name another --method")
     counts = count_data(resolved) if parsed.count_data else None
     folder = Path("cache") if parsed.write is None else parsed.write / "cache"
     asked = CacheAsked(folder=str(folder), settings=settings, counts=counts)
-    choices = make_choices(resolved, machine, [config.ds_config] if given else DS_CONFIGS, asked)
+    one = given is not None or not machine.gpus  # nothing is sharded over the single rank of a CPU
+    choices = make_choices(resolved, machine, [config.ds_config] if one else DS_CONFIGS, asked)
     if parsed.json:
         fitting = any(choice.fits for choice in choices)
         best = propose(choices, config.train.micro_batch_size) if fitting else None
@@ -101,14 +103,27 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
             print(f"Written    {parsed.write / 'ds_config.json'}, {parsed.write / 'launch.sh'}")
 
 
-def resolve(config: RunConfig) -> Plan:
-    """Return the plan of a run on GPUs with bf16, from the configurations of its models alone."""
+def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
+    """Return the machine: this CPU for --gpus 0, or where the words name no machine and no GPU is here."""
+    import torch
+
+    from llmdistill.run.forecast.cpu import measure_cpu
+
+    names = {each.name for each in fields(MachineConfig)}
+    given = names & {word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")}
+    if machine.gpus != 0 and (given or torch.cuda.is_available()):
+        return machine
+    return replace(machine, gpus=0, **{name: each for name, each in measure_cpu().items() if name not in given})
+
+
+def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
+    """Return the plan of a run in the dtype of its device, from the configurations of its models alone."""
     from llmdistill.embedded import locate
     from llmdistill.models.configs import load_config
     from llmdistill.run.plan import make_plan, make_plans
 
     if config.train.dtype == "auto":
-        config = replace(config, train=replace(config.train, dtype="bf16"))
+        config = replace(config, train=replace(config.train, dtype=dtype))
     if config.student.assistants:
         return make_plans(config)[-1]
     named = {str(name) for name in (config.teacher.model, config.student.model) if name is not None}
@@ -142,25 +157,27 @@ def notes(config: RunConfig) -> list[str]:
     return [f"{what} are not in the forecast" for what, is_there in left_out.items() if is_there]
 
 
+def launcher_words(machine: MachineConfig) -> list[str]:
+    """Return the flags of the launcher; a CPU needs none."""
+    nodes = [] if machine.nodes == 1 else ["--hostfile", "hosts", "--num_nodes", str(machine.nodes)]
+    return [*nodes, *(["--num_gpus", str(machine.gpus)] if machine.gpus else [])]
+
+
 def launch_words(choice: Choice, words: Sequence[str], machine: MachineConfig, ds_config: str) -> list[str]:
     """Return the command line that launches a training with a choice; its settings stand last, so they win."""
-    nodes = [] if machine.nodes == 1 else ["--hostfile", "hosts", "--num_nodes", str(machine.nodes)]
     settings = [
         f"--{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in choice.overrides.items()
     ]
-    launcher = ["llmdistill", "train", *nodes, "--num_gpus", str(machine.gpus)]
-    return [*launcher, *words, "--ds_config", ds_config, *settings]
+    return ["llmdistill", "train", *launcher_words(machine), *words, "--ds_config", ds_config, *settings]
 
 
 def cache_words(cache: CacheForecast, words: Sequence[str], machine: MachineConfig) -> list[str]:
     """Return the command line that makes the cache of a choice; it goes on where it was interrupted."""
-    nodes = [] if machine.nodes == 1 else ["--hostfile", "hosts", "--num_nodes", str(machine.nodes)]
     kept = {name: value for name, value in asdict(cache.settings).items() if value != getattr(CacheConfig(), name)}
     settings = [f"--cache.{name}={value}" for name, value in kept.items()]
     settings += [] if cache.sharding == "replicated" else [f"--teacher.sharding={cache.sharding}"]
     _, run = split_words(words, {"teacher.cache"})
-    launcher = ["llmdistill", "cache", *nodes, "--num_gpus", str(machine.gpus)]
-    return [*launcher, *run, *settings, "--output", cache.folder]
+    return ["llmdistill", "cache", *launcher_words(machine), *run, *settings, "--output", cache.folder]
 
 
 def first_words(choice: Choice, words: Sequence[str], machine: MachineConfig) -> list[str] | None:
@@ -225,7 +242,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
         f"Student    {sizes['method']}, {sizes['student_params']:,} parameters\n"
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
         f"{' + '.join(plan.config.methods())}, {str(plan.dtype).removeprefix('torch.')}\n"
-        f"Machine    {machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each\n"
+        f"Machine    {about_machine(machine)}\n"
         + ("" if cache is None else f"Cache      {about_cache(cache)}\n")
         + "".join(f"Note       {note}\n" for note in notes(plan.config))
     )
@@ -244,7 +261,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
         ]
         for choice in shown
     ]
-    title = "GB of a GPU and seconds of a step, for micro batch x accumulation steps"
+    title = "GB of a rank and seconds of a step, for micro batch x accumulation steps"
     print_table(title, header, rows, left=(0, 1, 2, 5, 7))
     best = best_of_each(choices, lambda each: (each.ds_config,))
     parts = [part for part in best[0].memory if any(choice.memory[part] > 0 for choice in best)]
@@ -260,7 +277,15 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice],
     for each in fields(Duration):
         of_step.append([f"{each.name} s", *(f"{getattr(choice.duration, each.name):.2g}" for choice in best)])
     print()
-    print_table("A step of the best of each ds_config on one GPU", ["what", *names], of_step)
+    print_table("A step of the best of each ds_config on one rank", ["what", *names], of_step)
+
+
+def about_machine(machine: MachineConfig) -> str:
+    """Return what a training is planned for."""
+    if machine.gpus:
+        return f"{machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each"
+    said = f"the CPU of this machine, {machine.gpu_memory} free, {1000 * machine.tflops:.3g} GFLOP/s"
+    return f"{said}\n           (--gpus N plans for GPUs)"
 
 
 def about_cache(cache: CacheForecast) -> str:

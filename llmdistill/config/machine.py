@@ -12,14 +12,15 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "T
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The machine that a training is planned for. The defaults are those of A100 nodes with NVLink and InfiniBand."""
+    """The machine that a training is planned for. The defaults are those of A100 nodes with NVLink and InfiniBand. With
+    none of these settings, on a machine without a GPU, its CPU is planned for."""
 
     gpus: int = 8
-    """GPUs of each node."""
+    """GPUs of each node; 0 is the CPU of this machine, whose memory and speed are measured where they are not given."""
     nodes: int = 1
     """Number of nodes."""
     gpu_memory: str = "80GB"
-    """Memory of a GPU, in MB, GB, TB (powers of ten) or MiB, GiB, TiB (powers of two)."""
+    """Memory of a GPU, or what is free beside a CPU, in MB, GB, TB (powers of ten) or MiB, GiB, TiB (powers of two)."""
     tflops: float = 312.0
     """Peak of a GPU's dense matrix products in the number format of the run, in TFLOP/s; bf16 by default."""
     product_share: float = 0.6
@@ -39,6 +40,9 @@ class MachineConfig:
     """Bandwidth of a node's memory in GB/s, which its GPUs share; only offloading uses it."""
     disk: float = 2.0
     """Bandwidth of each node's disk or shared file system in GB/s, which its GPUs share, for a teacher's cache."""
+    cache_space: str = "1TB"
+    """Room on that disk for a teacher's cache; a larger one is not proposed, nor one of more than a hundred times the
+    bytes of the teacher, unless nothing else fits."""
     launch: float = 6.0
     """Time that the CPU takes to launch one operation on a GPU, in microseconds."""
     reserved: str = "2GB"
@@ -50,8 +54,8 @@ class MachineConfig:
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a value is out of its range."""
-        check_least(self, 1, "gpus", "nodes", prefix="--")
-        check_least(self, 0, "launch", prefix="--")
+        check_least(self, 1, "nodes", prefix="--")
+        check_least(self, 0, "gpus", "launch", prefix="--")
         for name in ("tflops", "memory_bandwidth", "nvlink", "infiniband", "pcie", "host_bandwidth", "disk"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name} is {getattr(self, name)}: give a number over 0")
@@ -61,13 +65,18 @@ class MachineConfig:
         for name in ("fragmentation", "margin"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}: give a share from 0 to below 1")
-        for name in ("gpu_memory", "reserved"):
+        for name in ("gpu_memory", "reserved", "cache_space"):
             parse_bytes(getattr(self, name), field=name)
 
     @property
+    def ranks_of_node(self) -> int:
+        """The number of ranks of each node: one on a CPU."""
+        return max(1, self.gpus)
+
+    @property
     def ranks(self) -> int:
-        """The number of GPUs of all nodes."""
-        return self.gpus * self.nodes
+        """The number of ranks of all nodes."""
+        return self.ranks_of_node * self.nodes
 
     @property
     def memory_bytes(self) -> int:

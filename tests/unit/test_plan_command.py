@@ -169,7 +169,7 @@ def test_proposal_of_a_cache_names_the_command_that_makes_it_first(capsys, folde
 
 def test_cache_is_no_choice_where_the_run_can_have_none(capsys, run, folders):
     encoder = ("--recipe", "minilm/6x384", "--student.shape", "1x32x8", "--minilmv2.relation_heads", "8")
-    found = planned(capsys, *encoder, "--teacher.model", str(folders["encoder"]), "--ds_config", "zero1")
+    found = planned(capsys, *encoder, "--teacher.model", str(folders["encoder"]), *MACHINE, "--ds_config", "zero1")
     assert {each["teacher"] for each in found["choices"]} == {"replicated", "zero3"}
     assert found["cache"] is None
     named = planned(capsys, *run, *MACHINE, *KD, "--teacher.cache", "somewhere")
@@ -179,10 +179,46 @@ def test_cache_is_no_choice_where_the_run_can_have_none(capsys, run, folders):
 
 
 def test_counted_data_have_their_own_size(capsys):
-    found = planned(capsys, "--count_data", *KD, "--train.steps", "1000", "--train.micro_batch_size", "4")
+    run = ("--count_data", *KD, "--train.steps", "1000", "--train.micro_batch_size", "4", "--gpus", "8")
+    found = planned(capsys, *run)
     assert found["cache"]["counts"]["sequences"] == 2000
     assert found["cache"]["counts"]["labels"] < 0.5 * found["cache"]["counts"]["tokens"]
     assert found["proposal"]["teacher"] == "cached", "an epoch has 62 steps, and the cache is made once"
+    small = planned(capsys, *run, "--cache_space", "1MB")
+    assert small["cache"]["bytes"] > 1e6
+    assert small["proposal"]["teacher"] == "replicated", "the disk has no room for it"
+
+
+def test_a_cache_out_of_proportion_to_the_teacher_is_not_proposed(capsys):
+    """Of 100,000 steps, each example once: 0.1 TB in place of a teacher of 2.4 MB."""
+    run = (*KD, "--train.steps", "100000", "--train.micro_batch_size", "4", "--gpus", "8")
+    # A slow GPU, so that the cache's reading is faster than the teacher.
+    found = planned(capsys, *run, "--tflops", "0.1")
+    assert found["cache"]["bytes"] > 100 * 2 * found["teacher_params"]
+    cached = by_teacher(found, "cached")
+    assert cached["fits"]
+    assert cached["step_seconds"] < 0.9 * by_teacher(found, "replicated")["step_seconds"]
+    assert found["proposal"]["teacher"] == "replicated"
+
+
+def test_a_cpu_is_a_machine_of_one_rank(capsys, run, monkeypatch):
+    speed = ("--gpu_memory", "16GB", "--tflops", "0.1", "--memory_bandwidth", "20")
+    found = planned(capsys, *run, "--gpus", "0", *speed)
+    for choice in found["choices"]:
+        assert choice["overrides"]["train.micro_batch_size"] * choice["accumulation_steps"] == 16
+        assert choice["wire_bytes"] == 0
+    assert len({choice["ds_config"] for choice in found["choices"]}) == 1, "there is nobody to share anything with"
+    best = found["proposal"]
+    assert best["memory_bytes"]["teacher"] == pytest.approx(4 * found["teacher_params"], rel=1e-3)  # fp32
+    assert best["seconds"]["compute"] == pytest.approx(best["flops"] / (0.6 * 0.1e12), rel=0.1)
+    assert "--num_gpus" not in found["command"]
+    # Without a machine on the command line it is the one here.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    here = planned(capsys, *run)["machine"]
+    assert here["gpus"] == 0
+    assert here["tflops"] < 50, "measured"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert planned(capsys, *run, "--ds_config", "zero1")["machine"]["gpus"] == 8
 
 
 @pytest.mark.parametrize(

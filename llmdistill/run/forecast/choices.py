@@ -180,7 +180,7 @@ def _choice(
         trace.moments,
         ranks=machine.ranks,
         accumulation_steps=accumulation_steps,
-        ranks_of_node=machine.gpus,
+        ranks_of_node=machine.ranks_of_node,
     )
     work = trace.student + trace.teacher
     return Choice(
@@ -192,7 +192,7 @@ def _choice(
         memory=with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation),
         flops=accumulation_steps * work.flops,
         wire_bytes=wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps),
-        node_bytes=node_bytes(sizes, teacher, machine.gpus, accumulation_steps=accumulation_steps),
+        node_bytes=node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=accumulation_steps),
         duration=step_duration(
             zero, sizes, teacher, work, machine, accumulation_steps=accumulation_steps, read_bytes=read_bytes
         ),
@@ -230,8 +230,10 @@ def propose(choices: Sequence[Choice], micro_batch_size: int | None = None) -> C
 
 
 def _preferred(choices: Sequence[Choice], micro_batch_size: int | None) -> list[Choice]:
-    """The choices that fit, not tightly if possible, and of these if possible those with the micro batch size."""
+    """The choices that fit, without a senseless cache and not tightly if possible, and of these if possible those with
+    the micro batch size."""
     fitting = [choice for choice in choices if choice.fits]
+    fitting = [choice for choice in fitting if choice.cache is None or choice.cache.is_sensible] or fitting
     loose = [choice for choice in fitting if not choice.tight]
     for kind in (loose, fitting):
         asked = [choice for choice in kind if micro_batch_size in (None, choice.micro_batch_size)]
@@ -257,8 +259,8 @@ def missing(choices: Sequence[Choice]) -> str:
     over, weight = (gigabytes(each) for each in (least.total - least.available, least.memory[part]))
     return (
         f"--gpu_memory: nothing fits in {gigabytes(least.available)} GB: {least.described()} needs least, "
-        f"{gigabytes(least.total)} GB of each GPU, {over} GB too much, of which {PARTS[part]} are {weight} GB: "
-        f"take {_REMEDIES[part]}, or GPUs with more memory"
+        f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {PARTS[part]} are {weight} GB: "
+        f"take {_REMEDIES[part]}, or more memory"
     )
 
 

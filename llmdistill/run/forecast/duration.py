@@ -89,14 +89,14 @@ def pass_seconds(sizes: Sizes, teacher: str, work: Work, machine: MachineConfig)
     """Return the time of one forward pass of the teacher alone, on all ranks at the same time."""
     memory = work.other_bytes / _reached(machine, machine.memory_bandwidth)
     gathered = _teacher_bytes(sizes, machine.ranks, 1) if teacher == "zero3" else 0.0
-    within = node_bytes(sizes, teacher, machine.gpus, accumulation_steps=1)
+    within = node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=1)
     sent = gathered / _reached(machine, wire_bandwidth(machine)) + within / _reached(machine, machine.nvlink)
     return max(_product_seconds(work, machine) + memory, sent, 1e-6 * machine.launch * work.operations)
 
 
 def read_seconds(size: float, machine: MachineConfig) -> float:
     """Return the time in which each rank reads so many bytes of a cache, from the disk of its node to its GPU."""
-    return size * (machine.gpus / _reached(machine, machine.disk) + 1 / _reached(machine, machine.pcie))
+    return size * (machine.ranks_of_node / _reached(machine, machine.disk) + 1 / _reached(machine, machine.pcie))
 
 
 def _product_seconds(work: Work, machine: MachineConfig) -> float:
@@ -109,7 +109,7 @@ def _wire_seconds(
     zero: Zero, sizes: Sizes, teacher: str | None, machine: MachineConfig, *, accumulation_steps: int
 ) -> float:
     between = wire_bytes(zero, sizes, teacher, machine.ranks, accumulation_steps=accumulation_steps)
-    within = node_bytes(sizes, teacher, machine.gpus, accumulation_steps=accumulation_steps)
+    within = node_bytes(sizes, teacher, machine.ranks_of_node, accumulation_steps=accumulation_steps)
     return between / _reached(machine, wire_bandwidth(machine)) + within / _reached(machine, machine.nvlink)
 
 
@@ -147,7 +147,7 @@ def wire_bandwidth(machine: MachineConfig) -> float:
     """
     if machine.nodes == 1:
         return machine.nvlink
-    return min(machine.nvlink, machine.gpus * machine.infiniband)
+    return min(machine.nvlink, machine.ranks_of_node * machine.infiniband)
 
 
 def _host_seconds(zero: Zero, sizes: Sizes, machine: MachineConfig, *, accumulation_steps: int) -> float:
@@ -159,7 +159,7 @@ def _host_seconds(zero: Zero, sizes: Sizes, machine: MachineConfig, *, accumulat
         copied += 2 * accumulation_steps * sizes.student_bytes / machine.ranks
     seconds = copied / _reached(machine, machine.pcie)
     if zero.offloads_optimizer:
-        seconds += _HOST_ADAM_BYTES * updated * machine.gpus / _reached(machine, machine.host_bandwidth)
+        seconds += _HOST_ADAM_BYTES * updated * machine.ranks_of_node / _reached(machine, machine.host_bandwidth)
     return seconds
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.machine import MachineConfig
+from llmdistill.config.machine import MachineConfig, parse_bytes
 from llmdistill.run.checks import check_top_k
 from llmdistill.run.forecast.cached import CacheTrace, Counts, trace_cache
 from llmdistill.run.forecast.duration import pass_seconds, read_seconds
@@ -14,6 +14,9 @@ from llmdistill.run.forecast.memory import TEACHERS, Sizes, resident_teacher, te
 from llmdistill.run.forecast.step import Models, full_batch
 from llmdistill.run.plan import Plan
 from llmdistill.teacher.cache_folder import CACHE_FILE, read_cache_record
+
+_MOST_TEACHERS = 100
+"""A cache of more than so many times the bytes of the teacher is not proposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class CacheForecast:
     """Time to make it on the machine, loading left out; None without `counts`."""
     seconds_per_step: float
     """The same, spread over the steps of the run; 0 if the cache is there."""
+    is_sensible: bool
+    """Whether it is there, or its size is known and neither out of proportion to the teacher nor to the disk."""
 
 
 def trace_making(plan: Plan, models: Models, asked: CacheAsked) -> tuple[CacheAsked, CacheTrace]:
@@ -88,6 +93,8 @@ def forecast_making(
     seconds += read_seconds(trace.row_bytes(each) / machine.ranks, machine)  # a disk is written as fast as it is read
     steps = train.steps if train.epochs is None else train.epochs * each.sequences / train.global_batch_size
     is_there = (Path(asked.folder) / CACHE_FILE).is_file()
+    size = None if counts is None else trace.shard_bytes(counts) + trace.head_bytes
+    most = min(_MOST_TEACHERS * sizes.teacher_bytes, parse_bytes(machine.cache_space, field="cache_space"))
     return CacheForecast(
         folder=asked.folder,
         settings=trace.settings,
@@ -97,16 +104,17 @@ def forecast_making(
         bytes_per_token=trace.shard_bytes(each) / max(1, each.tokens),
         counts=counts,
         counted=asked.counts is not None,
-        bytes=None if counts is None else trace.shard_bytes(counts) + trace.head_bytes,
+        bytes=size,
         seconds=None if counts is None else seconds,
         seconds_per_step=0.0 if is_there else seconds / steps,
+        is_sensible=is_there or (size is not None and size <= most),
     )
 
 
 def _teacher_that_fits(trace: CacheTrace, sizes: Sizes, machine: MachineConfig) -> tuple[str, bool]:
     """The simplest teacher.sharding with which the teacher's pass fits, and whether there is one."""
     for sharding in shardings(machine):
-        sharers = teacher_sharers(sharding, ranks=machine.ranks, ranks_of_node=machine.gpus)
+        sharers = teacher_sharers(sharding, ranks=machine.ranks, ranks_of_node=machine.ranks_of_node)
         parts = {"activations": trace.peak, **resident_teacher(sizes, sharding, sharers)}
         needed = with_allocator(parts, reserved=machine.reserved_bytes, fragmentation=machine.fragmentation)
         if sum(needed.values()) <= machine.memory_bytes:
@@ -116,5 +124,5 @@ def _teacher_that_fits(trace: CacheTrace, sizes: Sizes, machine: MachineConfig) 
 
 def shardings(machine: MachineConfig) -> list[str]:
     """Return the values of teacher.sharding that differ from the simpler ones on a machine."""
-    differs = {"node": machine.nodes > 1 and machine.gpus > 1, "zero3": machine.ranks > 1}
+    differs = {"node": machine.nodes > 1 and machine.ranks_of_node > 1, "zero3": machine.ranks > 1}
     return [each for each in TEACHERS if differs.get(each, True)]
