@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
@@ -22,6 +22,7 @@ from llmdistill.errors import UserError
 from llmdistill.runtime.hosts import check_hosts
 from llmdistill.runtime.launch import DEFAULT_PORT, free_port, has_gpu_device, is_busy
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
+from llmdistill.tasks.instruction_sets import suite_sets
 
 LAUNCHER_FLAGS = (
     *("num_gpus", "num_nodes", "hostfile", "include", "exclude"),
@@ -142,7 +143,7 @@ def _compress_parser() -> ArgumentParser:
     )
     parser.add_argument("--model", type=str, required=True, help="Model folder.")
     parser.add_argument("--output", type=str, help="New folder for the student; required without --dry_run.")
-    parser.add_argument("--method", choices=get_args(FactorizeMethod), default="svd", help="Kind of factorization.")
+    parser.add_argument("--method", type=FactorizeMethod, default="svd", help="Kind of factorization.")
     text = "With --method kronecker and --target_params: also print the best combinations of shapes. A shape is that "
     text += "of the first factor of a matrix with at least as many outputs as inputs, and transposed for the others."
     parser.add_argument("--candidates", action="store_true", help=text)
@@ -162,7 +163,7 @@ def export(arguments: Sequence[str]) -> None:
     )
     text = "onnx: the factors are kept, and size and speed are measured beside the dense model; also for stock models. "
     text += "dense: the factors are multiplied out, to a stock Hugging Face model of the teacher's size and speed."
-    parser.add_argument("--to", choices=["dense", "onnx"], required=True, help=text)
+    parser.add_argument("--to", type=Literal["dense", "onnx"], required=True, help=text)
     parser.add_argument("--int8", action="store_true", help="With --to onnx: also a file with int8 matrices.")
     parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
     parser.add_argument("--output", type=str, required=True, help="New folder.")
@@ -195,6 +196,8 @@ def evaluate(arguments: Sequence[str]) -> None:
         if launcher:
             raise UserError(f"{launcher[0]}: --suite {flags.suite} runs in one process; leave it out")
         return side_by_side.evaluate(flags.suite, rest, prog=f"llmdistill evaluate --suite {flags.suite}")
+    if flags.suite is not None:  # a mistyped suite is not to be answered with what a set needs
+        suite_sets(flags.suite, None, others=["glue", *side_by_side.SUITES])
     if launcher:
         launch(launcher, "llmdistill.cli", "evaluate", *words)
     from llmdistill.commands.evaluate import evaluate as evaluate_answers

@@ -115,6 +115,8 @@ def one_sentence(message: str) -> str:
         given = "null" if value.group(1) == "None" else repr(_short(value.group(1)))  # as YAML and --help write it
         choices = [each.strip("' \"") for each in re.findall(r"Literal\[(.*?)\]", kinds) for each in each.split(",")]
         kinds = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", ""), kinds).replace("NoneType", "null")
+        plain = value.group(1) if re.fullmatch(r"[^\s\[{]{1,60}", value.group(1)) else "VALUE"
+        kinds = re.sub(r"\bdict\b", f"a mapping such as '{{NAME: {plain}}}'", kinds)
         hint = did_you_mean(value.group(1).strip("'"), choices)
         return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}{hint}"
     section = re.search(r'key "([\w.]+)":\s+Unable to load config ([^\n]*)', message)

@@ -19,6 +19,7 @@ import yaml
 from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
+from llmdistill.config.strict import did_you_mean
 from llmdistill.config.tasks import GridConfig
 from llmdistill.data.corpus import text_files
 from llmdistill.embedded import locate
@@ -257,7 +258,8 @@ def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str,
     able = {key: row for key, row in known.items() if row.missing is None}
     for name in names or ():
         if name not in known:
-            raise UserError(f"--rows: there is no row {name!r} in this table; there are {', '.join(known)}")
+            near = did_you_mean(name, known)
+            raise UserError(f"--rows: there is no row {name!r} in this table{near} (there are {', '.join(known)})")
         if name not in able:
             raise UserError(f"--rows: {name} is not run here: {known[name].missing}")
     return able if names is None else {key: row for key, row in able.items() if key in names}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -10,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.config.tasks import ProtocolName
 from llmdistill.errors import UserError
 from llmdistill.report.column import Column
@@ -92,9 +92,9 @@ def load_table(name: str) -> PublishedTable:
     """
     names = table_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--suite {name}: there is no such table{hint} (there are {', '.join(names)})")
+        raise UserError(
+            f"--suite {name}: there is no such table{did_you_mean(name, names)} (there are {', '.join(names)})"
+        )
     content = read_suite(name)
     columns = [Column(**fields) for fields in content["columns"]]
     # A figure of a paper may be a drawing without numbers.

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
-from llmdistill.experiments.tables import read_suite, suite_files
+from llmdistill.experiments.tables import read_suite, suite_files, table_names
 from llmdistill.methods import METHODS
 
 _FORMER = {"table3": "makd-table3-decoder", "table4": "makd-table4-decoder", "table5": "makd-table5"}
@@ -110,7 +111,10 @@ def load_suite(name: str) -> Suite:
     """
     name = _FORMER.get(name, name)
     if name not in suite_names():
-        raise UserError(f"--suite {name}: there is no such suite; there are {', '.join(suite_names())}")
+        every = [*suite_names(), *table_names()]
+        raise UserError(
+            f"--suite {name}: there is no such suite{did_you_mean(name, every)} (there are {', '.join(every)})"
+        )
     content = read_suite(name)
     listed = content["methods"]
     if isinstance(listed, dict):
@@ -145,7 +149,9 @@ def from_starts(variants: Sequence[Variant], starts: Sequence[Start]) -> list[Va
 def _named(names: Sequence[str], known: Mapping[str, _Entry], key: str, what: str) -> list[_Entry]:
     for index, name in enumerate(names):
         if name not in known:
-            raise UserError(f"{key}: there is no {what} {name!r}; there are {', '.join(known)}")
+            raise UserError(
+                f"{key}: there is no {what} {name!r}{did_you_mean(name, known)} (there are {', '.join(known)})"
+            )
         if name in names[:index]:
             raise UserError(f"{key}: {name} is there twice; name it once")
     if not names:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
 SETS = {
@@ -17,11 +19,11 @@ SETS = {
 """Name -> reference of the set: MiniLLM's test sets on the Hub, and the sets shipped with the package."""
 
 
-def suite_sets(names: str, folder: Path | None) -> dict[str, str]:
+def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -> dict[str, str]:
     """Return {name: reference} for sets given as `dolly,self_inst,vicuna`.
 
     If a folder is given, sets that are not shipped with the package are read from it: from NAME.jsonl, else from the
-    file whose name begins with NAME.
+    file whose name begins with NAME. `others` are suites that are no sets, for the hint in the error.
 
     Raises:
         UserError: a name is not the name of a set, or the folder does not contain the set.
@@ -29,7 +31,9 @@ def suite_sets(names: str, folder: Path | None) -> dict[str, str]:
     references: dict[str, str] = {}
     for name in (part.strip() for part in names.split(",")):
         if name not in SETS:
-            raise UserError(f"--suite: there is no set {name!r}; there are {', '.join(SETS)}; --data takes any file")
+            known = [*SETS, *others]
+            there = f"there are {', '.join(known)}; --data takes any file"
+            raise UserError(f"--suite: there is no set {name!r}{did_you_mean(name, known)} ({there})")
         is_embedded = SETS[name].startswith("embedded:")
         references[name] = SETS[name] if is_embedded or folder is None else str(_file(name, folder))
     return references

@@ -44,6 +44,9 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
             "there is no command 'compres'; there are train, plan, doctor, compare, recipes, compress, cache, "
             "generate, export, push, evaluate; did you mean compress?",
         ),
+        (["evaluate", "--suite", "glu"], "--suite: there is no set 'glu'; did you mean glue? (there are dolly,"),
+        (["evaluate", "--suite", "dolly,vicunna", "--model", "x"], "no set 'vicunna'; did you mean vicuna?"),
+        (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx; did"),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),
         (["export", "--model", "x", "--output", "y"], "required: to"),

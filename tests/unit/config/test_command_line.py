@@ -46,6 +46,8 @@ def test_default_folder_names_recipe_and_ds_config(tmp_path):
         (["--train.steps", "many"], "train.steps: 'many' does not fit; expected int"),
         (["--train.validate_every", "null"], "train.validate_every: null does not fit; expected int"),
         (["--method", "magic"], "method: 'magic' does not fit"),
+        (["--data.tests", "foo.jsonl"], "data.tests: 'foo.jsonl' .* a mapping such as '{NAME: foo.jsonl}'"),
+        (["--data.tests", "[a b]"], "data.tests: .* does not fit; expected a mapping such as '{NAME: VALUE}'"),
         (["--train.steps", "0"], "train.steps is 0: give 1 or more"),
         (["--train.warmup_steps", "-1"], "train.warmup_steps is -1: give 0 or more"),
         (["--scoring.batch_size", "0"], "^scoring.batch_size is 0: give 1 or more"),

@@ -73,10 +73,15 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--methods", "sft,magic"], "there is no method 'magic'; there are makd, makd_minilm, kd"),
-        (["--suite", "table9"], "there is no such suite; there are makd-table3-decoder"),
+        (["--methods", "sft,magic"], "there is no method 'magic' (there are makd, makd_minilm, kd"),
+        (["--methods", "sft,makdd"], "there is no method 'makdd'; did you mean makd? (there are"),
+        (["--suite", "table9"], "there is no such suite; did you mean "),
+        (
+            ["--suite", "makd-tabel5"],
+            "there is no such suite; did you mean makd-table5? (there are makd-table3-decoder",
+        ),
         (["--suite", "makd-table5", "--methods", "sft"], "leave one out"),
-        (["--starts", "plain,magic"], "there is no start 'magic'; there are plain, activations, gradients, loss"),
+        (["--starts", "plain,magic"], "there is no start 'magic' (there are plain, activations, gradients, loss)"),
         (["--starts", "plain,loss", "--sizes", "9%"], "9%"),
         (["--seeds", "0"], "--seeds 0: give 1 or more"),
         (["--learning_rates", "1e-3,-1"], "all over 0"),

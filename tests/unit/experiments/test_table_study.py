@@ -195,7 +195,10 @@ def test_a_figure_s_rows_are_drawn_over_their_layers(monkeypatch, capsys, teache
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rows", "teacher,minlm"], "--rows: there is no row 'minlm' in this table; there are teacher, bert-small"),
+        (
+            ["--rows", "teacher,minlm"],
+            "no row 'minlm' in this table; did you mean minilm? (there are teacher, bert-small",
+        ),
         (["--recipe", "minilm/6x384"], "--recipe: each row of a published table has its own"),
         (["--methods", "kd"], "--suite and --methods both say what is compared"),
         (["--seeds", "2"], "--seeds is for comparisons of decoders"),

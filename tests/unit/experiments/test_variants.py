@@ -30,7 +30,7 @@ def test_every_method_comes_from_every_start_under_a_key_of_its_own() -> None:
     assert variants[1].title == "MaKD from loss"
     assert [each.settings for each in variants] == [each.settings for each in [*methods, *methods]]
     for names, message in (
-        (["magic"], "no start 'magic'; there are plain,"),
+        (["magic"], "no start 'magic' \\(there are plain,"),
         (["loss", "loss"], "loss is there twice"),
     ):
         with pytest.raises(UserError, match=message):

@@ -29,7 +29,7 @@ def test_a_folder_holds_them_by_name(tmp_path: Path) -> None:
 
 
 def test_unknown_set() -> None:
-    with pytest.raises(UserError, match="no set 'squad'; there are dolly, self_inst"):
+    with pytest.raises(UserError, match=r"no set 'squad' \(there are dolly, self_inst"):
         suite_sets("dolly,squad", None)
 
 
