@@ -20,12 +20,14 @@ from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, Run
 from llmdistill.config.command_line import changed
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
+from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.weighted import check_calibration_data
+from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.run.artifacts import METRICS_FILE
@@ -33,12 +35,13 @@ from llmdistill.run.calibration import measure_weights_on, split_calibration
 from llmdistill.run.card import export_with_card, save_compressed
 from llmdistill.run.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
 from llmdistill.run.plan import make_plans
-from llmdistill.runtime.distributed import init_distributed, on_main
+from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
 from llmdistill.tasks import is_task
 from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.in_memory import score_task, scored_benchmark
-from llmdistill.tasks.text import score_texts
+from llmdistill.tasks.text import score_masked
+from llmdistill.tasks.windows import cut_windows, score_windows
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
 
@@ -284,8 +287,9 @@ def evaluate(
         tokenizer: the tokenizer of a model in memory; by default that of the folder or name it was loaded from.
         output: the folder for the predictions, with one file per set.
         settings: fields of `llmdistill.config.GenerationConfig` (decoding, seeds, limit, batch_size,
-            no_repeat_ngram_size), and max_prompt_length, max_length and long_prompts of `DataConfig`; tasks use
-            batch_size and max_length, by default 128, or 384 for question answering.
+            no_repeat_ngram_size, window, stride), and max_prompt_length, max_length and long_prompts of `DataConfig`;
+            tasks use batch_size and max_length, by default 128, or 384 for question answering. A text has windows of
+            `window` tokens, else of at most max_length.
 
     Returns:
         For instructions ``{"rougeL": 0-100, "per_seed", "std", "examples", "tokens_per_second", ...}``, for text
@@ -329,12 +333,35 @@ def evaluate(
         encode_sets(examples, own, generation, answering)
     with evaluating(model, head="lm_head") as loaded:
         scores = {
-            name: score_texts(loaded, own, text, max_length=limited.max_length, batch_size=generation.batch_size)
+            name: _score_text(loaded, own, name, text, generation, limits.get("max_length", limited.max_length))
             for name, text in texts.items()
         }
         if examples:
             scores |= score_sets(loaded, own, examples, generation, answering, predictions_dir=folder)
     return {name: scores[name] for name in sets} if isinstance(data, Mapping) else dict(scores["data"])
+
+
+def _score_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    text: Data,
+    settings: GenerationConfig,
+    max_length: int,
+) -> dict[str, Any]:
+    if not is_causal(model.config):
+        return score_masked(model, tokenizer, text, max_length=max_length, batch_size=settings.batch_size)
+    windows = cut_windows(
+        TextSet(text).read(),
+        tokenizer,
+        model.config,
+        name=name,
+        window=max_length if settings.window is None else settings.window,
+        stride=settings.stride,
+        limit=settings.limit,
+        shorten=settings.window is None,
+    )
+    return score_windows(model, windows, batch_size=settings.batch_size, world=World.alone(), name=name)
 
 
 def _kind_of(data: Data) -> str:

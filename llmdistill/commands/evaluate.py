@@ -1,4 +1,4 @@
-"""The command that scores a model on instruction sets: its arguments, table and exit code."""
+"""The command that scores a model on instruction sets and texts: its arguments, tables and exit code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.config.command_line import build, parse
+from llmdistill.data.sources import kind_of
+from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable, file_name
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
-from llmdistill.tasks.instruction_sets import SETS, suite_sets
+from llmdistill.tasks.instruction_sets import SETS, TEXTS, suite_sets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +30,7 @@ def build_parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
-        description="ROUGE-L of a causal LM's answers, by MiniLLM's protocol or greedily.",
+        description="ROUGE-L of a causal LM's answers, by MiniLLM's protocol or greedily, and its perplexity on texts.",
     )
     parser.add_argument("--model", type=str, required=True, help="Folder of the model, or embedded:teacher.")
     parser.add_argument(
@@ -37,19 +39,30 @@ def build_parser(prog: str) -> ArgumentParser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="Sets of instruction, input, output: JSONL, JSON, Parquet, CSV or TSV files, hub names, or embedded:NAME.",
+        help="Sets of instruction, input, output: JSONL, JSON, Parquet, CSV or TSV files, hub names, or embedded:NAME; "
+        "and plain texts (.txt), whose perplexity is measured.",
+    )
+    parser.add_argument(
+        "--kind",
+        "--data.kind",
+        type=Literal["instructions", "text"],
+        help="What --data holds; default: a .txt is a text, anything else instructions.",
     )
     parser.add_argument(
         "--suite",
         type=str,
         metavar="A,B",
-        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join(SETS)}. Some suites "
+        help=f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join([*SETS, *TEXTS])}; wikitext2 is "
+        "WikiText-2's test text, its lines joined as in the papers on SVD. Some suites "
         "have settings of their own, which --help lists after their name: glue fine-tunes the model, zero_shot scores "
         "decoders on tasks of lm-evaluation-harness, mteb the embeddings of encoders on tasks of MTEB, speed times "
         "models, conll2000 scores the layers of encoders on phrases, and attention draws the attention maps of models.",
     )
     parser.add_argument(
-        "--data_dir", type=Path, metavar="DIR", help="Folder of the suite's NAME.jsonl files; default: the hub."
+        "--data_dir",
+        type=Path,
+        metavar="DIR",
+        help="Folder of the suite's NAME.jsonl files, and of wikitext2's test.txt; default: the hub.",
     )
     parser.add_argument(
         "--output",
@@ -119,8 +132,8 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
         print_scores(result)
 
 
-def chosen_sets(parsed: Any) -> dict[str, str]:
-    """Return {name: reference} of the sets in --suite and --data.
+def chosen_sets(parsed: Any) -> dict[str, str | TextSet]:
+    """Return {name: reference of instructions, or text} of the sets in --suite and --data.
 
     Raises:
         UserError: there is no set, or two sets have the same name.
@@ -132,7 +145,8 @@ def chosen_sets(parsed: Any) -> dict[str, str]:
     twice = sorted(suite.keys() & given.keys())
     if twice:
         raise UserError(f"--data and --suite both have a set called {twice[0]}; leave one out or rename the file")
-    return {**suite, **given}
+    kinds = {name: parsed.kind or kind_of(path) for name, path in given.items()}
+    return {**suite, **{name: TextSet(path) if kinds[name] == "text" else path for name, path in given.items()}}
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
@@ -175,4 +189,28 @@ def print_scores(result: dict[str, Any], console: Console | None = None) -> None
         ]
         for name, score in result["sets"].items()
     ]
-    print_table(title, header, rows, console=console)
+    if rows:
+        print_table(title, header, rows, console=console)
+    if result["texts"]:
+        of_texts = f"{result['model']}: {result['params']:,} parameters, {result['dtype']}"
+        print_table(of_texts, *text_cells(result["texts"]), console=console)
+
+
+def text_cells(texts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the perplexity on texts, as text."""
+    from llmdistill.tasks.perplexity import show_perplexity
+
+    header = ["text", "perplexity", "loss, nats/token", "tokens scored", "windows", "tokens of a window", "stride"]
+    rows = [
+        [
+            name,
+            show_perplexity(score["perplexity"]),
+            f"{score['loss']:.4f}",
+            f"{score['tokens']:,}",
+            f"{score['windows']:,} of {score['total']:,}",
+            f"{score['window']:,}",
+            f"{score['stride']:,}",
+        ]
+        for name, score in texts.items()
+    ]
+    return header, rows

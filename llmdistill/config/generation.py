@@ -21,7 +21,13 @@ class GenerationConfig:
     batch_size: int = 32
     """Number of prompts in a generation batch on each rank."""
     limit: int | None = None
-    """Score only the first so many examples of each set."""
+    """Score only the first so many examples of each set, and windows of a text."""
+    window: int | None = None
+    """Tokens of a window of a text whose perplexity is measured; what is left at the end of the text is dropped.
+    Default: 2048, as in the papers on SVD, or the positions of a model that has fewer."""
+    stride: int | None = None
+    """Tokens from one window of a text to the next; those that a window shares with the one before it are only
+    context. Default: the tokens of a window."""
     models: list[Literal["teacher", "untrained", "student"]] = field(
         default_factory=lambda: ["teacher", "untrained", "student"]
     )
@@ -30,7 +36,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         """Raise a FieldError if a number is out of its range, or sampling has no seed."""
         check_least(self, 0, "no_repeat_ngram_size", error=FieldError)
-        check_least(self, 1, "batch_size", "limit", error=FieldError)
+        check_least(self, 1, "batch_size", "limit", "stride", error=FieldError)
+        check_least(self, 2, "window", error=FieldError)
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise FieldError(f"seeds is {self.seeds}: give at least one, each once and none below 0")
 

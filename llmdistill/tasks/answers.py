@@ -16,16 +16,19 @@ from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
 from llmdistill.data.sources import read_examples
+from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import count_parameters
 from llmdistill.files import write_text
 from llmdistill.generation.answers_file import prompt_row
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
+from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import rouge_l
+from llmdistill.tasks.windows import score_windows, windows_of
 
 Log = Callable[[str], None]
 
@@ -161,7 +164,7 @@ def _write_predictions(path: Path, examples: Sequence[Example], passes: Mapping[
 
 def evaluate_model(
     model_path: str,
-    data: Mapping[str, str],
+    data: Mapping[str, str | TextSet],
     settings: GenerationConfig,
     limits: Limits,
     *,
@@ -170,7 +173,7 @@ def evaluate_model(
     output_dir: Path | None = None,
     log: Log | None = None,
 ) -> dict[str, Any]:
-    """Load a model and score it on sets given as {name: JSONL file or embedded:NAME}.
+    """Load a model and score it on sets given as {name: JSONL file, embedded:NAME, or a text for its perplexity}.
 
     Returns plain JSON values. Rank 0 also writes them to output_dir/metrics.json, next to the predictions. Every rank
     loads the whole model and answers its share of the prompts.
@@ -179,12 +182,18 @@ def evaluate_model(
         UserError: a file is missing or malformed; this is raised before the model is loaded.
     """
     world = world or World.alone()
-    sets = {name: read_examples(locate(path)) for name, path in data.items()}
+    sets = {name: read_examples(locate(each)) for name, each in data.items() if isinstance(each, str)}
+    texts = {name: each for name, each in data.items() if isinstance(each, TextSet)}
     folder = locate(model_path)
     tokenizer = load_tokenizer(folder)
     encode_sets(sets, tokenizer, settings, limits)
+    windows = windows_of(texts, tokenizer, load_config(folder), settings)
     model = load_model(folder, dtype=dtype, device=world.device)
     scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=output_dir, world=world, log=log)
+    of_texts = {
+        name: score_windows(model, each, batch_size=settings.batch_size, world=world, name=name)
+        for name, each in windows.items()
+    }
     result = {
         "model": model_path,
         "params": count_parameters(model),
@@ -195,6 +204,7 @@ def evaluate_model(
         "max_prompt_length": limits.max_prompt_length,
         "max_length": limits.max_length,
         "sets": scores,
+        "texts": of_texts,
     }
     if output_dir is not None and world.is_main:
         write_record(output_dir / "metrics.json", result)

@@ -1,4 +1,4 @@
-"""The instruction sets that papers report, by name."""
+"""The instruction sets and texts that papers report, by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmdistill.config.strict import did_you_mean
+from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
 
 SETS = {
@@ -18,25 +19,43 @@ SETS = {
 }
 """Name -> reference of the set: MiniLLM's test sets on the Hub, and the sets shipped with the package."""
 
+TEXTS = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1:test"}
+"""Name -> reference of the text: WikiText-2's test split, whose perplexity the papers on SVD report."""
 
-def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -> dict[str, str]:
-    """Return {name: reference} for sets given as `dolly,self_inst,vicuna`.
+
+def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -> dict[str, str | TextSet]:
+    """Return {name: reference, or text} for sets given as `dolly,self_inst,wikitext2`.
 
     If a folder is given, sets that are not shipped with the package are read from it: from NAME.jsonl, else from the
-    file whose name begins with NAME. `others` are suites that are no sets, for the hint in the error.
+    file whose name begins with NAME; a text from NAME.txt or test.txt, there or in its folder NAME. The folder may also
+    be the file of a text itself. `others` are suites that are no sets, for the hint in the error.
 
     Raises:
         UserError: a name is not the name of a set, or the folder does not contain the set.
     """
-    references: dict[str, str] = {}
+    references: dict[str, str | TextSet] = {}
     for name in (part.strip() for part in names.split(",")):
+        if name in TEXTS:
+            references[name] = TextSet(TEXTS[name] if folder is None else _text_file(name, folder), lines=True)
+            continue
         if name not in SETS:
-            known = [*SETS, *others]
+            known = [*SETS, *TEXTS, *others]
             there = f"there are {', '.join(known)}; --data takes any file"
             raise UserError(f"--suite: there is no set {name!r}{did_you_mean(name, known)} ({there})")
         is_embedded = SETS[name].startswith("embedded:")
         references[name] = SETS[name] if is_embedded or folder is None else str(_file(name, folder))
     return references
+
+
+def _text_file(name: str, folder: Path) -> Path:
+    if folder.is_file():
+        return folder
+    files = ("test.txt", "wiki.test.raw", "wiki.test.tokens")
+    places = [folder / f"{name}.txt", *(folder / each for each in files), *(folder / name / each for each in files)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UserError(f"--data_dir {folder}: it has neither {name}.txt nor {files[0]}; add one or name the file")
+    return found
 
 
 def _file(name: str, folder: Path) -> Path:

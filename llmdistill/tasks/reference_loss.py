@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.batch import Batch
+from llmdistill.batch import Batch, HeadInputs
 from llmdistill.data.collate import collate
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import scoring_batches
-from llmdistill.models.families import has_segments
+from llmdistill.losses.head import token_losses
+from llmdistill.losses.terms import TokenTerm
+from llmdistill.models.families import has_family, has_plain_logits, has_segments
+from llmdistill.models.heads import LMHead
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.tasks.perplexity import perplexity_of
@@ -25,20 +29,42 @@ _LOGITS = 2**27
 """Largest number of logits of a batch, half a GiB in fp32; a batch has one example at least."""
 
 
-@torch.no_grad()
-def label_loss(model: PreTrainedModel, batch: Batch, *, shift: bool) -> tuple[float, int]:
-    """Return the sum of the cross-entropy in nats over the labels of a batch, and their number.
+@contextmanager
+def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Batch], tuple[float, int]]]:
+    """Block with a function that gives the sum of the cross-entropy in nats over a batch's labels, and their number.
 
-    The logits of the whole batch are computed at once. shift: each position predicts the next label (decoders).
+    Only the logits of some rows are there at a time, unless the model's logits are more than the product of the LM
+    head's last linear. shift: each position predicts the next label (decoders).
     """
-    located = batch.with_label_rows(shift=shift).to(model.device)
-    inputs = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
-    if located.token_type_ids is not None and has_segments(model.config):
-        inputs["token_type_ids"] = located.token_type_ids
-    assert located.label_rows is not None
-    rows_NV = model(**inputs).logits.flatten(0, 1).index_select(0, located.label_rows)
-    labels_N = located.row_labels(shift=shift)
-    return float(functional.cross_entropy(rows_NV.float(), labels_N, reduction="sum")), len(labels_N)
+    head, config = LMHead(model), model.config
+    in_chunks = head.is_there and has_family(config) and has_plain_logits(config)
+
+    @torch.no_grad()
+    def loss_of(batch: Batch) -> tuple[float, int]:
+        located = batch.with_label_rows(shift=shift).to(model.device)
+        assert located.label_rows is not None
+        inputs: dict[str, Any] = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
+        if located.token_type_ids is not None and has_segments(config):
+            inputs["token_type_ids"] = located.token_type_ids
+        if shift:
+            inputs["use_cache"] = False
+        labels_N, sums = located.row_labels(shift=shift), list[Tensor]()
+
+        def use(inner: HeadInputs) -> Tensor:
+            one = torch.ones(1, device=inner.rows.device)
+            sums.append(token_losses(inner, None, labels_N, [TokenTerm("labels", None)], one).sums)
+            return inner.rows
+
+        with head.taken_over(located.label_rows, use) if in_chunks else nullcontext():
+            result = model(**inputs)
+        if not in_chunks:
+            use(HeadInputs(result.logits.flatten(0, 1).index_select(0, located.label_rows), None, None))
+        return float(sums[0]), len(labels_N)
+
+    try:
+        yield loss_of
+    finally:
+        head.remove()
 
 
 def score_references(
@@ -70,10 +96,8 @@ def score_references(
         rank=world.rank,
         world_size=world.size,
     )
-    pairs = [
-        label_loss(model, batch, shift=True)
-        for _, batch in progress(batches, "Perplexity of the references", "batches")
-    ]
+    with label_loss(model, shift=True) as loss_of:
+        pairs = [loss_of(batch) for _, batch in progress(batches, "Perplexity of the references", "batches")]
     sums = [math.fsum(loss for loss, _ in pairs), sum(number for _, number in pairs)]
     total, count = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
     loss = total / count if count else math.nan

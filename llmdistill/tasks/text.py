@@ -275,25 +275,23 @@ def _parts(settings: DataConfig) -> dict[str, str]:
     return parts
 
 
-def score_texts(
+def score_masked(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, *, max_length: int, batch_size: int
 ) -> dict[str, float]:
-    """Return the mean cross-entropy in nats over all labels, its exponential (perplexity), and the number of labels.
+    """Return an encoder's mean cross-entropy in nats over all masked tokens, its exponential, and their number.
 
-    The text is split into sequences of up to max_length tokens. A decoder predicts each next token, an encoder the
-    masked tokens. The logits of a whole batch are computed at once.
+    The text is split into sequences of up to max_length tokens.
 
     Raises:
         UserError: the text cannot be read or is too short.
     """
-    shift = is_causal(model.config)
     total, count = 0.0, 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, label_loss(model, shift=False) as loss_of:
         reference = locate(str(data)) if isinstance(data, str | Path) else write_rows(data, Path(folder))
         corpus = tokenise(reference, tokenizer, cache_dir=folder)
-        sequences = TextSequences(corpus, tokenizer, objective="next" if shift else "masked", max_length=max_length)
+        sequences = TextSequences(corpus, tokenizer, objective="masked", max_length=max_length)
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
-            loss_sum, labels = label_loss(model, batch, shift=shift)
+            loss_sum, labels = loss_of(batch)
             total += loss_sum
             count += labels
     loss = total / count

@@ -1,0 +1,64 @@
+"""A whole text as one string, for scores that must equal those of other tools, which tokenise it in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmdistill.data.sources import READERS, Data, stream_rows, unreadable
+from llmdistill.errors import UserError
+
+PARAGRAPH = "\n\n"
+"""What stands between the rows of a text; GPTQ's evaluation, which the SVD papers took over, joins WikiText-2 so."""
+
+
+class TextSet(NamedTuple):
+    """A text that models are scored on."""
+
+    data: Data
+    """A plain text file, texts or rows with a text in memory, a file of rows, or a name on the hub."""
+    lines: bool = False
+    """Whether each line of a plain text file is a row, as in the copy of WikiText on the hub: blank lines are empty
+    rows, all others keep their line end."""
+
+    def read(self, *, field: str = "text") -> str:
+        """Return a plain text file as it stands, and of anything else the rows' texts joined with PARAGRAPH.
+
+        Raises:
+            UserError: the text does not exist, is empty, or is not UTF-8, or a row has no text.
+        """
+        path = Path(self.data) if isinstance(self.data, str | Path) else None
+        if path is not None and path.is_file() and path.suffix.lower() not in READERS:
+            text = _plain_text(path)
+            if self.lines:
+                text = PARAGRAPH.join(line if line.strip() else "" for line in text.splitlines(keepends=True))
+        else:
+            text = PARAGRAPH.join(_rows(self.data, field))
+        if not text.strip():
+            raise UserError(f"{path or 'data'}: holds no text; give at least one line of it")
+        return text
+
+
+def _plain_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, "UTF-8 text", error) from error
+
+
+def _rows(data: Data, field: str) -> list[str]:
+    if isinstance(data, str | Path):
+        if Path(data).suffix.lower() == ".txt":
+            raise UserError(f"{data}: no such file; give a plain text, or NAME of a data set on the hub")
+        rows: Iterable[tuple[str | Mapping[str, Any], str]] = stream_rows(data)
+    else:
+        given: Iterable[Any] = data
+        rows = ((row, f"row {number}") for number, row in enumerate(given, start=1))
+    texts = []
+    for row, source in rows:
+        text = row if isinstance(row, str) else row.get(field)
+        if not isinstance(text, str):
+            raise UserError(f'{source}: the key "{field}" is missing or no string (there are {sorted(row)})')
+        texts.append(text)
+    return texts

@@ -1,0 +1,161 @@
+"""Perplexity of a decoder on a whole text, window by window, as papers on compression report it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.config import GenerationConfig
+from llmdistill.data.whole_text import TextSet
+from llmdistill.errors import UserError
+from llmdistill.models.families import is_causal, max_positions
+from llmdistill.progress import progress
+from llmdistill.runtime.distributed import World, all_reduce_sum
+from llmdistill.tasks.perplexity import perplexity_of
+from llmdistill.tasks.reference_loss import label_loss
+
+USUAL_WINDOW = 2048
+"""Tokens of a window in the papers on SVD, unless the model has fewer positions."""
+_BATCH_TOKENS = 8192
+"""Tokens of a batch, which has one window at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The windows of a tokenised text, each of the same number of tokens; what is left at the end is dropped."""
+
+    tokens: Sequence[int]
+    window: int
+    """Tokens of a window."""
+    stride: int
+    """Tokens from the start of a window to the start of the next one. Only the last `stride` tokens of a window are
+    scored, in the first window all but its first token; the others are context, which an earlier window scored."""
+    total: int
+    """The number of whole windows of the text."""
+    count: int
+    """The number of windows that are scored, the first ones."""
+
+    def collate(self, numbers: Sequence[int]) -> Batch:
+        """Return some windows as a batch (B, T) with labels at the tokens that are scored."""
+        starts = [number * self.stride for number in numbers]
+        ids = torch.tensor([self.tokens[start : start + self.window] for start in starts])
+        labels = ids.clone()
+        for row, number in enumerate(numbers):
+            labels[row, : 1 if number == 0 else self.window - self.stride] = IGNORE_INDEX
+        return Batch(ids, torch.ones_like(ids), labels)
+
+
+def cut_windows(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    *,
+    name: str,
+    window: int | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
+    shorten: bool = False,
+) -> Windows:
+    """Tokenise a text in one piece, with the special tokens that the tokenizer adds, and cut it into windows.
+
+    Args:
+        text: the text.
+        tokenizer: the tokenizer of the model.
+        config: the config of the model.
+        name: the text's name in messages.
+        window: tokens of a window; by default USUAL_WINDOW, or the model's positions if these are fewer.
+        stride: tokens from window to window; by default those of a window, so that no two overlap.
+        limit: score only so many windows, the first ones.
+        shorten: whether a shorter text is one window of its own length.
+
+    Raises:
+        UserError: the model is no decoder, it has fewer positions than a window has tokens, the stride is larger than
+            the window, or the text is shorter than one window.
+    """
+    if not is_causal(config):
+        raise UserError(
+            f"{name} is a text, but {config.model_type} is an encoder, which has no perplexity: take a decoder"
+        )
+    length = max_positions(config, USUAL_WINDOW if window is None else window)
+    if window is not None and length < window:
+        raise UserError(f"window is {window}, but {config.model_type} has positions for {length}; give that or less")
+    if stride is not None and stride > length:
+        raise UserError(f"stride is {stride}, but a window has {length} tokens: give that or less")
+    tokens = tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+    length = max(2, min(length, len(tokens))) if shorten else length
+    step = length if stride is None else min(stride, length)
+    if len(tokens) < length:
+        raise UserError(
+            f"{name} has {len(tokens):,} tokens, fewer than a window of {length:,}; give a longer text, or window "
+            f"{max(2, len(tokens))} or less"
+        )
+    total = (len(tokens) - length) // step + 1
+    count = total if limit is None else min(limit, total)
+    return Windows(tokens=tokens, window=length, stride=step, total=total, count=count)
+
+
+def score_windows(
+    model: PreTrainedModel,
+    windows: Windows,
+    *,
+    batch_size: int,
+    world: World,
+    name: str = "the text",
+) -> dict[str, Any]:
+    """Return the perplexity of a decoder on the windows of a text.
+
+    The ranks share the windows, and every rank must call this function; the result does not depend on their number.
+
+    Args:
+        model: the decoder, in evaluation mode.
+        windows: the windows.
+        batch_size: the largest number of windows in a forward pass, which reads at most about 8,192 tokens.
+        world: the ranks.
+        name: the text's name in the signs of life.
+
+    Returns:
+        ``{"loss": nats per token, "perplexity": its exponential, "tokens": those that are scored, "windows": those that
+        are scored, "total": windows of the text, "window", "stride"}``.
+    """
+    size = max(1, min(batch_size, _BATCH_TOKENS // windows.window))
+    parts = [range(start, min(start + size, windows.count)) for start in range(0, windows.count, size)]
+    sums = torch.zeros(len(parts), 2, dtype=torch.float64)
+    rounds = progress(range(0, len(parts), world.size), f"Perplexity on {name}", "batches of windows")
+    with label_loss(model, shift=True) as loss_of:
+        for first in rounds:
+            # A sharded model needs all ranks in each pass: a rank without a part of its own repeats the first one.
+            number = first + world.rank
+            part = parts[number if number < len(parts) else 0]
+            found = loss_of(windows.collate(part))
+            if number < len(parts):
+                sums[number] = torch.tensor(found, dtype=torch.float64)
+    sums = all_reduce_sum(sums.to(world.device)).cpu()
+    # Summed in one order, and exactly, so that the ranks leave no trace in the last digits.
+    tokens = int(sums[:, 1].sum())
+    loss = math.fsum(sums[:, 0].tolist()) / tokens
+    return {
+        "loss": loss,
+        "perplexity": perplexity_of(loss),
+        "tokens": tokens,
+        "windows": windows.count,
+        "total": windows.total,
+        "window": windows.window,
+        "stride": windows.stride,
+    }
+
+
+def windows_of(
+    texts: Mapping[str, TextSet],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    settings: GenerationConfig,
+) -> dict[str, Windows]:
+    """Read texts and cut them into windows, as the settings say; see `TextSet.read` and `cut_windows`."""
+    given: dict[str, Any] = {key: getattr(settings, key) for key in ("window", "stride", "limit")}
+    return {name: cut_windows(text.read(), tokenizer, config, name=name, **given) for name, text in texts.items()}

@@ -1,0 +1,164 @@
+"""Perplexity on whole texts: against a plain loop over transformers' own logits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, PreTrainedModel
+
+from llmdistill.commands.evaluate import main
+from llmdistill.data.whole_text import TextSet
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.losses import head
+from llmdistill.models.load import load_model
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.windows import cut_windows, score_windows
+from tests import tiny
+
+TEXT = "\n".join(f"Town {number} lies by a lake.\n\n = {number} = \n" for number in range(30))
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(locate("embedded:teacher"))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load_model(locate("embedded:teacher"), dtype=torch.float32)
+
+
+def by_transformers(model: PreTrainedModel, ids: list[int], window: int, stride: int, count: int) -> float:
+    """The mean loss of a token, by the model's own logits, a window at a time."""
+    losses = []
+    for start in range(0, stride * count, stride):
+        piece = torch.tensor([ids[start : start + window]])
+        with torch.no_grad():
+            log_probs = model(piece).logits.log_softmax(-1)
+        for place in range(1 if start == 0 else max(1, window - stride), window):
+            losses.append(-float(log_probs[0, place - 1, piece[0, place]]))
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(("window", "stride", "limit"), [(32, 32, None), (32, 8, None), (32, 31, 3), (17, 1, 20)])
+def test_it_is_the_loss_of_a_plain_loop(model, tokenizer, window, stride, limit):
+    ids = tokenizer(TEXT)["input_ids"]
+    windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=window, stride=stride, limit=limit)
+    total = len(range(0, len(ids) - window + 1, stride))
+    score = score_windows(model, windows, batch_size=5, world=WORLD)
+    assert (score["windows"], score["total"]) == (min(limit or total, total), total)
+    assert score["tokens"] == window - 1 + (score["windows"] - 1) * min(stride, window - 1)
+    expected = by_transformers(model, ids, window, stride, score["windows"])
+    assert score["loss"] == pytest.approx(expected, abs=1e-5)
+    assert score["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "gpt2", "qwen3_moe"])
+def test_logits_that_are_more_than_a_product(kind):
+    torch.manual_seed(0)
+    model = tiny.tiny_model(kind).eval()
+    ids = torch.randint(3, tiny.WORDS, (200,)).tolist()
+    windows = cut_windows("", lambda *_, **__: {"input_ids": ids}, model.config, name="text", window=16)
+    score = score_windows(model, windows, batch_size=3, world=WORLD)
+    assert score["loss"] == pytest.approx(by_transformers(model, ids, 16, 16, 12), abs=1e-5)
+
+
+def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
+    rows = []
+    real = head._logits
+    monkeypatch.setattr(head, "_CPU_CHUNK", 16)
+    monkeypatch.setattr(head, "_logits", lambda *given: rows.append(len(out := real(*given))) or out)
+    score_windows(model, cut_windows(TEXT, tokenizer, model.config, name="", window=64), batch_size=4, world=WORLD)
+    assert max(rows) == 16
+    assert sum(rows) == (64 - 1) * (len(tokenizer(TEXT)["input_ids"]) // 64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_ranks_leave_no_trace(model, tokenizer, monkeypatch, ranks):
+    windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=64, limit=5)
+    alone = score_windows(model, windows, batch_size=2, world=WORLD)
+    parts: list[torch.Tensor] = []
+    monkeypatch.setattr("llmdistill.tasks.windows.all_reduce_sum", lambda sums: parts.append(sums) or sums + 1)
+    for rank in range(ranks):
+        score_windows(model, windows, batch_size=2, world=World(rank=rank, size=ranks, device=torch.device("cpu")))
+    together = torch.stack(parts).sum(0)
+    monkeypatch.setattr("llmdistill.tasks.windows.all_reduce_sum", lambda _: together)
+    assert score_windows(model, windows, batch_size=2, world=WORLD) == alone
+
+
+class TestTheText:
+    def test_a_file_is_read_as_it_stands(self, tmp_path):
+        (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+        assert TextSet(tmp_path / "text.txt").read() == TEXT
+
+    def test_the_lines_of_wikitext_are_rows_as_on_the_hub(self, tmp_path):
+        rows = ["", " = Robert = \n", "", " He was .\n", " More .\n"]
+        (tmp_path / "test.txt").write_text("".join(row or " \n" for row in rows), encoding="utf-8")
+        joined = TextSet(tmp_path / "test.txt", lines=True).read()
+        assert joined == "\n\n".join(rows) == TextSet(rows).read() == TextSet([{"text": row} for row in rows]).read()
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        assert TextSet(tmp_path / "rows.jsonl").read() == joined
+
+    def test_many_lines_without_a_blank_one(self, tmp_path, model, tokenizer):
+        (tmp_path / "text.txt").write_text("A lake.\n" * 100_000)
+        windows = cut_windows(
+            TextSet(tmp_path / "text.txt").read(), tokenizer, model.config, name="text", window=64, limit=2
+        )
+        assert windows.total == len(windows.tokens) // 64 > 1000
+        assert math.isfinite(score_windows(model, windows, batch_size=2, world=WORLD)["loss"])
+
+
+class TestTheCommand:
+    def test_a_text_needs_no_flag_and_stands_beside_instructions(self, tmp_path, capsys, model, tokenizer):
+        (tmp_path / "lakes.txt").write_text(TEXT, encoding="utf-8")
+        arguments = ["--model", "embedded:teacher", "--data", str(tmp_path / "lakes.txt"), "embedded:skills"]
+        arguments += ["--decoding", "greedy", "--limit", "2", "--window", "64", "--output", str(tmp_path / "out")]
+        assert main([*arguments, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        expected = by_transformers(model, tokenizer(TEXT)["input_ids"], 64, 64, 2)
+        assert found["texts"]["lakes"]["loss"] == pytest.approx(expected, abs=1e-5)
+        assert found["texts"]["lakes"]["windows"] == 2
+        assert found["sets"]["skills"]["examples"] == 2
+        assert json.loads((tmp_path / "out" / "metrics.json").read_text())["texts"] == found["texts"]
+
+    def test_wikitext_by_name(self, tmp_path, capsys):
+        (tmp_path / "wikitext2").mkdir()
+        (tmp_path / "wikitext2" / "test.txt").write_text(" \n = Lakes = \n \n" + " A lake .\n" * 80)
+        for place in (tmp_path, tmp_path / "wikitext2", tmp_path / "wikitext2" / "test.txt"):
+            arguments = ["--model", "embedded:teacher", "--suite", "wikitext2", "--data_dir", str(place)]
+            assert main([*arguments, "--window", "32", "--limit", "2", "--output", str(tmp_path / "out")]) == 0
+            assert "2 of" in capsys.readouterr().out
+        assert main(["--model", "embedded:teacher", "--suite", "wikitext2", "--data_dir", str(tmp_path / "out")]) == 2
+        assert "it has neither wikitext2.txt nor test.txt" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("text", "arguments", "said"),
+        [
+            ("", [], "holds no text"),
+            (" \n\n", [], "holds no text"),
+            ("A lake.", [], "tokens, fewer than a window of"),
+            (TEXT, ["--window", "100000"], "window is 100000, but llama has positions for"),
+            (TEXT, ["--window", "16", "--stride", "17"], "stride is 17, but a window has 16 tokens"),
+            (TEXT, ["--window", "1"], "window is 1: give 2 or more"),
+            (TEXT, ["--stride", "0"], "stride is 0: give 1 or more"),
+            (None, [], "no such file"),
+            (b"\xff\xfe", [], "UTF-8"),
+        ],
+    )
+    def test_bad_input_is_one_sentence(self, tmp_path, capsys, text, arguments, said):
+        file = tmp_path / "text.txt"
+        if text is not None:
+            file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        assert main(["--model", "embedded:teacher", "--data", str(file), *arguments]) == 2
+        error = capsys.readouterr().err.strip()
+        assert said in error
+        assert len(error.splitlines()) == 1
+
+    def test_an_encoder_has_none(self, tmp_path, tokenizer):
+        with pytest.raises(UserError, match="take a decoder"):
+            cut_windows(TEXT, tokenizer, BertConfig(), name="text")
