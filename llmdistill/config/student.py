@@ -146,7 +146,8 @@ class TeacherConfig:
 
     model: str | None = "embedded:teacher"
     """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model;
-    embedded:teacher is the small model that ships with llmdistill. null: a run without a teacher, with method sft on
+    embedded:teacher is the small model that ships with llmdistill; package:NAME/PATH is the folder of an installed
+    Python package, or a path in it. null: a run without a teacher, with method sft on
     a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""

