@@ -141,7 +141,7 @@ def _compress_parser() -> ArgumentParser:
         "low-rank or Kronecker. --dry_run reads only config.json, but --method kronecker with --target_params also "
         "reads the weights.",
     )
-    parser.add_argument("--model", type=str, required=True, help="Model folder.")
+    parser.add_argument("--model", type=str, required=True, help="Model folder, hub name or GGUF file.")
     parser.add_argument("--output", type=str, help="New folder for the student; required without --dry_run.")
     parser.add_argument("--method", type=FactorizeMethod, default="svd", help="Kind of factorization.")
     text = "With --method kronecker and --target_params: also print the best combinations of shapes. A shape is that "

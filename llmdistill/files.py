@@ -20,6 +20,11 @@ _PART = ".part"
 """How the name of a file ends that is not written to its end."""
 
 
+def cache_folder(given: str | Path | None = None) -> Path:
+    """Return the folder of what is kept for later commands: by default $LLMDISTILL_CACHE, or ~/.cache/llmdistill."""
+    return Path(given or os.environ.get("LLMDISTILL_CACHE") or "~/.cache/llmdistill").expanduser()
+
+
 def file_name(text: str) -> str:
     """Return a text, such as a model's folder or its name on the hub, as the name of a file or a folder."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")

@@ -32,7 +32,9 @@ def build_parser(prog: str) -> ArgumentParser:
         exit_on_error=False,
         description="ROUGE-L of a causal LM's answers, by MiniLLM's protocol or greedily, and its perplexity on texts.",
     )
-    parser.add_argument("--model", type=str, required=True, help="Folder of the model, or embedded:teacher.")
+    parser.add_argument(
+        "--model", type=str, required=True, help="Folder, hub name or GGUF file of the model, or embedded:teacher."
+    )
     parser.add_argument(
         "--data",
         type=str,
@@ -175,6 +177,7 @@ def print_scores(result: dict[str, Any], console: Console | None = None) -> None
     from llmdistill.tasks.perplexity import show_perplexity
 
     title = f"{result['model']}: {result['params']:,} parameters, {result['decoding']}, {result['dtype']}"
+    title += f", {result['origin']}" if "origin" in result else ""
     header = ["set", "examples", "ROUGE-L", "± std", "perplexity", "tokens/s", "dropped", "truncated"]
     rows = [
         [

@@ -145,10 +145,10 @@ class TeacherConfig:
     """The model to learn from. It runs in evaluation mode and without gradients."""
 
     model: str | None = "embedded:teacher"
-    """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model;
-    embedded:teacher is the small model that ships with llmdistill; package:NAME/PATH is the folder of an installed
-    Python package, or a path in it. null: a run without a teacher, with method sft on
-    a task and the model in student.model."""
+    """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model; a GGUF
+    file, or a folder with one, which is dequantised; embedded:teacher is the small model that ships with llmdistill;
+    package:NAME/PATH is the folder of an installed Python package, or a path in it. null: a run without a teacher, with
+    method sft on a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
     sharding: Literal["replicated", "node", "zero3"] = "replicated"

@@ -10,7 +10,6 @@ All ranks of a node share the pages of a mapped file, so a set of tokens is in t
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
+from llmdistill.files import cache_folder, write_json
 from llmdistill.fingerprints import digest
 
 _META = "meta.json"
@@ -79,9 +78,7 @@ def store_folder(cache_dir: str | Path | None, kind: str, request: Mapping[str, 
 
     The request is everything that decides the arrays, as plain JSON values.
     """
-    if cache_dir is None:
-        cache_dir = os.environ.get("LLMDISTILL_CACHE") or "~/.cache/llmdistill"
-    return Path(cache_dir).expanduser() / kind / digest(request)[:16]
+    return cache_folder(cache_dir) / kind / digest(request)[:16]
 
 
 def store(folder: Path, meta: Mapping[str, Any], write: Callable[[Path], Mapping[str, Any]]) -> Path:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmdistill.errors import UserError
+from llmdistill.models.gguf import dequantised, gguf_file
 
 FOLDER = Path(__file__).parent
 SPLITS = ("train", "valid", "seen", "unseen", "skills")
@@ -21,13 +22,18 @@ def locate(reference: str) -> Path:
     """The path of a reference: one in this package for `embedded:NAME`, one in the folder of another installed Python
     package for `package:NAME/PATH`, else the reference itself.
 
+    For a GGUF file, or a folder with one and no config.json, the folder of its dequantised model, which the first call
+    makes.
+
     Raises:
-        UserError: the package contains no `embedded:NAME`, or the Python package is not installed.
+        UserError: the package contains no `embedded:NAME`, or the Python package is not installed; or as in
+            `models.gguf.dequantised`.
     """
     if reference.startswith("package:"):
         reference = str(_in_package(reference))
     if not reference.startswith("embedded:"):
-        return Path(reference)
+        file = gguf_file(reference)
+        return Path(reference) if file is None else dequantised(file)
     if reference not in LOCATIONS:
         raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}")
     return LOCATIONS[reference]

@@ -30,7 +30,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     and not by token ids. A folder with only tokenizer.json names no end token either. Then the end token is that of
     config.json in the same folder, or else GPT-2's <|endoftext|> if the vocabulary has it. For a peft adapter without a
     tokenizer, the tokenizer of its base is loaded. Raises UserError if the folder or name does not exist or has no
-    tokenizer, if the tokenizer has no end token, or if transformers would read a sentencepiece model wrongly.
+    tokenizer, if the tokenizer has no end token or a token without an embedding of the model, or if transformers would
+    read a sentencepiece model wrongly.
     """
     folder, adapter = local_folder(path), adapter_folder(path)
     if adapter is not None and not has_tokenizer(adapter):
@@ -44,6 +45,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise not_loaded(path, "tokenizer", error) from error
     if sentencepiece is not None:
         _check_sentencepiece(tokenizer, sentencepiece)
+    if adapter is None and (folder is None or (folder / "config.json").is_file()):
+        _check_rows(tokenizer, path)
     # Encoders end a sequence with their separator token, so an end token is missing only if there is no separator.
     if tokenizer.eos_token is None and tokenizer.sep_token is None:
         end = _end_token(tokenizer, folder)
@@ -53,6 +56,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.sep_token if tokenizer.eos_token is None else tokenizer.eos_token
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _check_rows(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Raises UserError if a token has no embedding; more embeddings than tokens are the padding of many models."""
+    rows = getattr(load_config(path).get_text_config(), "vocab_size", None)
+    token, index = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if rows is not None and index >= rows:
+        raise UserError(
+            f"{path}: the tokenizer's token {token!r} has the id {index}, and the model has {rows} embeddings: "
+            "take the model's own tokenizer, or resize the embeddings"
+        )
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -87,8 +101,6 @@ def compare_vocabularies(teacher: str | Path, student: str | Path) -> tuple[int,
         )
     if not rows:
         return least, None
-    if max(teacher_ids.values()) >= least:
-        raise UserError(different)
     return least, (
         f"teacher has {sizes[0]:,} vocabulary rows and student {sizes[1]:,}: the {rows:,} rows beyond those both have "
         "are padding and are left out of the output losses"

@@ -17,10 +17,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from llmdistill.artifacts import CARD, PLACE
+from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.factorize.hub import NAME
-from llmdistill.files import write_text
+from llmdistill.files import read_json, write_text
 from llmdistill.models.configs import load_config, local_folder
+from llmdistill.models.gguf import RECORD, origin
 from llmdistill.report.pages import rendered
 from llmdistill.report.tables import Texts
 
@@ -70,20 +72,26 @@ class Teacher:
     """Its name on the hub, or of the model that its own card gives as its base."""
     header: Mapping[str, Any] = field(default_factory=dict)
     """Its licence (`license`, `license_name`, `license_link`) and `language`, as far as its card or config says so."""
+    origin: str | None = None
+    """How its weights were made, if they are those of a GGUF file."""
 
     @classmethod
     def of(cls, reference: str, config: PreTrainedConfig, params: int) -> Teacher:
         """Describe the model of a folder, a name on the hub, or a name of its own such as embedded:teacher."""
-        if ":" in reference:
+        if reference.startswith("embedded:"):
             return cls(name=reference, params=params)
-        folder = local_folder(reference)
+        folder = local_folder(locate(reference))
+        made = None if folder is None else origin(folder)
         cached = None if folder is None else _IN_CACHE.search(f"{folder.absolute().as_posix()}/")
         hub = reference if folder is None else None if cached is None else cached[1].replace("--", "/", 1)
         said = {"license": getattr(config, "license", None), **_header(reference if folder is None else folder / CARD)}
         header = {key: said.get(key) for key in ("license", "license_name", "license_link", "language")}
         header = {key: value for key, value in header.items() if _is_text(value)}
         base = hub or (said["base_model"] if _is_text(said.get("base_model")) else None)
-        return cls(name=hub or _last_name(reference), params=params, hub=base, header=header)
+        name = hub or _last_name(reference)
+        if made is not None and folder is not None:
+            name = read_json(folder / RECORD)["file"]
+        return cls(name=name, params=params, hub=base, header=header, origin=made)
 
 
 def _is_text(value: object) -> bool:
@@ -232,7 +240,8 @@ def _factors(config: PreTrainedConfig) -> str | None:
 def _teacher_text(teacher: Teacher) -> str:
     licence = teacher.header.get("license_name") or teacher.header.get("license")
     said = "its licence is not known here" if licence is None else f"its licence, {licence}, holds for the student too"
-    return f"{teacher.name}; {said}"
+    made = "" if teacher.origin is None else f", {teacher.origin}"
+    return f"{teacher.name}{made}; {said}"
 
 
 def _results(pipeline: str, scores: Mapping[str, Mapping[str, float]]) -> list[EvalResult]:

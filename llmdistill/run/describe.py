@@ -14,6 +14,7 @@ def headline(plan: Plan, data_report: str) -> str:
     sizes, train, split = plan.sizes, plan.config.train, plan.split
     teacher = plan.config.teacher.model
     taught = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
+    taught += "" if plan.teacher_origin is None else f", {plan.teacher_origin}"
     taught += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
     dtype = str(plan.dtype).removeprefix("torch.")

@@ -171,6 +171,8 @@ def _report(
 ) -> None:
     log = read_metrics_log(plan.folder)
     record = run_record(plan.config.scoring.decoding, world, log, plan.sizes["teacher_params"])
+    if plan.teacher_origin is not None:
+        record["teacher_origin"] = plan.teacher_origin
     kept = read_best(plan.folder)
     results = data.results(summaries, log, plan.sizes)
     if not plan.task.scored:  # the curves are the result

@@ -20,6 +20,7 @@ from llmdistill.factorize.plan import plan_embedding, summarise
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
+from llmdistill.models.gguf import origin
 from llmdistill.models.heads import copies_classifier
 from llmdistill.models.load import Head
 from llmdistill.models.shapes import check_sizes, parse_shape, shaped_config, teacher_layers
@@ -69,6 +70,8 @@ class Plan:
     """Whether the student's classifier is initialised from the teacher's."""
     vocabulary: int | None = None
     """The number of logits that teacher and student share; None if the logits are not compared."""
+    teacher_origin: str | None = None
+    """How the weights of the teacher were made, if they are those of a GGUF file."""
     notes: list[str] = field(default_factory=list)
     """Notes on the plan for the user."""
 
@@ -229,6 +232,7 @@ def make_plan(
         copies_classifier=_copies_classifier(config, task, student_config, teacher_config),
         vocabulary=vocabulary,
         notes=[] if note is None else [note],
+        teacher_origin=_origin(config, pending),
     )
     check_teacher_head(planned)
     check_keep_best(planned)
@@ -268,6 +272,11 @@ def _model_config(task: Task, key: str, reference: str, pending: Mapping[str, Pr
     loaded = pending[reference] if reference in pending else load_config(locate(reference))
     task.check_model(key, reference, loaded)
     return loaded
+
+
+def _origin(config: RunConfig, pending: Mapping[str, PreTrainedConfig]) -> str | None:
+    name = config.teacher.model
+    return None if name is None or name in pending else origin(locate(name))
 
 
 def _copies_classifier(config: RunConfig, task: Task, student: PreTrainedConfig, teacher: PreTrainedConfig) -> bool:

@@ -23,6 +23,7 @@ from llmdistill.files import write_text
 from llmdistill.generation.answers_file import prompt_row
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
 from llmdistill.models.configs import load_config
+from llmdistill.models.gguf import origin
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
@@ -194,8 +195,10 @@ def evaluate_model(
         name: score_windows(model, each, batch_size=settings.batch_size, world=world, name=name)
         for name, each in windows.items()
     }
+    made = origin(folder)
     result = {
         "model": model_path,
+        **({} if made is None else {"origin": made}),
         "params": count_parameters(model),
         "dtype": str(dtype).removeprefix("torch."),
         "decoding": settings.decoding,

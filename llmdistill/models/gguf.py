@@ -1,0 +1,195 @@
+"""Models in GGUF files: each is dequantised once, into an ordinary model folder that the cache keeps."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from llmdistill.artifacts import new_proven_folder
+from llmdistill.errors import UserError
+from llmdistill.files import cache_folder, check_writable, read_json, write_json
+from llmdistill.fingerprints import file_sha256
+from llmdistill.progress import Activity
+
+RECORD = "gguf.json"
+"""File of a dequantised folder: the name and the sha256 of its GGUF file, and the type of most of its weights."""
+
+_CONFIGS = ("config.json", "adapter_config.json")
+"""Each of them marks an ordinary folder, also where GGUF files stand beside it."""
+
+
+def gguf_file(path: str | Path) -> Path | None:
+    """Return the GGUF file that a path names, or the one in a folder without config.json; None if there is none.
+
+    Raises UserError if the folder has several, or the path ends with .gguf and there is no such file.
+    """
+    if str(path).lower().endswith(".gguf") and not os.path.isdir(path):
+        if not os.path.isfile(path):
+            raise UserError(f"{path}: no such file: give the path of a GGUF file")
+        return Path(path)
+    if not os.path.isdir(path) or any(os.path.isfile(Path(path) / name) for name in _CONFIGS):
+        return None
+    files = sorted(Path(path).glob("*.gguf"))
+    if len(files) > 1:
+        raise UserError(f"{path}: no config.json and {len(files)} GGUF files: name one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
+def dequantised(file: Path) -> Path:
+    """Return the folder of a GGUF file's model in fp32, with tokenizer and chat template; make it if it is not there.
+
+    It is named after the sha256 of the file. If several processes need it, one makes it and the others wait. A line on
+    stderr says where it is.
+
+    Raises:
+        UserError: the package gguf is missing; or the file is cut, is one part of several, lacks weights, or has an
+            architecture that transformers does not read.
+    """
+    status = file.stat()
+    return _dequantised(file, status.st_size, status.st_mtime_ns, cache_folder())
+
+
+@cache  # a command locates its model several times
+def _dequantised(file: Path, size: int, modified: int, root: Path) -> Path:
+    sha256 = file_sha256(file)
+    folder = root / "gguf" / sha256[:16]
+    if folder.is_dir():
+        _say(f"{file.name}: {origin(folder)}, kept in {folder}")
+        return folder
+    about = _about(file)
+    license = about.pop("license")
+    padding = about.pop("padding")
+    of_padding = f"; {padding:,} rows of its embeddings are padding" if padding else ""
+    _say(f"{file.name}: dequantising {about['bits']} bits ({about['type']}), once; kept in {folder}{of_padding}")
+    with _one_at_a_time(folder):
+        if not folder.is_dir():
+            _write(file, folder, {"file": file.name, "sha256": sha256, **about}, license)
+    return folder
+
+
+def origin(folder: Path | str) -> str | None:
+    """Return that the weights of a folder are dequantised, with their kind of bits; None for any other model."""
+    file = Path(folder) / RECORD
+    if not os.path.isfile(file):
+        return None
+    record = read_json(file)
+    return f"dequantised from {record['bits']} bits ({record['type']})"
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes the folder."""
+    check_writable(folder.parent, "LLMDISTILL_CACHE")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """Return the type of most weights of a file, its bits, its licence, and how many embeddings are padding."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError(f'{file}: reading it needs the package gguf: pip install "llmdistill[gguf]"') from error
+    try:
+        reader = GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    except Exception as error:  # its reader takes numbers from the file as they are, so it can raise anything
+        raise UserError(f"{file}: cut or damaged, or not GGUF ({_reason(error)}): copy or download it again") from error
+    parts = fields.get("split.count", 0)
+    if parts > 1:
+        raise UserError(
+            f"{file}: it is one of {parts} parts: give the whole file, which llama-gguf-split --merge makes"
+        )
+    types: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements)
+    if not types:
+        raise UserError(f"{file}: it has no weights: give the file of a whole model")
+    name = types.most_common(1)[0][0]
+    rows = next((int(each.shape[-1]) for each in reader.tensors if each.name == "token_embd.weight"), 0)
+    tokens = len(reader.fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in reader.fields else 0
+    if tokens > rows:
+        raise UserError(
+            f"{file}: its tokenizer has {tokens:,} tokens and its embeddings have {rows:,} rows: give a whole model's "
+            "file"
+        )
+    digits = re.search(r"\d+", name)
+    assert digits is not None  # Q4_1, IQ2_XXS, BF16, ...
+    return {"type": name, "bits": int(digits[0]), "license": fields.get("general.license"), "padding": rows - tokens}
+
+
+def _write(file: Path, folder: Path, record: dict[str, Any], license: object) -> None:
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    from llmdistill.models.families import is_causal
+    from llmdistill.models.load import auto_class, build_meta
+
+    # Later versions would keep the weights packed where they can.
+    lazy = hasattr(transformers, "GgufConfig")
+    options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if lazy else {}
+    with new_proven_folder(folder) as part, tempfile.TemporaryDirectory() as alone, Activity(f"Reading {file.name}"):
+        # Beside the file there may be a tokenizer or a config of another model.
+        link = Path(alone) / "model.gguf"
+        link.symlink_to(file.resolve())
+        source: dict[str, Any] = {"pretrained_model_name_or_path": alone, "gguf_file": link.name}
+        try:
+            config = AutoConfig.from_pretrained(**source)
+            is_causal(config)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            model, info = auto_class(config, "lm_head").from_pretrained(
+                **source, **options, dtype=torch.float32, output_loading_info=True
+            )
+        except UserError:
+            raise
+        except Exception as error:  # transformers raises many types of error for what it does not know
+            raise UserError(
+                f"{file}: transformers {transformers.__version__} does not read this GGUF ({_reason(error)}): give the "
+                "model's folder of safetensors, or try a newer transformers"
+            ) from error
+        if info["missing_keys"]:
+            raise UserError(
+                f"{file}: {len(info['missing_keys'])} weights are missing, such as {min(info['missing_keys'])}: "
+                "give a whole file"
+            )
+        config = model.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        if isinstance(license, str):
+            config.license = license  # the card of a student names it
+        # A model of its own class, because transformers does not save the one that it has read.
+        stock = build_meta(config, "lm_head")
+        stock.load_state_dict(model.state_dict(), assign=True)
+        stock.tie_weights()
+        stock.generation_config = model.generation_config
+        stock.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        # Where the file names no unknown token, transformers adds GPT-2's behind the vocabulary.
+        saved = read_json(part / "tokenizer.json")
+        vocabulary = set(saved["model"]["vocab"].values())
+        saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] in vocabulary]
+        write_json(part / "tokenizer.json", saved)
+        write_json(part / RECORD, record)
+
+
+def _reason(error: Exception) -> str:
+    return shorten(str(error) or type(error).__name__, 200, placeholder=" ...")

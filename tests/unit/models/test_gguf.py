@@ -1,0 +1,191 @@
+"""GGUF files: the weights are those of gguf's own dequantisation, made once, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import llmdistill
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.models import gguf as module
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+
+from gguf_model import TEMPLATE, rounded, write_gguf
+
+TEACHER = locate("embedded:teacher")
+TEXT = "The 1,204 lamps of Orrin – are they bluer\n\tthan 77?"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf"
+
+
+@pytest.fixture(scope="session")
+def q4(tmp_path_factory) -> Path:
+    return write_gguf(TEACHER, tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf", "Q4_1")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16", "F32"])
+def test_the_weights_are_those_of_gguf_and_the_logits_those_of_a_model_with_them(kind, tmp_path):
+    folder = locate(str(write_gguf(TEACHER, tmp_path / "tiny.gguf", kind)))
+    found, expected = (
+        load_model(folder, dtype="auto"),
+        AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32),
+    )
+    weights = rounded(TEACHER, kind)
+    expected.load_state_dict(weights, strict=False)
+    assert all(torch.equal(found.state_dict()[name], weight) for name, weight in weights.items())
+    assert found.dtype == torch.float32
+    ids = AutoTokenizer.from_pretrained(TEACHER)(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():  # the file keeps the epsilon of the norms in fp32
+        torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=0, atol=1e-4)
+    bits = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F16": 16, "F32": 32}[kind]
+    assert module.origin(folder) == f"dequantised from {bits} bits ({kind})"
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["license"] == "cc0-1.0"
+
+
+def test_its_tokenizer_and_chat_template_come_along(q4):
+    own, other = load_tokenizer(locate(str(q4))), load_tokenizer(TEACHER)
+    assert own(TEXT)["input_ids"] == other(TEXT)["input_ids"]
+    assert (own.eos_token, own.pad_token) == (other.eos_token, other.pad_token)
+    assert own.chat_template == TEMPLATE
+
+
+def test_it_is_made_once_for_all_copies_of_a_file_and_said(q4, cache, tmp_path, capsys):
+    folder = locate(str(q4))
+    assert locate(str(q4)) == folder
+    said = f"tiny.Q4_1.gguf: dequantising 4 bits (Q4_1), once; kept in {folder}\n"
+    assert capsys.readouterr().err.count(said) == 1
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    (tmp_path / "other").mkdir()
+    shutil.copy(q4, tmp_path / "other" / "copy.gguf")
+    assert locate(str(tmp_path / "other")) == folder, "a folder with one file"
+    assert capsys.readouterr().err == f"copy.gguf: dequantised from 4 bits (Q4_1), kept in {folder}\n"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert folder.parent == cache
+
+
+def test_processes_that_need_it_at_the_same_time_make_it_once(q4, monkeypatch):
+    made, meeting = [], threading.Barrier(2, timeout=120)
+    write, about = module._write, module._about
+    monkeypatch.setattr(module, "_write", lambda *given: made.append(write(*given)))
+    # Both have found nothing by now.
+    monkeypatch.setattr(module, "_about", lambda file: about(file) if meeting.wait() >= 0 else {})
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(locate(str(q4)))) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found[0] == found[1]
+    assert len(made) == 1
+
+
+def test_a_folder_with_a_config_is_that_model(q4, tmp_path):
+    folder = Path(shutil.copytree(TEACHER, tmp_path / "model"))
+    shutil.copy(q4, folder)
+    assert locate(str(folder)) == folder
+
+
+def test_padding_is_said(tmp_path, capsys):
+    folder = locate(str(write_gguf(TEACHER, tmp_path / "tiny.gguf", tokens=1000)))
+    assert f"kept in {folder}; 24 rows of its embeddings are padding\n" in capsys.readouterr().err
+    assert len(load_tokenizer(folder)) == 1000
+    assert load_model(folder, dtype="auto").get_input_embeddings().weight.shape[0] == 1024
+
+
+def cut(file: Path, size: float) -> None:
+    file.write_bytes(file.read_bytes()[: int(size * file.stat().st_size)])
+
+
+def rewritten(file: Path, *, without: str = "", architecture: str = "llama", parts: int = 0) -> None:
+    """Write a file again: without a weight, of another architecture, or as one of several parts."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(file.with_suffix(".new"), architecture)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name.replace("llama.", f"{architecture}."), field.contents(), *field.types)
+    if parts:
+        writer.add_uint16("split.count", parts)
+    for tensor in reader.tensors:
+        if tensor.name != without:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file.with_suffix(".new").replace(file)
+
+
+DAMAGES = {
+    "cut among its weights": (lambda file: cut(file, 0.6), "cut or damaged, or not GGUF"),
+    "cut in its header": (lambda file: cut(file, 0.002), "cut or damaged, or not GGUF"),
+    "empty": (lambda file: cut(file, 0), "cut or damaged, or not GGUF"),
+    "another format": (lambda file: file.write_text("not a model" * 99), "cut or damaged, or not GGUF"),
+    "an unknown architecture": (
+        lambda file: rewritten(file, architecture="dinosaur"),
+        r"does not read this GGUF \(GGUF model with architecture dinosaur is not supported yet",
+    ),
+    "one part": (lambda file: rewritten(file, parts=3), "it is one of 3 parts: give the whole file"),
+    "a weight less": (
+        lambda file: rewritten(file, without="blk.1.ffn_up.weight"),
+        r"1 weights are missing, such as model\.layers\.1\.mlp\.up_proj\.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_cannot_be_read_is_one_sentence_and_leaves_nothing(damage, q4, cache, tmp_path):
+    file = Path(shutil.copy(q4, tmp_path / "bad.gguf"))
+    harm, said = DAMAGES[damage]
+    harm(file)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"^{file}: .*{said}[^\n]*$"):
+            locate(str(file))
+    assert [each.name for each in cache.glob("*") if not each.name.endswith(".lock")] == []
+
+
+def test_what_names_no_single_file_is_one_sentence(q4, tmp_path):
+    with pytest.raises(UserError, match=r"absent\.gguf: no such file: give the path of a GGUF file$"):
+        locate(str(tmp_path / "absent.gguf"))
+    shutil.copy(q4, tmp_path / "a.gguf")
+    shutil.copy(q4, tmp_path / "b.gguf")
+    with pytest.raises(UserError, match=r"no config\.json and 2 GGUF files: name one of them, such as .*a\.gguf$"):
+        locate(str(tmp_path))
+
+
+def test_a_missing_package_is_named(q4, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r'needs the package gguf: pip install "llmdistill\[gguf\]"$'):
+        locate(str(q4))
+
+
+def test_more_tokens_than_embeddings_are_one_sentence(tmp_path):
+    file = write_gguf(TEACHER, tmp_path / "tiny.gguf", rows=1000)
+    with pytest.raises(UserError, match=r"its tokenizer has 1,024 tokens and its embeddings have 1,000 rows"):
+        locate(str(file))
+
+
+def test_a_student_of_it_is_like_any_other(q4, tmp_path):
+    student = llmdistill.compress(q4, rank=24, output=tmp_path / "student")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in student.state_dict().items())
+    card = (tmp_path / "student" / "README.md").read_text(encoding="utf-8")
+    assert "Made from: tiny.Q4_1.gguf, dequantised from 4 bits (Q4_1); its licence, cc0-1.0, holds" in card
+    assert load_tokenizer(tmp_path / "student").chat_template == TEMPLATE
+    result = llmdistill.export(tmp_path / "student", tmp_path / "dense")
+    assert result["largest_difference"] < 1e-3
