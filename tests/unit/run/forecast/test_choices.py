@@ -68,8 +68,8 @@ def test_nothing_fits():
         propose([choice(gb=120), choice("zero3", gb=95, checkpointing=True)])
     assert str(failed.value) == (
         "--gpu_memory: nothing fits in 80.0 GB: zero3, micro batches of 8, activation checkpointing, teacher "
-        "replicated needs least, 95.0 GB of each GPU, 15.0 GB too much, of which the student's activations are "
-        "71.2 GB: take a smaller data.max_length, or GPUs with more memory"
+        "replicated needs least, 95.0 GB for each rank, 15.0 GB too much, of which the student's activations are "
+        "71.2 GB: take a smaller data.max_length, or more memory"
     )
 
 
