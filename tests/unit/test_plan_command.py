@@ -211,6 +211,7 @@ def test_a_cpu_is_a_machine_of_one_rank(capsys, run, monkeypatch):
     best = found["proposal"]
     assert best["memory_bytes"]["teacher"] == pytest.approx(4 * found["teacher_params"], rel=1e-3)  # fp32
     assert best["seconds"]["compute"] == pytest.approx(best["flops"] / (0.6 * 0.1e12), rel=0.1)
+    assert best["memory_bytes"]["buckets"] <= 3 * 4 * found["student_params"], "what is never written takes no memory"
     assert "--num_gpus" not in found["command"]
     # Without a machine on the command line it is the one here.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -150,6 +150,8 @@ def make_choices(
         for micro_batch_size in sizes_of_batch:
             steps = share // micro_batch_size
             zero = Zero.of(ds_config, accumulation_steps=steps)
+            if not machine.gpus:  # a CPU has no memory for the part of a bucket that is never written
+                zero = replace(zero, bucket_size=min(zero.bucket_size, sizes.trained))
             for (checkpointing, cached), (low, high) in traces.items():
                 trace = between(low, high, micro_batch_size)
                 read = kept.row_bytes(of_sequence.times(micro_batch_size)) if cached and kept is not None else 0
