@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
-from llmdistill.data.prompts import resolve_prompt
+from llmdistill.data.prompts import CHAT, resolve_prompt
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
@@ -340,8 +340,10 @@ def with_prompt(config: RunConfig) -> RunConfig:
     """
     if config.data.kind != "instructions":
         return config
+    asked = config.data.prompt
     paths = dict.fromkeys((locate(str(config.teacher.model or config.student.model)), tokenizer_path(config)))
-    return _asked_as(config, resolve_prompt(config.data.prompt, [load_tokenizer(path) for path in paths]))
+    needed = [path for path in paths if asked in (None, CHAT) and brings_tokenizer(path)]  # a plan may have none yet
+    return _asked_as(config, resolve_prompt(asked, [load_tokenizer(path) for path in needed]))
 
 
 def _asked_as(config: RunConfig, prompt: str | None) -> RunConfig:
