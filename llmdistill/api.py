@@ -45,8 +45,8 @@ from llmdistill.tasks.windows import cut_windows, score_windows
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
 
-_LIMITS = ("max_prompt_length", "max_length", "long_prompts")
-"""Data settings for the maximum lengths and for examples that are longer."""
+_LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
+"""Data settings for the prompt of instructions, the maximum lengths, and for examples that are longer."""
 
 
 def compress(
@@ -85,7 +85,7 @@ def compress(
             of W - W' and of W. `llmdistill.factorize.lost.by_kind` sums them over the kinds of matrices.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number), ranks
             ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting, allocation, rank_multiple, shapes, sums, ...
-            And for calibration data max_prompt_length, max_length and long_prompts of `DataConfig`.
+            And for calibration data prompt, max_prompt_length, max_length and long_prompts of `DataConfig`.
 
     Returns:
         The student, with the model's class, dtype and device. `save_pretrained` and `from_pretrained` support it.
@@ -287,9 +287,9 @@ def evaluate(
         tokenizer: the tokenizer of a model in memory; by default that of the folder or name it was loaded from.
         output: the folder for the predictions, with one file per set.
         settings: fields of `llmdistill.config.GenerationConfig` (decoding, seeds, limit, batch_size,
-            no_repeat_ngram_size, window, stride), and max_prompt_length, max_length and long_prompts of `DataConfig`;
-            tasks use batch_size and max_length, by default 128, or 384 for question answering. A text has windows of
-            `window` tokens, else of at most max_length.
+            no_repeat_ngram_size, window, stride), and prompt, max_prompt_length, max_length and long_prompts of
+            `DataConfig`; tasks use batch_size and max_length, by default 128, or 384 for question answering. A text has
+            windows of `window` tokens, else of at most max_length.
 
     Returns:
         For instructions ``{"rougeL": 0-100, "per_seed", "std", "examples", "tokens_per_second", ...}``, for text
@@ -329,7 +329,7 @@ def evaluate(
     examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
     limited = changed(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
     if examples:
-        answering = Limits.of(limited)
+        answering = Limits.of(limited, [own])
         encode_sets(examples, own, generation, answering)
     with evaluating(model, head="lm_head") as loaded:
         scores = {

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode, encode_prompts, render_prompt
+from llmdistill.data.instruct import Limits, encode, encode_prompts
+from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, corpus
 from llmdistill.generation.decode import Decoding, generate

@@ -145,11 +145,12 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
     from llmdistill.experiments.comparison import Study, conduct
     from llmdistill.experiments.launcher import Launcher
     from llmdistill.report.comparison import print_comparison, write_comparison
+    from llmdistill.run.plan import with_prompt
 
     launcher = Launcher(tuple(launcher_flags), settings.trials_at_once)
     launcher.check()
     study = Study(
-        recipe=recipe,
+        recipe=with_prompt(recipe),  # of the teacher, also for students that an earlier run has left
         root=Path(settings.output_dir or default_folder(flags.recipe or "own", settings.suite)),
         variants=suite.variants,
         grid={"train.learning_rate": rates},

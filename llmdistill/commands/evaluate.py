@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config import DataConfig, GenerationConfig
 from llmdistill.config.command_line import build, parse
+from llmdistill.config.generation import PROMPT_HELP
 from llmdistill.data.sources import kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
@@ -77,6 +78,12 @@ def build_parser(prog: str) -> ArgumentParser:
     for name in ("max_prompt_length", "max_length"):
         parser.add_argument(f"--{name}", f"--data.{name}", type=int, default=getattr(limits, name), help="Tokens.")
     parser.add_argument(
+        "--prompt",
+        "--data.prompt",
+        type=str,
+        help=PROMPT_HELP,
+    )
+    parser.add_argument(
         "--long_prompts",
         "--data.long_prompts",
         type=Literal["error", "drop", "truncate"],
@@ -121,6 +128,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
             data,
             settings,
             limits,
+            prompt=parsed.prompt,
             dtype=TORCH_DTYPES[chosen_dtype(parsed.dtype, world.device)],
             world=world,
             output_dir=output,

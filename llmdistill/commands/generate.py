@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config import ResponseConfig
 from llmdistill.config.command_line import build, parse
+from llmdistill.config.generation import PROMPT_HELP
 from llmdistill.runtime.terminal import quiet_transformers
 
 
@@ -52,7 +53,8 @@ def build_parser(prog: str) -> ArgumentParser:
         default=defaults.long_prompts,
         help="What to do with prompts over max_prompt_length.",
     )
-    parser.add_class_arguments(ResponseConfig, skip={"max_prompt_length", "max_length", "long_prompts"})
+    parser.add_argument("--prompt", "--data.prompt", type=str, help=PROMPT_HELP)
+    parser.add_class_arguments(ResponseConfig, skip={"prompt", "max_prompt_length", "max_length", "long_prompts"})
     return parser
 
 

@@ -179,6 +179,12 @@ class DataConfig:
     number until the memory is used. Only for decoders on instructions, and not with on_policy."""
     on_policy: float = 0.0
     """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1."""
+    prompt: str | None = None
+    """How instructions are put to teacher and student: minillm is MiniLLM's prompt, chat the tokenizer's chat
+    template, and any other value is a text with {instruction} and usually {input} in it. Default: a teacher that is a
+    student of an earlier run is asked as it was trained, another by its chat template, and one without a template by
+    MiniLLM's prompt.
+    Messages and prompts without template stay as they are."""
     max_prompt_length: int = 256
     """Largest number of tokens of a prompt, template included."""
     max_length: int = 512
@@ -253,6 +259,6 @@ class DataConfig:
 
     def _check_unused(self, *used: str) -> None:
         defaults = DataConfig()
-        for key in ("tests", "on_policy", "streaming", "bucket_steps", "packing"):
+        for key in ("tests", "on_policy", "streaming", "bucket_steps", "packing", "prompt"):
             if key not in used and getattr(self, key) != getattr(defaults, key):
                 raise ValueError(f"data.{key} is for instructions, but data.kind is {self.kind}: leave it out")

@@ -7,6 +7,12 @@ from typing import Literal
 
 from llmdistill.errors import FieldError, check_least
 
+PROMPT_HELP = (
+    "How instructions are put to the model: minillm (MiniLLM's prompt), chat (the tokenizer's chat template), or a "
+    "text with {instruction} and usually {input} in it. Default: a student of ours is asked as it was trained, another "
+    "model by its chat template, and one without a template by MiniLLM's prompt."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
@@ -63,6 +69,8 @@ class ResponseConfig:
     answers. The samples depend on batch_size. Default: 32, or 1024 with vLLM."""
     limit: int | None = None
     """Answer only this number of prompts, from the first one on."""
+    prompt: str | None = None
+    """How instructions are put to the teacher; as data.prompt of a run."""
     max_prompt_length: int = 256
     """Maximum number of tokens of a prompt, including the template."""
     max_length: int = 512

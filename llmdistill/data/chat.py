@@ -1,8 +1,9 @@
-"""Renders conversations by a tokenizer's chat template."""
+"""Renders conversations by a tokenizer's chat template, and finds the token that ends their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +35,28 @@ def render_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
                 f"{_place(example)}the tokenizer's chat template refuses the messages ({reason}); change one of them"
             ) from error
     return texts
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that ends an answer in a chat: what the chat template writes after it, else the end token.
+
+    The two differ in some models, such as Gemma, whose turns end with <end_of_turn> and whose texts with <eos>.
+    """
+    end: int = tokenizer.eos_token_id
+    if tokenizer.chat_template is None:
+        return end
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"}]
+    with suppress(Exception):  # a template can raise anything, and says so when the examples are rendered
+        tail = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition("yes")[2]
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids: list[int] = tokenizer(tail, add_special_tokens=False)["input_ids"]
+        return next((index for index in ids if index in added), end)
+    return end
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens at which the generation of an answer stops: the end token and the end of a turn."""
+    return list(dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer)]))
 
 
 def _place(example: Example) -> str:

@@ -15,21 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.data.collate import Encoded
 from llmdistill.data.columns import MappedItems, in_pieces
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
-from llmdistill.data.instruct import (
-    PROMPT_WITH_INPUT,
-    PROMPT_WITHOUT_INPUT,
-    Counts,
-    Limits,
-    encode,
-    none_left,
-    render_prompt,
-)
+from llmdistill.data.instruct import Counts, Limits, encode, none_left
+from llmdistill.data.prompts import PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, render_prompt
 from llmdistill.data.sources import READERS, no_example, open_rows, read_examples, unreadable
 from llmdistill.data.store import ArrayWriter, mapped, store, store_folder, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenisation."""
 
 _AT_ONCE = 1000
@@ -87,7 +80,7 @@ def store_examples(
     Args:
         reference: as in `read_examples`; the rows are identified by their content, also those of the hub.
         tokenizer: the tokenizer of the model that is trained.
-        limits: the largest numbers of tokens.
+        limits: the largest numbers of tokens, and the prompt.
         cache_dir: the tokens are stored in its folder ``instructions``; see `store_folder`.
 
     Returns:

@@ -9,42 +9,35 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
-from llmdistill.data.chat import render_chats
+from llmdistill.data.chat import end_of_turn, render_chats
 from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example
+from llmdistill.data.prompts import MINILLM, as_chat, is_chat, render_prompt, resolve_prompt
 from llmdistill.errors import UserError
 
 LongPrompts = Literal["error", "drop", "truncate"]
 """What to do with a prompt that is longer than the limit."""
 
-PROMPT_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-PROMPT_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The largest numbers of tokens, and what happens to longer prompts."""
+    """How examples become tokens: the largest numbers of them, what happens to longer prompts, and the prompt."""
 
     max_prompt_length: int = 256
     max_length: int = 512
     """Of prompt and response together; a longer response is cut and counted."""
     long_prompts: LongPrompts = "error"
+    prompt: str = MINILLM
+    """The resolved prompt of instructions; see `resolve_prompt`."""
 
     def __post_init__(self) -> None:
         check_lengths(self.max_prompt_length, self.max_length)
 
     @classmethod
-    def of(cls, settings: DataConfig | ResponseConfig) -> Limits:
-        """The limits in these settings."""
-        return cls(**{each.name: getattr(settings, each.name) for each in fields(cls)})
+    def of(cls, settings: DataConfig | ResponseConfig, tokenizers: Sequence[PreTrainedTokenizerBase]) -> Limits:
+        """The limits in these settings, with the prompt for the models of the tokenizers; see `resolve_prompt`."""
+        values = {each.name: getattr(settings, each.name) for each in fields(cls)}
+        return cls(**{**values, "prompt": resolve_prompt(settings.prompt, tokenizers)})
 
 
 def check_lengths(max_prompt_length: int, max_length: int) -> None:
@@ -109,25 +102,6 @@ class InstructData:
         return self.counts().report()
 
 
-def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-    """Render the text before the answer.
-
-    An instruction gets the Alpaca prompt in MiniLLM's form; it ends with ``### Response:`` and a newline. A prompt
-    without template stays as it is. Messages get the tokenizer's chat template, up to the beginning of the assistant's
-    turn.
-
-    Raises:
-        UserError: the example has messages, but there is no chat template, or the template rejects them.
-    """
-    if example.messages:
-        return render_chats([example], tokenizer)[0]
-    if example.raw_prompt is not None:
-        return example.raw_prompt
-    # str.format is not applied to the text of the example, so braces in it stay as they are.
-    template = PROMPT_WITH_INPUT if example.input else PROMPT_WITHOUT_INPUT
-    return template.format(instruction=example.instruction, input=example.input)
-
-
 def encode_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits, *, may_be_empty: bool = False
 ) -> EncodedPrompts:
@@ -139,7 +113,7 @@ def encode_prompts(
         UserError: as in `render_prompt`; a prompt is too long and limits.long_prompts is "error"; or no prompt is left,
             unless may_be_empty.
     """
-    all_ids, limit = _prompt_ids(examples, tokenizer), limits.max_prompt_length
+    all_ids, limit = _prompt_ids(examples, tokenizer, limits.prompt), limits.max_prompt_length
     long = [index for index, ids in enumerate(all_ids) if len(ids) > limit]
     if long and limits.long_prompts == "error":
         first = examples[long[0]].source or f"prompt {long[0] + 1}"
@@ -152,15 +126,15 @@ def encode_prompts(
     return EncodedPrompts(ids, kept, dropped=len(dropped), truncated=len(long) - len(dropped))
 
 
-def _prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _prompt_ids(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[list[int]]:
     """The tokens of each example's prompt, without a limit on their number."""
-    plain = [render_prompt(example) for example in examples if not example.messages]
-    chatting = [example for example in examples if example.messages]
+    plain = [render_prompt(example, prompt=prompt) for example in examples if not is_chat(example, prompt)]
+    chatting = [as_chat(example) for example in examples if is_chat(example, prompt)]
     chats = render_chats(chatting, tokenizer) if chatting else []
     plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"] if plain else [])
     # A chat template writes the start token itself, and an end token in it belongs to the template.
     chat_ids = iter(tokenizer(chats, add_special_tokens=False, verbose=False)["input_ids"] if chats else [])
-    return [next(chat_ids) if each.messages else _as_prompt(next(plain_ids), tokenizer) for each in examples]
+    return [next(chat_ids) if is_chat(each, prompt) else _as_prompt(next(plain_ids), tokenizer) for each in examples]
 
 
 def _as_prompt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -202,7 +176,8 @@ def encode(
 ) -> InstructData:
     """Tokenise the prompt and the first reference of each example; the end token is always appended (and learnt).
 
-    Prompt and response are tokenised separately, as MiniLLM does in effect, so no token contains parts of both.
+    An answer in a chat ends with the token that ends a turn, any other with the tokenizer's end token. Prompt and
+    response are tokenised separately, as MiniLLM does in effect, so no token contains parts of both.
 
     Raises:
         UserError: as in `encode_prompts`, or the tokenizer has no end token.
@@ -212,9 +187,10 @@ def encode(
     prompts = encode_prompts(examples, tokenizer, limits, may_be_empty=may_be_empty)
     answers = [examples[index].outputs[0] for index in prompts.kept]
     responses = tokenizer(answers, add_special_tokens=False, verbose=False)["input_ids"] if answers else []
-    items, truncated_responses = [], 0
-    for prompt_ids, response_ids in zip(prompts.ids, responses, strict=True):
-        response_ids = [*response_ids, tokenizer.eos_token_id]
+    items, truncated_responses, ends_turn = [], 0, end_of_turn(tokenizer)
+    for index, prompt_ids, response_ids in zip(prompts.kept, prompts.ids, responses, strict=True):
+        end = ends_turn if is_chat(examples[index], limits.prompt) else tokenizer.eos_token_id
+        response_ids = [*response_ids, end]
         room = limits.max_length - len(prompt_ids)
         truncated_responses += len(response_ids) > room
         items.append(Encoded(prompt_ids, response_ids[:room]))

@@ -14,17 +14,14 @@ from llmdistill.experiments.comparison import Findings, Study, size_label
 from llmdistill.experiments.launcher import shown_command
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.experiments.variants import Start
-from llmdistill.files import json_lines
 from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
+from llmdistill.report.answers import Sample, read_samples
 from llmdistill.report.checkpoint import read_checkpoint
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
-from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run, Sample
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.starts import read_weighting
-
-SAMPLES = 10
-"""Number of prompts whose answers the report shows side by side."""
 
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
@@ -187,40 +184,7 @@ def _samples(study: Study, findings: Findings) -> list[Sample]:
         ended = next((run for run in runs if run.metrics is not None), None)
         if ended is not None:
             folders[name] = ended.trial.folder / "predictions" / "student"
-    sets = list(study.recipe.data.tests)
-    samples = []
-    for number, set_name in enumerate(sets):
-        answers = {name: _predictions(folder / f"{set_name}.jsonl") for name, folder in folders.items()}
-        rows = answers["teacher"]
-        wanted = SAMPLES // len(sets) + (number < SAMPLES % len(sets))
-        for index in dict.fromkeys(len(rows) * k // wanted for k in range(min(wanted, len(rows)))):
-            row = rows[index]
-            samples.append(
-                Sample(
-                    set=set_name,
-                    prompt=_prompt(row),
-                    reference=row["references"][0],
-                    answers={
-                        name: next(iter(each[index]["predictions"].values()))
-                        for name, each in answers.items()
-                        if index < len(each)
-                    },
-                )
-            )
-    return samples
-
-
-def _prompt(row: Mapping[str, Any]) -> str:
-    """Return the prompt of a row as text; the row may have any of the supported forms."""
-    messages = [f"{turn['role']}: {turn['content']}" for turn in row.get("messages", [])]
-    parts = [row.get("instruction"), row.get("input"), row.get("prompt"), *messages]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _predictions(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    return json_lines(file)
+    return read_samples(folders, list(study.recipe.data.tests))
 
 
 def _warnings(findings: Findings) -> list[str]:

@@ -127,6 +127,7 @@ class Study:
             "decoding": scoring.decoding,
             "seed": self.seeds[0],
             "batch_size": scoring.batch_size,
+            "prompt": data.prompt,
             "max_prompt_length": data.max_prompt_length,
             "max_length": data.max_length,
             "long_prompts": data.long_prompts,
@@ -339,7 +340,7 @@ def generate_responses(study: Study) -> str | None:
     if study.responses.is_file() and read_provenance(study.responses) is not None:
         return None
     arguments = {**study.response_arguments(), "output": str(study.responses)}
-    words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
+    words = [word for key, value in arguments.items() if value is not None for word in (f"--{key}", str(value))]
     say("The teacher answers the training prompts for SeqKD ...")
     command = study.launcher.command("llmdistill.cli", "generate", *words)
     log = study.responses.with_suffix(".log")

@@ -39,7 +39,7 @@ def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
 def _step_tokens(config: RunConfig, reference: str, seed: int) -> Iterator[int]:
     """Yield the number of tokens without padding in the global batch of each step, endlessly."""
     data, size = config.data, config.train.global_batch_size
-    lengths = _lengths(tokenizer_path(config), reference, Limits.of(data))
+    lengths = _lengths(tokenizer_path(config), reference, Limits.of(data, []))
     for step in count():
         batch = global_batch_indices(seed=seed, step=step, dataset_size=len(lengths), global_batch_size=size)
         yield int(lengths[batch].sum())

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from llmdistill.data.chat import answer_ends
 from llmdistill.data.instruct import check_lengths
 from llmdistill.errors import UserError, check_least
 from llmdistill.progress import progress
@@ -203,7 +204,8 @@ def answer_batch(
 def decode_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Decode generated tokens to texts, cut at the end token, without special tokens, stripped."""
     # The end token is cut here because it is not a special token in every tokenizer.
-    ended = [row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in rows]
+    ends = answer_ends(tokenizer)
+    ended = [row[:-1] if row and row[-1] in ends else row for row in rows]
     return [text.strip() for text in tokenizer.batch_decode(ended, skip_special_tokens=True)]
 
 
@@ -234,7 +236,7 @@ def _arguments(
         max_new_tokens=max_new_tokens,
         num_beams=1,
         no_repeat_ngram_size=settings.no_repeat_ngram_size,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=answer_ends(tokenizer),
         pad_token_id=tokenizer.eos_token_id if pad is None else pad,
         use_cache=True,
         **sampling,
@@ -277,6 +279,7 @@ def new_tokens(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt up to and including its end token, if the answer has one.
 
+    arguments: with the tokens that end an answer as the list `eos_token_id`.
     noise: is added to the logits of each next token before the largest is taken.
     """
     input_ids, attention_mask = _left_pad(prompt_ids, arguments.pad_token_id)
@@ -289,7 +292,7 @@ def new_tokens(
     )
     answers = []
     for row in sequences[:, input_ids.shape[1] :].tolist():
-        end = row.index(arguments.eos_token_id) + 1 if arguments.eos_token_id in row else len(row)
+        end = next((place for place, token in enumerate(row, start=1) if token in arguments.eos_token_id), len(row))
         answers.append(row[:end])
     return answers
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.artifacts import write_record
 from llmdistill.config import ResponseConfig
+from llmdistill.data.chat import answer_ends
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
 from llmdistill.data.sources import read_examples
@@ -50,7 +51,7 @@ class _Job:
     data: str
     output: Path
     settings: ResponseConfig
-    """The settings, with engine, dtype and batch_size resolved where they were auto or None."""
+    """The settings, with engine, dtype, batch_size and prompt resolved where they were auto or None."""
     decoding: Decoding
     examples: list[Example]
     """The examples whose prompts are kept, in order."""
@@ -111,7 +112,6 @@ def generate_responses(
 
 def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, world: World) -> _Job:
     """Resolve the request, and check everything that can be checked without the weights."""
-    limits = Limits.of(settings)
     folder = locate(model)
     engine = choose_engine(
         settings.engine, folder, no_repeat_ngram_size=settings.no_repeat_ngram_size, world_size=world.size
@@ -134,12 +134,13 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig, worl
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{model}: the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+    limits = Limits.of(settings, [tokenizer])
     prompts = encode_prompts(examples, tokenizer, limits)
     return _Job(
         teacher=model,
         data=data,
         output=output,
-        settings=replace(settings, engine=engine, dtype=dtype, batch_size=batch_size),
+        settings=replace(settings, engine=engine, dtype=dtype, batch_size=batch_size, prompt=limits.prompt),
         decoding=decoding,
         examples=[examples[index] for index in prompts.kept],
         prompts=prompts,
@@ -204,7 +205,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
             f"{missing} answers are missing from {parts_folder(job.output)}: every rank must see the same folder; "
             "start the command again to have them redone"
         )
-    rows = [answers[index] for index in range(len(job.examples))]
+    rows, ends = [answers[index] for index in range(len(job.examples))], answer_ends(job.tokenizer)
     texts = decode.decode_answers(rows, job.tokenizer)
     lines = [answers_file.answered_row(example, text) for example, text in zip(job.examples, texts, strict=True)]
     write_text(job.output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -216,7 +217,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
         "dropped": job.prompts.dropped,
         "truncated": job.prompts.truncated,
         "empty_answers": texts.count(""),
-        "unfinished_answers": sum(ids[-1:] != [job.tokenizer.eos_token_id] for ids in rows),
+        "unfinished_answers": sum(not ids or ids[-1] not in ends for ids in rows),
         "engine": job.settings.engine,
         "generated_tokens": sum(map(len, rows)),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),

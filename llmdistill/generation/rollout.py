@@ -41,7 +41,7 @@ class OnPolicyLoader:
     """λ: the probability that a step is on-policy."""
     seed: int
     max_new_tokens: int
-    end_token_id: int
+    end_token_ids: list[int]
     pad_token_id: int
     rank: int
     world_size: int
@@ -67,7 +67,7 @@ class OnPolicyLoader:
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
             do_sample=False,  # with the noise, the most likely token is a sample
-            eos_token_id=self.end_token_id,
+            eos_token_id=self.end_token_ids,
             pad_token_id=self.pad_token_id,
         )
         prompts = [item.prompt_ids for item in items]

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import TopK
+from llmdistill.data.chat import answer_ends
 from llmdistill.errors import UserError
 from llmdistill.generation.decode import Decoding
 from llmdistill.models.adapters import is_adapter
@@ -80,7 +81,7 @@ class VllmEngine:
         dtype: torch.dtype,
         seed: int,
     ) -> None:
-        """Load a dense model from a folder or hub name. Of the tokenizer only the end token is used."""
+        """Load a dense model from a folder or hub name. Of the tokenizer only the ends of answers are used."""
         import vllm
 
         assert settings.no_repeat_ngram_size == 0
@@ -90,8 +91,8 @@ class VllmEngine:
             "top_p": settings.top_p if settings.sample else 1.0,
             "top_k": (settings.top_k or -1) if settings.sample else -1,
             "max_tokens": max_new_tokens,
-            # Only the tokenizer's end token ends an answer, not the end tokens that vLLM finds in the model's folder.
-            "stop_token_ids": [tokenizer.eos_token_id],
+            # Only the tokenizer's ends stop an answer, not the end tokens that vLLM finds in the model's folder.
+            "stop_token_ids": answer_ends(tokenizer),
             "ignore_eos": True,
             "skip_special_tokens": False,
             "detokenize": False,

@@ -17,12 +17,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from llmdistill.artifacts import CARD, PLACE
+from llmdistill.data.prompts import CHAT, MINILLM, PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, recorded_prompt
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.factorize.hub import NAME
 from llmdistill.files import read_json, write_text
 from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.gguf import RECORD, origin
+from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 from llmdistill.report.pages import rendered
 from llmdistill.report.tables import Texts
 
@@ -167,6 +169,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         table=story.table,
         legend=story.legend,
         warnings=[without_paths(warning) for warning in story.warnings],
+        ask=_ask(folder) if pipeline == "text-generation" else None,
         use=use_of(folder, config),
     )
     write_text(file, str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")))
@@ -278,6 +281,36 @@ def use_of(folder: Path, config: PreTrainedConfig) -> str:
         f"{USE}\n\n{needs}```python\n{first}{lines}\n```\n\n## How to serve it\n\n{served}"
         "Which student runs in which server is a table in `docs/serve.md` of llmdistill."
     )
+
+
+def _ask(folder: Path) -> str | None:
+    """Return how a student is asked: by the prompt of its training, else its chat template; None without both."""
+    if not has_tokenizer(folder):
+        return None
+    tokenizer = load_tokenizer(folder)
+    prompt = recorded_prompt(tokenizer) or (CHAT if tokenizer.chat_template is not None else None)
+    if prompt is None:
+        return None
+    if prompt == CHAT:
+        return (
+            "By its tokenizer's chat template, with an instruction as the user's turn (and its input, if there is one, "
+            "after a blank line):\n\n```python\n"
+            'messages = [{"role": "user", "content": instruction}]\n'
+            "prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)\n"
+            'inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")\n```'
+        )
+    if prompt == MINILLM:
+        return (
+            f"By MiniLLM's prompt, for an instruction alone\n\n{_block(PROMPT_WITHOUT_INPUT)}\n\n"
+            f"and for one with an input\n\n{_block(PROMPT_WITH_INPUT)}\n\nThe last line ends with a line break."
+        )
+    ends = "The last line ends with a line break." if prompt.endswith("\n") else "No line break follows."
+    return f"By this text:\n\n{_block(prompt)}\n\n{ends}"
+
+
+def _block(text: str) -> str:
+    fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text.removesuffix(chr(10))}\n{fence}"
 
 
 def _onnx_use() -> str:

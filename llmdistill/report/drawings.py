@@ -29,7 +29,7 @@ _CURVES = {
 """The learning curves by column of the log, each with its label and caption; the first one with values is drawn."""
 
 
-_OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|(learning_curves|ranks|spectra)(_.+)?")
+_OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|curves|(learning_curves|ranks|spectra)(_.+)?")
 """The names of the plots of a report."""
 
 

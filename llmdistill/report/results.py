@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmdistill.errors import UserError
+from llmdistill.report.answers import Sample
 from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.spread import Spread, spread
 from llmdistill.tasks.perplexity import mean_perplexity
@@ -170,17 +171,6 @@ class Beginning:
     """ROUGE-L of the untrained student, the mean over the test sets."""
     weighting: Mapping[str, Any] = field(default_factory=dict)
     """The content of weighting.json; empty without a weighting."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One prompt with the answer of every model."""
-
-    set: str
-    prompt: str
-    reference: str
-    answers: Mapping[str, str]
-    """The answers by the key of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)

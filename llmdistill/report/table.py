@@ -1,22 +1,26 @@
-"""Writes the table at the end of a run: on the terminal, as report.md and as metrics.json."""
+"""Writes the table at the end of a run: on the terminal, as report.md, report.html and metrics.json."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmdistill.artifacts import write_record
-from llmdistill.report.metrics_log import Log, term_names
+from llmdistill.report.answers import read_samples
+from llmdistill.report.drawings import save_drawings
+from llmdistill.report.metrics_log import Log, read_metrics_log, term_names
 from llmdistill.report.pages import write_page
 from llmdistill.report.panels import plot_terms
-from llmdistill.report.plots import is_line, mean_curve, method_styles, save_plot
+from llmdistill.report.plots import Drawing, is_line, mean_curve, method_styles
 from llmdistill.report.record import make_record
 from llmdistill.report.starts import draw_weighting, read_weighting
 from llmdistill.report.tables import Texts, print_table
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoreTable
+from llmdistill.tasks.instructions import VALID
 
 MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json -> the name in the table."""
@@ -49,15 +53,34 @@ def kept_student(record: Mapping[str, Any]) -> str:
     return f"of step {record['step']:,}, the best validation ({record['metric']} {record['value']:.4g})"
 
 
-def plot_training(folder: Path, log: Log) -> None:
-    """Plot the loss and its terms over the steps, in curves.png and curves.svg; nothing without two steps."""
-    if not log:
-        return
+def draw_training(log: Log) -> list[Drawing]:
+    """Return the plot of the loss and its terms over the steps; none without two steps."""
     names = term_names(log)
-    keys = ["loss", *(["valid_loss"] if "valid_loss" in log[-1] else []), *(names if len(names) > 1 else [])]
+    keys = ["loss", *(["valid_loss"] if log and "valid_loss" in log[-1] else []), *(names if len(names) > 1 else [])]
     curves = {key: curve for key in keys if is_line(curve := mean_curve([log], key))}
-    if curves:
-        save_plot(plot_terms(curves, method_styles(["run"])["run"]), folder, "curves")
+    if not curves:
+        return []
+    caption = "The loss of the training, its terms, and valid_loss, the loss on the validation set, if there is one."
+    figure = plot_terms(curves, method_styles(["run"])["run"])
+    return [Drawing("curves", "Loss over the steps", caption, figure)]
+
+
+def with_loss(scores: ScoreTable, log: Log) -> ScoreTable:
+    """Return the table with the student's last loss, if there is no set to score models on and a loss is known."""
+    loss = None if scores.columns else _last_loss(log)
+    if loss is None:
+        return scores
+    rows = {key: [loss[1] if key == "student" else ""] for key in scores.rows}
+    return replace(scores, columns=[loss[0]], rows=rows, legend=f"No set to score on; the {loss[0]} is the last.")
+
+
+def _last_loss(log: Log) -> tuple[str, str] | None:
+    """Return the name and the last value of the validation loss, or else of the training loss; None without both."""
+    for key, name in (("valid_loss", "validation loss"), ("loss", "training loss")):
+        found = [row[key] for row in log if key in row and row["step"] > 0]
+        if found:
+            return name, f"{found[-1]:.4g}"
+    return None
 
 
 def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> Texts:
@@ -83,29 +106,32 @@ def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> Texts:
 
 
 def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
-    """Write report.md and metrics.json, and print the table of the scored models."""
+    """Write report.md, report.html and metrics.json, and print the table of the scored models."""
+    log = read_metrics_log(folder)
     if not any(key in metrics for key in MODELS):
         write_record(folder / "metrics.json", metrics)
-        print(f"No model was to be scored; the run is in {folder}.")
+        loss = _last_loss(log)
+        ended = "" if loss is None else f" The {loss[0]} at the end is {loss[1]}."
+        print(f"No model was to be scored; the run is in {folder}.{ended}")
         return
     table = model_table(metrics, scores)
-    drawings = draw_weighting(read_weighting(folder))
-    for drawing in drawings:
-        save_plot(drawing.figure, folder, drawing.name)
-    write_page(
-        folder / "report.md",
-        "run.md.j2",
-        title=folder.name,
-        table=table,
-        legend=scores.legend,
-        has_curves=(folder / "curves.png").is_file(),
-        drawings=drawings,
-        has_answers=(folder / "predictions").is_dir(),
-        warnings=metrics["warnings"],
-        kept=kept_student(metrics["kept"]) if "kept" in metrics else None,
-        record=metrics["run"],
-    )
+    predictions = folder / "predictions"
+    sets = list(metrics.get("asked", {}).get("tests") or []) or [VALID]
+    context = {
+        "title": folder.name,
+        "table": table,
+        "legend": scores.legend,
+        "drawings": save_drawings(folder, [*draw_training(log), *draw_weighting(read_weighting(folder))]),
+        "samples": read_samples({key: predictions / key for key in MODELS}, sets),
+        "labels": MODELS,
+        "has_answers": predictions.is_dir(),
+        "warnings": metrics["warnings"],
+        "kept": kept_student(metrics["kept"]) if "kept" in metrics else None,
+        "record": metrics["run"],
+    }
+    for kind in ("md", "html"):
+        write_page(folder / f"report.{kind}", f"run.{kind}.j2", **context)
     write_record(folder / "metrics.json", metrics)  # last: a folder with this file is finished
     print_table(scores.title, *table)
     student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
-    print(f"{student} table in {folder / 'report.md'}.")
+    print(f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it.")

@@ -11,6 +11,7 @@ from typing import IO, Any
 from llmdistill.artifacts import State, compare_records, plain, read_record, write_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked, to_dict
+from llmdistill.data.prompts import MINILLM
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned
 from llmdistill.fingerprints import fingerprint
@@ -125,7 +126,10 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are equal for two records of the same run."""
     inputs = {f"content of {key}": value for key, value in record["inputs"].items()}
     ds_config = shaping_ds_config(record["ds_config"])
-    return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
+    shaping = shaping_settings(record["config"])
+    if shaping["data"]["kind"] == "instructions":
+        shaping["data"].setdefault("prompt", MINILLM)  # a record from before there was a choice
+    return {**shaping, **inputs, "ds_config": ds_config}
 
 
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> State:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Loader, TapRequest
+from llmdistill.data.chat import answer_ends
 from llmdistill.data.prefetch import Prefetched
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
@@ -206,7 +207,7 @@ def prepare_loader(plan: Plan, loader: Any, engine: Any, data: TaskData, world: 
         share=config.data.on_policy,
         seed=config.seed,
         max_new_tokens=config.data.max_length - config.data.max_prompt_length,
-        end_token_id=tokenizer.eos_token_id,
+        end_token_ids=answer_ends(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         rank=world.rank,
         world_size=world.size,
@@ -262,6 +263,7 @@ def student_saver(plan: Plan, untrained: Path, engine: Any, world: World) -> Cal
             source=untrained,
             output=output,
             lora=plan.config.student.lora,
+            prompt=plan.config.data.prompt,
         )
 
     return save

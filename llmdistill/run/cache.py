@@ -35,7 +35,7 @@ from llmdistill.teacher.cache_folder import (
 )
 from llmdistill.teacher.rows import rows_of_samples
 
-_DATA_KEYS = ("kind", "train", "max_length", "max_prompt_length", "long_prompts", "task")
+_DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
 _TEXT_KEYS = ("field", "fraction", "sampling_exponent", "valid_sequences")
 """The same of data.text, for texts."""

@@ -20,6 +20,7 @@ from llmdistill.batch import Batch, Loader
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
 from llmdistill.config.student import FactorizeMethod
+from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
 from llmdistill.errors import UserError
@@ -131,7 +132,7 @@ def measure_weights_on(
         tokenizer: its tokenizer.
         settings: weighting, sizes and calibration.
         method: the method of the factorization.
-        limits: max_prompt_length, max_length and long_prompts, where they differ from their defaults.
+        limits: prompt, max_prompt_length, max_length and long_prompts, where they differ from their defaults.
         device: the device of all arithmetic; by default that of the model.
         origin: the folder or name of model and tokenizer, which identifies kept statistics; None for a model in memory,
             which its content identifies.
@@ -144,6 +145,8 @@ def measure_weights_on(
         tokenizer.save_pretrained(folder)
         file = data_file(data, Path(folder), name="calibration")
         kept = changed(DataConfig(), {"train": file, "kind": kind_of(data), "tests": {}, **limits}, key="")
+        if kept.kind == "instructions":
+            kept = replace(kept, prompt=resolve_prompt(kept.prompt, [tokenizer]))
         config = RunConfig(ds_config="", student=StudentConfig(method=method, factorize=settings), data=kept)
         models = Models(
             teacher=model.config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmdistill.config.command_line import to_dict
+from llmdistill.data.prompts import describe_prompt
 from llmdistill.run.disk import DiskNeed
 from llmdistill.run.plan import Plan
 
@@ -21,6 +22,7 @@ def headline(plan: Plan, data_report: str) -> str:
     lora = plan.config.student.lora
     adapted = "" if lora.rank is None else f", adapters of rank {lora.rank} alone are trained"
     own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
+    prompt = plan.config.data.prompt
     stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
     return (
         f"Run folder  {plan.folder}\n"
@@ -28,6 +30,7 @@ def headline(plan: Plan, data_report: str) -> str:
         f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
         f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
         f"Data        {task}, {data_report.rstrip('.')}{own}\n"
+        f"{'' if prompt is None else f'Prompt      {describe_prompt(prompt)}' + chr(10)}"
         f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {plan.world_size} rank(s) x "
         f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"
         + "".join(f"\nNote        {note}" for note in plan.notes)

@@ -16,7 +16,7 @@ from llmdistill.config.command_line import scores_asked
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log
-from llmdistill.report.table import finish_report, kept_student, plot_training, run_record
+from llmdistill.report.table import finish_report, kept_student, run_record, with_loss
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
 from llmdistill.run.best import read_best
@@ -175,8 +175,6 @@ def _report(
         record["teacher_origin"] = plan.teacher_origin
     kept = read_best(plan.folder)
     results = data.results(summaries, log, plan.sizes)
-    if not plan.task.scored:  # the curves are the result
-        plot_training(plan.folder, log)
     metrics = {
         **results,
         "asked": scores_asked(plan.config),
@@ -184,6 +182,6 @@ def _report(
         **({} if kept is None else {"kept": kept}),
         "run": {**record, "seconds": round(seconds, 2)},
     }
-    table = data.table(results)
+    table = with_loss(data.table(results), log)
     write_run_card(plan, metrics, table, data.report)
     finish_report(plan.folder, metrics, table)

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
+from llmdistill.data.prompts import CHAT, resolve_prompt
 from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
@@ -24,7 +25,7 @@ from llmdistill.models.gguf import origin
 from llmdistill.models.heads import copies_classifier
 from llmdistill.models.load import Head
 from llmdistill.models.shapes import check_sizes, parse_shape, shaped_config, teacher_layers
-from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies
+from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.run.checks import (
     check_can_cache,
@@ -50,7 +51,7 @@ class Plan:
     config: RunConfig
     """The configuration; it has the numbers of steps once the training set is read."""
     asked: RunConfig
-    """The configuration as given by the user; the run folder identifies the run by it."""
+    """The configuration as given by the user, with data.prompt resolved; the run folder identifies the run by it."""
     task: Task
     ds_config: dict[str, Any]
     split: BatchSplit
@@ -215,6 +216,7 @@ def make_plan(
     tokenizer = Path(str(student)) if student in pending else None
     if tokenizer is None:
         tokenizer = tokenizer_path(config) if before is None else before.tokenizer_path
+    config = with_prompt(config) if before is None else _asked_as(config, before.config.data.prompt)
     planned = Plan(
         config=config,
         asked=config,
@@ -328,6 +330,24 @@ def _saved_head(config: PreTrainedConfig) -> Head:
     if name.endswith("ForPreTraining"):
         return "pretraining"
     return "lm_head" if name.endswith("ForMaskedLM") else "none"
+
+
+def with_prompt(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run whose models exist, with `data.prompt` resolved if its data are instructions.
+
+    Raises:
+        UserError: the prompt needs a chat template, and a tokenizer has none.
+    """
+    if config.data.kind != "instructions":
+        return config
+    asked = config.data.prompt
+    paths = dict.fromkeys((locate(str(config.teacher.model or config.student.model)), tokenizer_path(config)))
+    needed = [path for path in paths if asked in (None, CHAT) and brings_tokenizer(path)]  # a plan may have none yet
+    return _asked_as(config, resolve_prompt(asked, [load_tokenizer(path) for path in needed]))
+
+
+def _asked_as(config: RunConfig, prompt: str | None) -> RunConfig:
+    return replace(config, data=replace(config.data, prompt=prompt))
 
 
 def tokenizer_path(config: RunConfig) -> Path:

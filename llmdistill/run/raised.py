@@ -51,7 +51,7 @@ def forget_end(folder: Path) -> None:
 
     The best student so far becomes that of an unfinished run again.
     """
-    for name in (METRICS_FILE, "report.md", "scores/student.json", MANIFEST):
+    for name in (METRICS_FILE, "report.md", "report.html", "scores/student.json", MANIFEST):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "predictions" / "student", ignore_errors=True)
     best = read_best(folder)

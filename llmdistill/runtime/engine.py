@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.batch import Aspect
 from llmdistill.config import LoraConfig, TrainConfig
+from llmdistill.data.prompts import record_prompt
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import add_lora, load_adapters, merge_lora
 from llmdistill.models.companions import save_model
@@ -205,10 +206,12 @@ def save_student(
     source: Path | str,
     output: Path,
     lora: LoraConfig | None = None,
+    prompt: str | None = None,
 ) -> None:
     """Save the student as a Hugging Face model, with merged adapters and without projectors; every rank must call it.
 
-    `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`.
+    `template` loads the untrained student, whose structure is saved; the tokenizer is copied from `source`, and keeps
+    the `prompt` by which the student learnt to be asked.
     """
     has_adapters = lora is not None and lora.rank is not None
     state = trained_state_dict(engine, world) if has_adapters else full_state_dict(engine, world)
@@ -223,4 +226,6 @@ def save_student(
             model.load_state_dict(state)
         with new_proven_folder(output) as partial:
             save_model(model, partial, source)
+            if prompt is not None:
+                record_prompt(partial, prompt)
     is_there(output / "config.json", world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from llmdistill.artifacts import write_record
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
+from llmdistill.data.prompts import describe_prompt, resolve_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
@@ -169,6 +171,7 @@ def evaluate_model(
     settings: GenerationConfig,
     limits: Limits,
     *,
+    prompt: str | None = None,
     dtype: torch.dtype = torch.float32,
     world: World | None = None,
     output_dir: Path | None = None,
@@ -176,6 +179,7 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Load a model and score it on sets given as {name: JSONL file, embedded:NAME, or a text for its perplexity}.
 
+    `prompt` is that of the instructions, as in data.prompt; it replaces that of the limits.
     Returns plain JSON values. Rank 0 also writes them to output_dir/metrics.json, next to the predictions. Every rank
     loads the whole model and answers its share of the prompts.
 
@@ -187,8 +191,11 @@ def evaluate_model(
     texts = {name: each for name, each in data.items() if isinstance(each, TextSet)}
     folder = locate(model_path)
     tokenizer = load_tokenizer(folder)
+    limits = replace(limits, prompt=resolve_prompt(prompt, [tokenizer]))
     encode_sets(sets, tokenizer, settings, limits)
     windows = windows_of(texts, tokenizer, load_config(folder), settings)
+    if log is not None and any(each.instruction for examples in sets.values() for each in examples):
+        log(f"instructions are asked by {describe_prompt(limits.prompt)}")
     model = load_model(folder, dtype=dtype, device=world.device)
     scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=output_dir, world=world, log=log)
     of_texts = {
@@ -206,6 +213,7 @@ def evaluate_model(
         "no_repeat_ngram_size": settings.no_repeat_ngram_size,
         "max_prompt_length": limits.max_prompt_length,
         "max_length": limits.max_length,
+        "prompt": limits.prompt,
         "sets": scores,
         "texts": of_texts,
     }

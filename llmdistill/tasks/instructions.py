@@ -84,12 +84,13 @@ class Instructions(Task):
         """See Task. The examples are only read when they are prepared."""
         teacher_tokenizer = load_tokenizer(models.teacher_path)
         shared = models.tokenizer_path == models.teacher_path
+        tokenizer = teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path)
         return InstructionData(
             settings=self.config.data,
-            limits=Limits.of(self.config.data),
+            limits=Limits.of(self.config.data, [teacher_tokenizer, tokenizer]),
             scoring=self.config.scoring,
             trains=self.trains,
-            tokenizer=teacher_tokenizer if shared else load_tokenizer(models.tokenizer_path),
+            tokenizer=tokenizer,
             teachers_tokenizer=teacher_tokenizer,
             written_by=models.teacher_path if self.teacher_writes else None,
             report="",

@@ -15,7 +15,7 @@ import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmdistill  # also lets transformers load the student
-from llmdistill.data.instruct import render_prompt
+from llmdistill.data.prompts import is_chat, render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of
 
 parser = argparse.ArgumentParser(description="Compress a fine-tuned decoder.", allow_abbrev=False)
@@ -73,9 +73,9 @@ for name in ("teacher", "untrained", "student"):
 folder = result.folder / "student"
 model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 question = examples_of(given.test)[0]
-text = render_prompt(question, tokenizer)
-prompt = tokenizer(
-    text, add_special_tokens=not question.messages, return_tensors="pt"
-)  # a chat template writes its own
+asked = resolve_prompt(None, [tokenizer])  # as it was trained, which its tokenizer keeps
+text = render_prompt(question, tokenizer, asked)
+starts = not is_chat(question, asked)  # a chat template writes the start token itself
+prompt = tokenizer(text, add_special_tokens=starts, return_tensors="pt")
 answer = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
 print(f"{text}\n{tokenizer.decode(answer, skip_special_tokens=True)}\n(right is {' or '.join(question.outputs)})")

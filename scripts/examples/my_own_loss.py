@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import llmdistill
 from llmdistill import losses
-from llmdistill.data.instruct import render_prompt
+from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS, Method, MethodEntry, Terms
@@ -87,7 +87,8 @@ for name in ("teacher", "untrained", "student"):
 source = locate(given.teacher)
 teacher, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-texts = [render_prompt(each, tokenizer) + each.outputs[0] for each in examples_of(given.train)[:16]]
+prompt = resolve_prompt(None, [tokenizer])
+texts = [render_prompt(each, tokenizer, prompt) + each.outputs[0] for each in examples_of(given.train)[:16]]
 batch = tokenizer(texts, padding=True, return_tensors="pt")
 batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import datasets
@@ -353,6 +354,39 @@ class TestDistill:
         with pytest.raises(UserError) as error:
             llmdistill.distill(**{**given, **change})
         assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(("prompt", "said"), [(None, "chat"), ("Q: {instruction}{input}\nA:", "Q: {instruction}")])
+def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, tmp_path, capsys, prompt, said):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(folder, teacher)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(teacher)
+    lengths = {key: ANSWERS[key] for key in ("decoding", "max_length", "max_prompt_length")}
+    call = {"tests": {"t": ROWS[:4]}, "output_dir": tmp_path / "run", **lengths, **STEPS}
+    call["settings"] = {"student.factorize.rank": 8}
+    given = {} if prompt is None else {"prompt": prompt}
+    result = llmdistill.distill(teacher, None, ROWS, "kd", **call, **given)
+    assert said in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Prompt "))
+    asked = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["prompt"]
+    assert asked == (prompt or "chat")
+    # Asked in another way, the models would have other perplexities.
+    for model, measured in ((teacher, "teacher"), (tmp_path / "run" / "student", "student")):
+        alike = llmdistill.evaluate(model, ROWS[:4], prompt=asked, **ANSWERS)["perplexity"]
+        other = llmdistill.evaluate(model, ROWS[:4], prompt="minillm", **ANSWERS)["perplexity"]
+        assert alike == pytest.approx(result.metrics[measured]["perplexity"]["t"], rel=1e-4)
+        assert abs(alike - other) > 1e-3 * alike
+    by_itself = llmdistill.evaluate(tmp_path / "run" / "student", ROWS[:4], **ANSWERS)["perplexity"]
+    assert by_itself == pytest.approx(alike, rel=1e-6)
+    card = (tmp_path / "run" / "student" / "README.md").read_text()
+    assert "## How to ask it" in card
+    assert ("apply_chat_template" if prompt is None else "```text\nQ: {instruction}{input}\nA:\n```") in card
+    with pytest.raises(UserError, match=r"data\.prompt was .* and is now minillm"):
+        llmdistill.distill(teacher, None, ROWS, "kd", **call, prompt="minillm")
 
 
 def test_public_names_are_there_and_documented():

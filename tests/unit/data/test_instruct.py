@@ -14,8 +14,8 @@ from llmdistill.data.instruct import (
     Limits,
     encode,
     encode_prompts,
-    render_prompt,
 )
+from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.errors import UserError
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.data.instruct import Limits, encode_prompts, render_prompt
+from llmdistill.data.instruct import Limits, encode_prompts
+from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import FOLDER, SPLITS, corpus, locate
 from llmdistill.generation.decode import Decoding, generate

@@ -370,3 +370,16 @@ def test_every_job_is_one_rank_s_and_shares_differ_by_one(count: int, ranks: int
 
 if __name__ == "__main__":
     run_rank(sys.argv[-1])
+
+
+def test_an_answer_stops_at_the_end_of_a_turn() -> None:
+    tokenizer, model = character_tokenizer(), tiny_model("llama")
+    ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
+    [row] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
+    place = next(place for place in range(2, len(row)) if row[place] not in row[:place])
+    symbol = tokenizer.convert_ids_to_tokens(row[place])
+    # As in Gemma, another token than the end token ends the turns of the template.
+    tokenizer.add_special_tokens({"additional_special_tokens": [symbol]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + symbol + "{% endfor %}"
+    result = generate(model, tokenizer, ids, GREEDY, **LIMITS)
+    assert (result.texts, result.tokens) == ([tokenizer.decode(row[:place]).strip()], place + 1)

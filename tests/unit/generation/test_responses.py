@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import BertConfig
 from llmdistill.artifacts import sealed
 from llmdistill.config import ResponseConfig
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode_prompts, render_prompt
+from llmdistill.data.instruct import Limits, encode_prompts
+from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
@@ -123,7 +125,7 @@ def test_every_form_of_prompt_keeps_its_form_and_is_answered(teacher: Path, tmp_
         {"instruction": "Name a colour"},
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
-    generate_responses(str(teacher), str(data), output, GREEDY)
+    generate_responses(str(teacher), str(data), output, replace(GREEDY, prompt="minillm"))
     model = load_model(teacher, dtype=torch.float32)
     chat_text = "system : a red user : Name a colour Response :"
     alpaca = render_prompt(Example("Name a colour", "", ()))

@@ -46,7 +46,7 @@ def make(model, *, share=1.0, micro_batch_size=8, rank=0, world_size=1, seed=3) 
         share=share,
         seed=seed,
         max_new_tokens=10,
-        end_token_id=END,
+        end_token_ids=[END],
         pad_token_id=PAD,
         rank=rank,
         world_size=world_size,

@@ -10,9 +10,10 @@ import subprocess
 
 import pytest
 
+from llmdistill.report.answers import Sample
 from llmdistill.report.checkpoint import Checkpoint
 from llmdistill.report.comparison import write_comparison
-from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run, Sample
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

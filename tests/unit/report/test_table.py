@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from llmdistill.artifacts import sealed
-from llmdistill.report.table import finish_report, plot_training, training_cost
+from llmdistill.report.table import finish_report, training_cost, with_loss
 from llmdistill.tasks.base import ScoreTable
 
 MODELS = ("teacher", "untrained", "student")
@@ -124,7 +125,7 @@ def text_row(step, loss, **more):
 
 def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metrics, capsys):
     rows = [{"step": 0, "valid_loss": 3.5}, text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
-    plot_training(tmp_path, rows)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     scores = {
         name: {"params": params, "valid_loss": loss}
         for name, params, loss in zip(MODELS, (200, 50, 50), (None, 3.5, 1.25), strict=True)
@@ -139,3 +140,52 @@ def test_a_run_on_text_shows_its_validation_loss_before_and_after(tmp_path, metr
     assert "| untrained | 50 | 25% | 3.5000 |  |" in report
     assert "| trained | 50 | 25% | 1.2500 | 3,585 |" in report
     assert "gen tok/s" not in report + capsys.readouterr().out
+
+
+def test_a_run_without_a_set_to_score_on_shows_its_loss(tmp_path, metrics, capsys):
+    rows = [text_row(10, 2.0, valid_loss=1.75), text_row(20, 1.0, valid_loss=1.25)]
+    log = tmp_path / "metrics.jsonl"
+    for kept, name, value in ((("valid_loss",), "validation loss", "1.25"), ((), "training loss", "1")):
+        found = [{key: row[key] for key in row if key in kept or key != "valid_loss"} for row in rows]
+        log.write_text("".join(json.dumps(row) + "\n" for row in found))
+        table = ScoreTable(title="ROUGE-L", columns=[], rows={name: [] for name in MODELS}, legend="No test set.")
+        finish_report(tmp_path, metrics, with_loss(table, found))
+        report = (tmp_path / "report.md").read_text()
+        assert f"| model | params | size | {name} |" in report
+        assert f"| trained | 521,152 | 43% | {value} | 3,585 |" in report
+        assert name in capsys.readouterr().out
+        finish_report(tmp_path, {key: metrics[key] for key in ("warnings", "run")}, replace(table, rows={}))
+        assert f"The {name} at the end is {value}." in capsys.readouterr().out
+
+
+def predict(folder, name, answers):
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"instruction": f"Say {n} <b>|", "input": "", "references": [f"It is {n}"], "predictions": {"greedy": answer}}
+        for n, answer in enumerate(answers)
+    ]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_eight_prompts_have_the_answers_of_all_models_side_by_side(tmp_path, metrics):
+    for name, count in (("seen", 100), ("unseen", 3), ("skills", 1)):
+        for model in MODELS:
+            said = ["It is 0" if n == 0 else f"{model} <script> " + "x" * 2000 for n in range(count)]
+            predict(tmp_path / "predictions" / model, name, said)
+    predict(tmp_path / "predictions" / "teacher", "valid", ["never shown"] * 9)
+    metrics["asked"] = {"tests": dict.fromkeys(("seen", "unseen", "skills"), "a file")}
+    finish_report(tmp_path, metrics, rouge_table(metrics))
+    page, text = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("html", "md"))
+    # Three places for each of two sets, two for the third, which has a single prompt.
+    assert page.count('<div class="sample">') == text.count("| reference |") == 3 + 3 + 1
+    assert all(page.count(f"<b>{name}") == 7 for name in ("reference", "teacher", "untrained", "trained"))
+    assert all(f"Say {n} &lt;b&gt;|</div>" in page for n in (0, 33, 66))
+    assert "<script>" not in page + text
+    assert page.count("It is 0") == 3 * 4
+    assert page.count("trained ✓") == 3 * 2, "untrained and trained are right about the first prompt of each set"
+    assert "x" * 600 not in page + text
+    assert "xxx …" in page
+    assert "never shown" not in page + text
+    before = page
+    finish_report(tmp_path, metrics, rouge_table(metrics))
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == before

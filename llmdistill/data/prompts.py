@@ -1,0 +1,119 @@
+"""How a model is asked: by MiniLLM's prompt, by its tokenizer's chat template, or by a text of one's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from llmdistill.data.chat import render_chats
+from llmdistill.data.examples import Example
+from llmdistill.errors import UserError
+from llmdistill.files import read_json, write_json
+
+MINILLM, CHAT = "minillm", "chat"
+"""Values of `data.prompt`; any other is a text with the field {instruction}, and usually {input}."""
+
+PROMPT_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+_RECORD = "llmdistill_prompt"
+"""Key of a student's tokenizer_config.json: the prompt that it was trained with. Tokenizers keep keys they do not know,
+so the record stays with the tokenizer, whoever saves it again."""
+
+
+def recorded_prompt(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the prompt that a student of ours was trained with; None for other models."""
+    found = tokenizer.init_kwargs.get(_RECORD)
+    return found if isinstance(found, str) else None
+
+
+def record_prompt(folder: Path, prompt: str) -> None:
+    """Keep the prompt that a student was trained with in its folder, for `recorded_prompt`."""
+    file = folder / "tokenizer_config.json"
+    write_json(file, {**(read_json(file) if file.is_file() else {}), _RECORD: prompt})
+
+
+def resolve_prompt(asked: str | None, tokenizers: Sequence[PreTrainedTokenizerBase]) -> str:
+    """Return the prompt of instructions, the same for all models that see them.
+
+    Args:
+        asked: `data.prompt`. None asks a model as it was taught: a student of ours by the prompt of its training,
+            another model by its chat template, and one without a template by MiniLLM's prompt.
+        tokenizers: those of the models; the first one, the teacher's, decides for None.
+
+    Raises:
+        UserError: the text has no field {instruction}, or a tokenizer has no chat template.
+    """
+    without = next((each for each in tokenizers if each.chat_template is None), None)
+    prompt = asked
+    if prompt is None:
+        prompt = recorded_prompt(tokenizers[0]) if tokenizers else MINILLM
+        prompt = prompt or CHAT
+        # A student with another tokenizer, which learns from the teacher's text, may have none.
+        return MINILLM if prompt == CHAT and without is not None else prompt
+    if prompt == CHAT and without is not None:
+        raise UserError(
+            f"data.prompt is chat, but the tokenizer of {without.name_or_path or 'the model'} has no chat template; "
+            "give one in its tokenizer_config.json, or set data.prompt=minillm"
+        )
+    if prompt not in (MINILLM, CHAT) and "{instruction}" not in prompt:
+        raise UserError(f"data.prompt is {prompt!r}: give minillm, chat, or a text with {{instruction}} in it")
+    return prompt
+
+
+def describe_prompt(prompt: str) -> str:
+    """Describe a resolved prompt in a few words."""
+    if prompt in (MINILLM, CHAT):
+        name = "MiniLLM's prompt" if prompt == MINILLM else "the tokenizer's chat template"
+        return f"{name} (data.prompt={prompt})"
+    text = json.dumps(prompt, ensure_ascii=False)
+    return f"a text of one's own (data.prompt={text if len(text) <= 80 else text[:77] + '...'})"
+
+
+def is_chat(example: Example, prompt: str) -> bool:
+    """Return whether an example is rendered by the chat template."""
+    return bool(example.messages) or (prompt == CHAT and example.raw_prompt is None)
+
+
+def as_chat(example: Example) -> Example:
+    """Return an instruction as one user turn, its input after a blank line; messages stay as they are."""
+    if example.messages:
+        return example
+    content = "\n\n".join(part for part in (example.instruction, example.input) if part)
+    return Example("", "", example.outputs, example.source, (("user", content),))
+
+
+def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = None, prompt: str = MINILLM) -> str:
+    """Return the text before the answer of an example.
+
+    An instruction is rendered by the resolved `prompt`: MiniLLM's, which is Alpaca's and ends with ``### Response:``
+    and a newline, the chat template, or a text. A prompt without template stays as it is, and messages get the
+    tokenizer's chat template, up to the beginning of the assistant's turn.
+
+    Raises:
+        UserError: a chat template is needed, and there is none or it refuses the messages; or the example has an input,
+            and the text has no field for it.
+    """
+    if is_chat(example, prompt):
+        return render_chats([as_chat(example)], tokenizer)[0]
+    if example.raw_prompt is not None:
+        return example.raw_prompt
+    if prompt == MINILLM:
+        prompt = PROMPT_WITH_INPUT if example.input else PROMPT_WITHOUT_INPUT
+    elif example.input and "{input}" not in prompt:
+        where = f"{example.source}: " if example.source else ""
+        raise UserError(f"{where}an input, but data.prompt has no {{input}} to put it; add the field")
+    # Braces in the text of the example, and other braces of the prompt, stay as they are.
+    return re.sub(r"\{(instruction|input)\}", lambda field: str(getattr(example, field[1])), prompt)

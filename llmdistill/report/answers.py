@@ -1,0 +1,67 @@
+"""The answers of several models to some prompts of the test sets, side by side, from the predictions that runs left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmdistill.files import json_lines
+
+SAMPLES = 8
+"""Number of prompts that a report shows."""
+_LONGEST = 600
+"""Characters of a prompt or an answer that a report shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One prompt with the answer of every model."""
+
+    set: str
+    prompt: str
+    reference: str
+    answers: Mapping[str, str]
+    """The answers by the key of the model."""
+
+
+def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sample]:
+    """Return up to SAMPLES prompts spread evenly over the sets, with each model's answer in the first pass.
+
+    Args:
+        folders: the folder of each model's predictions; the first model with a set decides on its prompts.
+        sets: the names of the sets; NAME.jsonl in a folder holds the answers to one.
+    """
+    samples = []
+    for number, name in enumerate(sets):
+        files = {model: folder / f"{name}.jsonl" for model, folder in folders.items()}
+        answers = {model: json_lines(file) for model, file in files.items() if file.is_file()}
+        rows = next(iter(answers.values()), [])
+        wanted = SAMPLES // len(sets) + (number < SAMPLES % len(sets))
+        for index in dict.fromkeys(len(rows) * k // wanted for k in range(min(wanted, len(rows)))):
+            said = {
+                model: next(iter(each[index]["predictions"].values()))
+                for model, each in answers.items()
+                if index < len(each)
+            }
+            samples.append(
+                Sample(
+                    set=name,
+                    prompt=_shortened(_prompt(rows[index])),
+                    reference=_shortened(rows[index]["references"][0]),
+                    answers={model: _shortened(text) for model, text in said.items()},
+                )
+            )
+    return samples
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """Return the prompt of a row as text; the row may have any of the supported forms."""
+    messages = [f"{turn['role']}: {turn['content']}" for turn in row.get("messages", [])]
+    parts = [row.get("instruction"), row.get("input"), row.get("prompt"), *messages]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()} …"

@@ -1,0 +1,122 @@
+"""How instructions are put to a model: MiniLLM's prompt, its chat template, or a text of one's own."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from llmdistill.data.chat import answer_ends, end_of_turn
+from llmdistill.data.examples import Example, parse_row
+from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.prompts import record_prompt, recorded_prompt, render_prompt, resolve_prompt
+from llmdistill.embedded import locate
+from llmdistill.errors import UserError
+from llmdistill.models.tokenizer import load_tokenizer
+
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TEXT = 'Q: {instruction} {"json": {}} ({input})\nA:'
+LIMITS = {"max_prompt_length": 300, "max_length": 400}
+
+
+@pytest.fixture
+def turning(word_tokenizer):
+    """A tokenizer whose turns end with another token than its texts, as Gemma's do."""
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.chat_template = TURNS
+    return tokenizer
+
+
+def saved(tokenizer, folder, prompt):
+    """Save a tokenizer as that of a student that was trained with a prompt, and load it."""
+    tokenizer.save_pretrained(folder)
+    record_prompt(folder, prompt)
+    return load_tokenizer(folder)
+
+
+class TestResolving:
+    def test_a_model_is_asked_as_it_was_taught(self, word_tokenizer, tmp_path):
+        plain, chat = word_tokenizer(), word_tokenizer(chat=True)
+        assert resolve_prompt(None, [plain]) == "minillm"
+        assert resolve_prompt(None, [chat]) == "chat"
+        assert resolve_prompt(None, [chat, plain]) == "minillm", "the student could not be asked"
+        assert resolve_prompt(None, [saved(chat, tmp_path, "minillm")]) == "minillm"
+        assert resolve_prompt(None, [saved(chat, tmp_path, TEXT)]) == TEXT
+        for asked in ("minillm", "chat", TEXT):
+            assert resolve_prompt(asked, [saved(chat, tmp_path, "minillm")]) == asked
+
+    def test_the_record_stays_with_the_tokenizer(self, word_tokenizer, tmp_path):
+        student = saved(word_tokenizer(chat=True), tmp_path, TEXT)
+        student.save_pretrained(tmp_path / "again")
+        assert recorded_prompt(load_tokenizer(tmp_path / "again")) == TEXT
+        assert recorded_prompt(word_tokenizer(chat=True)) is None
+
+    def test_a_record_needs_no_other_settings(self, tmp_path):
+        for name in ("tokenizer.json", "config.json"):
+            shutil.copy(locate("embedded:teacher") / name, tmp_path)
+        assert recorded_prompt(load_tokenizer(tmp_path)) is None
+        record_prompt(tmp_path, "minillm")
+        assert recorded_prompt(load_tokenizer(tmp_path)) == "minillm"
+
+    @pytest.mark.parametrize(
+        ("asked", "said"),
+        [
+            ("chat", r"^data\.prompt is chat, but the tokenizer of the model has no chat template; give one in "),
+            ("alpaca", r"^data\.prompt is 'alpaca': give minillm, chat, or a text with \{instruction\} in it$"),
+        ],
+    )
+    def test_a_prompt_that_cannot_be_is_one_sentence(self, word_tokenizer, asked, said):
+        with pytest.raises(UserError, match=said):
+            resolve_prompt(asked, [word_tokenizer()])
+
+
+class TestRendering:
+    def test_an_instruction_is_the_users_turn(self, turning):
+        both = Example("Add {1}.", "2\n3", ("5",))
+        assert render_prompt(both, turning, "chat") == "[user]Add {1}.\n\n2\n3<turn>\n[assistant]"
+        assert render_prompt(Example("Hi", "", ("x",)), turning, "chat") == "[user]Hi<turn>\n[assistant]"
+
+    def test_a_text_of_ones_own_keeps_braces(self):
+        example = Example("Say {input}", "{instruction}", ("x",))
+        assert render_prompt(example, prompt=TEXT) == 'Q: Say {input} {"json": {}} ({instruction})\nA:'
+        assert render_prompt(Example("Hi", "", ("x",)), prompt=TEXT) == 'Q: Hi {"json": {}} ()\nA:'
+
+    def test_an_input_is_never_lost_in_silence(self):
+        with pytest.raises(UserError, match=r"^rows:3: an input, but data\.prompt has no \{input\}"):
+            render_prompt(Example("Hi", "you", ("x",), "rows:3"), prompt="Q: {instruction}")
+
+    @pytest.mark.parametrize("prompt", ["minillm", "chat", TEXT])
+    def test_other_forms_stay_as_they_are(self, turning, prompt):
+        assert render_prompt(Example("", "", ("x",), raw_prompt="As it is"), turning, prompt) == "As it is"
+        chat = Example("", "", ("x",), messages=(("system", "s"), ("user", "u")))
+        assert render_prompt(chat, turning, prompt) == "[system]s<turn>\n[user]u<turn>\n[assistant]"
+
+
+class TestTokens:
+    def test_instructions_by_the_chat_template_are_messages(self, turning):
+        instruction = parse_row({"instruction": "Add.", "input": "1 2", "output": "3"}, "row")
+        messages = parse_row(
+            {"messages": [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]}, "row"
+        )
+        asked = encode([instruction], turning, Limits(**LIMITS, prompt="chat")).items
+        assert asked == encode([messages], turning, Limits(**LIMITS)).items
+        text = turning.decode([*asked[0].prompt_ids, *asked[0].response_ids])
+        assert text.replace(" ", "") == "[user]Add.\n\n12<turn>\n[assistant]3<turn>"
+
+    def test_an_answer_ends_as_the_prompt_wants_it(self, turning):
+        turn = turning.convert_tokens_to_ids("<turn>")
+        assert (end_of_turn(turning), answer_ends(turning)) == (turn, [turning.eos_token_id, turn])
+        row, raw = Example("a", "", ("b",)), Example("", "", ("b",), raw_prompt="a")
+        for prompt, end in (("chat", turn), ("minillm", turning.eos_token_id), (TEXT, turning.eos_token_id)):
+            items = encode([row, raw], turning, Limits(**LIMITS, prompt=prompt)).items
+            assert [item.response_ids[-1] for item in items] == [end, turning.eos_token_id]
+
+    @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }} {% endfor %}", "{% if"])
+    def test_without_a_token_for_turns_the_end_token_ends_them(self, word_tokenizer, template):
+        tokenizer = word_tokenizer()
+        tokenizer.chat_template = template
+        assert answer_ends(tokenizer) == [tokenizer.eos_token_id]
