@@ -122,7 +122,7 @@ def _without_kernel(student: Tensor, teacher: Tensor, mask: Tensor) -> Any:
 
     real_BT = mask != 0
     with torch.no_grad():
-        total, gradient = squared_error(student, teacher, real_BT, min_variance=None, with_gradient=True)
+        total, gradient = squared_error(student, teacher, real_BT, min_square=None, with_gradient=True)
     return LossSum(with_gradient(total, (student, gradient)), real_BT.sum())
 
 

@@ -79,7 +79,7 @@ def kernels(sizes: Sizes, device: torch.device) -> Iterator[Line | str]:
             f"squared error of queries and keys, heads of {width}, GQA": partial(_matrix_mse, sizes.tokens, width)
             for width in HEAD_WIDTHS
         },
-        "squared error over the variance, 1,100 features": partial(_normalized_mse, sizes.tokens),
+        "squared error over the mean square, 1,100 features": partial(_normalized_mse, sizes.tokens),
     }
     for dtype, (short, limit) in FORMATS.items():
         for name, make in checks.items():

@@ -15,7 +15,7 @@ from torch.nn import functional
 from llmdistill.batch import LossSum
 from llmdistill.losses.attention import AttentionInputs, Direction, RelationInputs, repeat_heads, side_by_side
 from llmdistill.losses.divergence import LOG_FLOOR
-from llmdistill.losses.features import MIN_VARIANCE
+from llmdistill.losses.features import MIN_SQUARE
 from llmdistill.losses.head import HeadInputs, TokenLosses
 from llmdistill.losses.terms import TokenTerm
 
@@ -130,7 +130,7 @@ def matrix_mse_plain(student: Tensor, teacher: Tensor, attention_mask: Tensor, *
     )
     error_BT = (student_BTF - teacher_BTF).square().mean(-1)
     if normalize:
-        error_BT = error_BT / teacher_BTF.var(-1, correction=0).clamp_min(MIN_VARIANCE)
+        error_BT = error_BT / teacher_BTF.square().mean(-1).clamp_min(MIN_SQUARE)
     return LossSum(error_BT.sum(), real_BT.sum())
 
 

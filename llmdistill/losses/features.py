@@ -10,8 +10,8 @@ from llmdistill.batch import LossSum
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.gradient import with_gradient
 
-MIN_VARIANCE = 1e-6
-"""Lower bound of the teacher's variance when an error is divided by it, so that a constant row gives a finite error."""
+MIN_SQUARE = 1e-6
+"""Lower bound of the teacher's mean square when an error is divided by it: a row of zeros gives a finite error."""
 
 
 def matrix_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, normalize: bool = False) -> LossSum:
@@ -24,8 +24,9 @@ def matrix_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, norm
         student: (B, H, T, D) with heads, or (B, T, F) without.
         teacher: the same shape as the student. The teacher gets no gradient.
         attention_mask: (B, T), nonzero at real tokens.
-        normalize: if True, divide the error of each token by the variance of the teacher's features at that token
-            (over all heads), so that layers of different scale have equal weight.
+        normalize: if True, divide the error of each token by the mean square of the teacher's features at that token
+            (over all heads), so that layers and tokens of different scale have equal weight. It is no variance, because
+            the mean of rotated queries depends on their position.
 
     Returns:
         The sum over real tokens of the mean over heads and features, and the number of real tokens. Eq. 16 also
@@ -41,8 +42,8 @@ def matrix_mse(student: Tensor, teacher: Tensor, attention_mask: Tensor, *, norm
     else:
         compute = squared_error
     with torch.no_grad():
-        floor = MIN_VARIANCE if normalize else None
-        total, gradient = compute(student, teacher, real_BT, min_variance=floor, with_gradient=needs_gradient)
+        floor = MIN_SQUARE if normalize else None
+        total, gradient = compute(student, teacher, real_BT, min_square=floor, with_gradient=needs_gradient)
     return LossSum(with_gradient(total, (student, gradient)), real_BT.sum())
 
 
@@ -73,7 +74,7 @@ def hidden_cosine(student: Tensor, teacher: Tensor, attention_mask: Tensor) -> L
 
 
 def squared_error(
-    student: Tensor, teacher: Tensor, real_BT: Tensor, *, min_variance: float | None, with_gradient: bool
+    student: Tensor, teacher: Tensor, real_BT: Tensor, *, min_square: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of `matrix_mse` and, if requested, its gradient, by torch's operations; it is the kernel's reference.
 
@@ -81,7 +82,7 @@ def squared_error(
         student: (B, H, T, D) or (B, T, F).
         teacher: the same shape as the student.
         real_BT: (B, T), True at real tokens.
-        min_variance: lower bound of the teacher's variance, by which each error is divided; None to divide by none.
+        min_square: lower bound of the teacher's mean square, by which each error is divided; None to divide by none.
         with_gradient: whether to compute the gradient with respect to the student.
 
     Returns:
@@ -97,11 +98,11 @@ def squared_error(
     error = (student.to(dtype) - teacher.to(dtype)).masked_fill_(~real, 0.0)
     count = student.shape[-1] * (student.shape[1] if with_heads else 1)
     weight: Tensor | float = 1 / count
-    if min_variance is None:
+    if min_square is None:
         total = _sum_of_squares(error) / count
     else:
-        variance = torch.where(real, teacher.to(dtype), 0.0).var(features, correction=0, keepdim=True)
-        weight = 1 / (variance.clamp_min(min_variance) * count)
+        square = torch.where(real, teacher.to(dtype), 0.0).square().mean(features, keepdim=True)
+        weight = 1 / (square.clamp_min(min_square) * count)
         total = (error.square().sum(features, keepdim=True) * weight).sum()
     return total, error.mul_(2 * weight).to(student.dtype) if with_gradient else None
 

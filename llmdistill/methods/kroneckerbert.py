@@ -10,7 +10,7 @@ from llmdistill import losses
 from llmdistill.batch import Aspect
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import LayerPair, attention_term, check_scores, like_pairs, mse_term, weighted
+from llmdistill.methods.layers import LayerPair, Scale, attention_term, check_scores, like_pairs, mse_term, weighted
 from llmdistill.methods.method import Method
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of
@@ -41,6 +41,9 @@ class KroneckerbertConfig:
     """Weight of the loss on the labels: masked tokens and next sentences, next tokens, or the labels of a task."""
     temperature: float = 1.0
     """Temperature of the soft cross-entropy (not in the paper)."""
+    scale: Scale = "token"
+    """What the squared errors of embedding and feed-forward outputs are divided by. token: the mean square of the
+    teacher's features at that token; plain: nothing, as in the paper."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
@@ -82,9 +85,9 @@ def build_kroneckerbert(
     check_scores(settings.attention, teacher, student, method="kroneckerbert")
     causal = family_of(student).causal
     inner = [
-        mse_term("embedding", LayerPair(0, 0, None)),
+        mse_term("embedding", LayerPair(0, 0, None), scale=settings.scale),
         *(attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs),
-        *(mse_term(_FFN_OUTPUTS[settings.ffn_output], pair, name="ffn") for pair in pairs),
+        *(mse_term(_FFN_OUTPUTS[settings.ffn_output], pair, scale=settings.scale, name="ffn") for pair in pairs),
     ]
     output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature)
     terms = weighted(settings, inner) | output | label_terms(settings.label, objective)

@@ -16,6 +16,10 @@ from llmdistill.methods.method import Terms
 from llmdistill.models.families import family_of, is_causal, shape_of
 from llmdistill.models.layer_maps import mapped_layers
 
+Scale = Literal["token", "plain"]
+"""How squared errors of features are scaled: token divides the error of a token by the mean square of the teacher's
+features at that token, so that their size does not matter; plain is the papers' mean."""
+
 
 class LayerPair(NamedTuple):
     """One pair of layers to compare, both counted from 0."""
@@ -320,22 +324,22 @@ def _heads_of(taps: Taps, aspect: Aspect, layer: int) -> Tensor:
 
 
 def mse_term(
-    aspect: Aspect, pair: LayerPair, *, name: str | None = None, mapped: bool = False, normalize: bool = False
+    aspect: Aspect, pair: LayerPair, *, scale: Scale, name: str | None = None, mapped: bool = False
 ) -> LayerTerm:
     """MSE of each token's features at one place of both models: MaKD eq. 13, 15, 16; TinyBERT eq. 8, 9.
 
     Args:
         aspect: the features to compare.
         pair: the layers.
+        scale: what the error of a token is divided by.
         name: the name of the term; by default that of the aspect.
         mapped: whether a learnt matrix maps the student's width to the teacher's; without it both widths are the same.
-        normalize: whether to divide the error by the variance of the teacher's features at that token.
     """
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         of_student = student.projected[aspect] if mapped else getattr(student, aspect)
         of_teacher = getattr(teacher, aspect)[pair.teacher]
-        return losses.matrix_mse(of_student[pair.student], of_teacher, mask, normalize=normalize)
+        return losses.matrix_mse(of_student[pair.student], of_teacher, mask, normalize=scale == "token")
 
     return layer_term(name or aspect, pair, loss, aspect)
 

@@ -37,7 +37,7 @@ class MakdConfig:
     ffn_up: float = 1.0
     """Weight of the MSE of the up projection's output (eq. 16)."""
     ffn_gate: float = 1.0
-    """Weight of the MSE of the gate projection's output, in models that have one (eq. 16)."""
+    """Weight of the MSE of the gate projection's output, in models that have one (not in the paper)."""
     ffn_down: float = 1.0
     """Weight of the MSE of the down projection's output (eq. 16)."""
     attention: float = 1.0
@@ -53,8 +53,10 @@ class MakdConfig:
     positions: SoftPositions = "masked"
     """Tokens of an encoder at which the soft cross-entropy is computed: the masked ones, where masked-word prediction
     (§3.2) predicts, or all real tokens. A decoder's are always those of the answers."""
-    normalize_mse: bool = False
-    """Divide each MSE by the variance of the teacher's features at that token."""
+    scale: layers.Scale = "token"
+    """What squared errors are divided by. token: the mean square of the teacher's features at that token, so that no
+    layer and no token weighs more because its features are large (in a pretrained decoder they differ by factors of
+    10,000); plain: nothing, as in the paper."""
 
 
 MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")
@@ -88,11 +90,10 @@ def build_makd(
     ]
     of_matrices, of_layers = ([pairs[layer] for layer in named if layer in pairs] for named in acting)
     aspects = [each for each in MATRIX_TERMS if not each.startswith("ffn_") or getattr(family, each) is not None]
-    normalize = settings.normalize_mse
     inner = [
-        *(layers.mse_term(aspect, pair, normalize=normalize) for aspect in aspects for pair in of_matrices),
+        *(layers.mse_term(aspect, pair, scale=settings.scale) for aspect in aspects for pair in of_matrices),
         *(layers.attention_term(pair, losses.attention_kl, causal=family.causal) for pair in of_layers),
-        *(layers.mse_term("hidden", pair, normalize=normalize) for pair in of_layers),
+        *(layers.mse_term("hidden", pair, scale=settings.scale) for pair in of_layers),
     ]
     places = positions_of(settings.positions, causal=family.causal)
     output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature, positions=places)

@@ -46,6 +46,9 @@ class MinilmConfig:
     """Layer to layer (MiniLM Table 7: uniform): the teacher's layer for each layer of the student, uniform, spread,
     first, last, or a number for each, such as 2,4,6, with 0 for a layer that learns from none. Default: only the last
     layer learns, from teacher_layer."""
+    scale: layers.Scale = "token"
+    """What the squared errors of value_mse and hidden_mse are divided by. token: the mean square of the teacher's
+    features at that token; plain: nothing, as in the paper."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight is out of its range, or both teacher_layer and teacher_layers are set."""
@@ -85,13 +88,14 @@ def build_minilm(
     # gives the same mean.
     heads = math.lcm(of_student.num_kv_heads, of_teacher.num_kv_heads)
     pairs = layers.last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm")
+    mapped = "hidden" in projections
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
     terms = [
         *(layers.attention_term(pair, attention_kl, causal=causal) for pair in pairs),
         *(_value_relation(pair, heads=heads, causal=causal) for pair in pairs),
-        *(_value_mse(pair, mapped="value" in projections) for pair in pairs),
+        *(_value_mse(pair, scale=settings.scale, mapped="value" in projections) for pair in pairs),
         *(_hidden_relation(pair, of_student.num_heads, causal=causal) for pair in pairs),
-        *(layers.mse_term("hidden", pair, name="hidden_mse", mapped="hidden" in projections) for pair in pairs),
+        *(layers.mse_term("hidden", pair, name="hidden_mse", scale=settings.scale, mapped=mapped) for pair in pairs),
     ]
     return Method(**vars(layers.weighted(settings, terms)), shift=causal, projections=projections)
 
@@ -120,11 +124,12 @@ def _value_relation(pair: layers.LayerPair, *, heads: int, causal: bool) -> Laye
     return layers.layer_term("value_relation", pair, loss, "value")
 
 
-def _value_mse(pair: layers.LayerPair, *, mapped: bool) -> LayerTerm:
+def _value_mse(pair: layers.LayerPair, *, scale: layers.Scale, mapped: bool) -> LayerTerm:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         layer = pair.student
         of_student = student.projected["value"][layer] if mapped else losses.side_by_side(student.value[layer])
-        return losses.matrix_mse(of_student, losses.side_by_side(teacher.value[pair.teacher]), mask)
+        of_teacher = losses.side_by_side(teacher.value[pair.teacher])
+        return losses.matrix_mse(of_student, of_teacher, mask, normalize=scale == "token")
 
     return layers.layer_term("value_mse", pair, loss, "value")
 

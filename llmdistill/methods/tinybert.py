@@ -37,6 +37,9 @@ class TinybertConfig:
     """Weight of the soft cross-entropy on the logits (eq. 10): for a task, not for general distillation."""
     temperature: float = 1.0
     """Temperature of the soft cross-entropy."""
+    scale: layers.Scale = "token"
+    """What the squared errors of hidden states and embedding are divided by. token: the mean square of the teacher's
+    features at that token; plain: nothing, as in the paper."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
@@ -69,8 +72,9 @@ def build_tinybert(
         pairs = layers.pair_layers(numbers, teacher, student, method="tinybert.attention")
         terms += [layers.attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs]
     pairs = [layers.LayerPair(mine, theirs, None) for mine, theirs in numbers]
-    terms += [layers.mse_term("hidden", pair, mapped="hidden" in projections) for pair in pairs]
-    terms.append(layers.mse_term("embedding", layers.LayerPair(0, 0, None), mapped="embedding" in projections))
+    terms += [layers.mse_term("hidden", pair, scale=settings.scale, mapped="hidden" in projections) for pair in pairs]
+    embedding = layers.LayerPair(0, 0, None)
+    terms.append(layers.mse_term("embedding", embedding, scale=settings.scale, mapped="embedding" in projections))
     output = soft_terms("soft", settings.soft, objective, temperature=settings.temperature)
     return Method(**vars(layers.weighted(settings, terms) | output), shift=causal, projections=projections)
 

@@ -25,7 +25,7 @@ from llmdistill.models.taps import Recorder
 from llmdistill.progress import progress
 from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
 from llmdistill.run.loss_check import check_losses
-from llmdistill.run.loss_watch import HARDLY_TEACHES, small_terms
+from llmdistill.run.loss_watch import uneven_terms
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.run.term_gradients import alone
 from llmdistill.runtime.distributed import World
@@ -160,7 +160,7 @@ def _own_sizes(method: Method, teacher: PreTrainedModel, batch: Batch) -> dict[s
 def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
     """Say of each term how large it is in the first step, and which share of the gradient it has."""
     total = sum(size.gradient for size in dry.values())
-    small = small_terms({name: size.gradient for name, size in dry.items()})
+    uneven = uneven_terms({name: size.gradient for name, size in dry.items()})
     for name, size in dry.items():
         share = size.gradient / total if total > 0 else 0.0
         said = f"{size.value:.4g}, {share:.1%} of the gradient"
@@ -169,8 +169,8 @@ def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
         elif size.gradient == 0:
             remedy = "it teaches nothing in this batch: check the labels, or give it the weight 0"
             yield Finding("warning", f"term {name}", said, remedy)
-        elif name in small:
-            yield Finding("warning", f"term {name}", said, HARDLY_TEACHES)
+        elif name in uneven:
+            yield Finding("warning", f"term {name}", said, uneven[name][1])
         else:
             yield Finding("ok", f"term {name}", said)
 

@@ -1,4 +1,4 @@
-"""Warns, once for each finding, of a loss that diverges or jumps, a term that is always zero or hardly teaches."""
+"""Warns, once for each finding, of a loss that diverges or jumps, and of terms that teach nothing, little or all."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MOST_SPIKES = 5
 """Spikes that are named; a run with more of them has one cause."""
 SMALL = 1e-3
 """Share of the gradient below which a term hardly teaches."""
-HARDLY_TEACHES = "it hardly teaches: give it a larger weight, or the weight 0 to save its time"
-"""What to do about such a term."""
+LARGE = 0.8
+"""Share of the gradient above which a term leaves little to the others."""
 
 
 class LossWatch:
@@ -93,7 +93,21 @@ def _times(loss: float, usual: float) -> str:
     return f"{loss / usual:.1f} times" if loss < 1e5 * usual else f"{loss / usual:.1g} times"
 
 
-def small_terms(gradients: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of each term whose gradient, by its norm, is under a thousandth of the sum of all norms."""
-    total = math.fsum(gradients.values())
-    return {name: norm / total for name, norm in gradients.items() if norm < SMALL * total}
+def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+    """Return each term with too small or too large a share of the gradient: the share, and what to do about it.
+
+    Args:
+        gradients: the norm of each term's gradient, of which the shares are those in the sum.
+    """
+    total, found = math.fsum(gradients.values()), {}
+    for name, norm in gradients.items():
+        if norm < SMALL * total:
+            remedy = "it hardly teaches: give it a larger weight, or the weight 0 to save its time"
+            found[name] = norm / total, remedy
+        elif norm > LARGE * total and len(gradients) > 1:
+            remedy = (
+                "it leaves little to the others: give it a smaller weight, or, if it is the squared error of a method "
+                "whose setting scale is plain, set that to token (--makd.scale token)"
+            )
+            found[name] = norm / total, remedy
+    return found

@@ -25,7 +25,7 @@ from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.finite import FiniteSteps, Terms
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.loss_check import Ways, check_losses, set_ways
-from llmdistill.run.loss_watch import HARDLY_TEACHES, LossWatch, small_terms
+from llmdistill.run.loss_watch import LossWatch, uneven_terms
 from llmdistill.run.origin import first_not_finite
 from llmdistill.run.stopping import Stopping
 from llmdistill.run.term_gradients import term_gradients
@@ -91,7 +91,7 @@ class Trainer:
             else:
                 self._note(finite.skipped(done, micro_batches, losses), watch, since)
             if done == _MEASURED_STEP:
-                self._warn_of_small_terms(micro_batches[0])
+                self._warn_of_uneven_terms(micro_batches[0])
             validates = len(self.validation) > 0 and self._is_due(done, self.settings.validate_every)
             logs = since.steps > 0 and (validates or self._is_due(done, log_every))
             saves = self.settings.save_every is not None and self._is_due(done, self.settings.save_every)
@@ -229,8 +229,11 @@ class Trainer:
             for warning in watch.add(terms.step, terms.values):
                 warn_main(warning, self.world)
 
-    def _warn_of_small_terms(self, batch: Batch) -> None:
-        """Warn of terms that hardly move the student. Under ZeRO-3 no rank has whole parameters, so nothing is said."""
+    def _warn_of_uneven_terms(self, batch: Batch) -> None:
+        """Warn of terms that hardly move the student, or that alone move it.
+
+        Under ZeRO-3 no rank has whole parameters, so nothing is said.
+        """
         # The student's own answers are no labels, so the terms on labels have no gradient in such a batch.
         if self.engine.zero_optimization_stage() == 3 or len(self.method.weights) == 1 or batch.own_answers:
             return
@@ -242,10 +245,8 @@ class Trainer:
 
         student = self.student.without_engine()
         found = term_gradients(self.method, self.student.model, student, teach, moved, moved.divisors())
-        for name, share in small_terms(found).items():
-            warn_main(
-                f"term {name} has {share:.1g} of the gradient at step {_MEASURED_STEP}: {HARDLY_TEACHES}", self.world
-            )
+        for name, (share, remedy) in uneven_terms(found).items():
+            warn_main(f"term {name} has {share:.1%} of the gradient at step {_MEASURED_STEP}: {remedy}", self.world)
 
     def _moved(self, batch: Batch, method: Method) -> Batch:
         # The label positions are found on the CPU; on a GPU this would synchronise the host with the device.

@@ -61,7 +61,7 @@ def test_untied_llama_with_factorized_embedding_and_rank_per_pattern(launch, tmp
         f"teacher: {{model: {teacher}}}\n"
         "student: {factorize: {ranks: {'*self_attn*': 8, '*mlp*': 12}, embedding_rank: 20, sigma: balanced}}\n"
         "train: {global_batch_size: 8, learning_rate: 1.0e-3}\n"
-        "makd: {matrix_layers: all, layer_layers: '2-3', label: 0.5, normalize_mse: true}\n",
+        "makd: {matrix_layers: all, layer_layers: '2-3', label: 0.5}\n",
         encoding="utf-8",
     )
     folder = tmp_path / "run"

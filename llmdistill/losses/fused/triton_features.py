@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096
-"""Number of features that a program takes, of one token or several. A token whose variance is needed is never cut."""
+"""Number of features that a program takes, of one token or several. A token that is normalized is never cut."""
 WIDEST_CUT = 1024
 """Largest part of a token's features that a program takes, if the token may be cut."""
 
@@ -30,7 +30,7 @@ class Features(NamedTuple):
 
 
 def squared_error(
-    student: Tensor, teacher: Tensor, real_BT: Tensor, *, min_variance: float | None, with_gradient: bool
+    student: Tensor, teacher: Tensor, real_BT: Tensor, *, min_square: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`features.squared_error` in one launch, for fp32, bf16 and fp16.
 
@@ -45,7 +45,7 @@ def squared_error(
     width = student.shape[-1]
     features, rows = width * (student.shape[1] if student.dim() == 4 else 1), real_BT.numel()
     block = triton.next_power_of_2(features)
-    if min_variance is None:
+    if min_square is None:
         block = min(block, WIDEST_CUT)
     block_rows = max(1, TILE // block)
     grid = triton.cdiv(rows, block_rows), triton.cdiv(features, block)
@@ -61,10 +61,10 @@ def squared_error(
                 shares,
                 rows,
                 real_BT.shape[1],
-                0.0 if min_variance is None else min_variance,
+                0.0 if min_square is None else min_square,
                 FEATURES=features,
                 WIDTH=width,
-                NORMALIZED=min_variance is not None,
+                NORMALIZED=min_square is not None,
                 WITH_GRADIENT=with_gradient,
                 ROWS=block_rows,
                 BLOCK=block,
@@ -88,7 +88,7 @@ def squared_error_shares(
     shares_ptr,
     rows,
     tokens,
-    min_variance,
+    min_square,
     FEATURES: tl.constexpr,
     WIDTH: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -105,10 +105,8 @@ def squared_error_shares(
     of_teacher = tl.load(_places(teacher, row, feature, tokens, WIDTH), mask=real, other=0.0).to(tl.float32)
     error = of_student - of_teacher
     if NORMALIZED:
-        mean = tl.sum(of_teacher, 1) / FEATURES
-        deviation = tl.where(real, of_teacher - mean[:, None], 0.0)
-        variance = tl.sum(deviation * deviation, 1) / FEATURES
-        weight = 1 / (tl.maximum(variance, min_variance) * FEATURES)
+        square = tl.sum(of_teacher * of_teacher, 1) / FEATURES
+        weight = 1 / (tl.maximum(square, min_square) * FEATURES)
     else:
         weight = tl.full((ROWS,), 1 / FEATURES, tl.float32)
     share = tl.sum(tl.sum(error * error, 1) * weight, 0)

@@ -64,9 +64,9 @@ def test_features_go_to_the_kernel(monkeypatch, loss, shape: tuple[int, ...], no
     gradient = torch.autograd.grad(expected.sum, student)
     calls = []
 
-    def squared_error(ours, theirs, real_BT, *, min_variance, with_gradient):
-        calls.append((real_BT.tolist(), min_variance, with_gradient))
-        return features.squared_error(ours, theirs, real_BT, min_variance=min_variance, with_gradient=with_gradient)
+    def squared_error(ours, theirs, real_BT, *, min_square, with_gradient):
+        calls.append((real_BT.tolist(), min_square, with_gradient))
+        return features.squared_error(ours, theirs, real_BT, min_square=min_square, with_gradient=with_gradient)
 
     stand_in(monkeypatch, "features", squared_error=squared_error)
     monkeypatch.setattr(features, "available", lambda device: True)
@@ -76,7 +76,7 @@ def test_features_go_to_the_kernel(monkeypatch, loss, shape: tuple[int, ...], no
     with torch.no_grad():
         loss(student, teacher, mask, normalize=normalize)
     loss(student.detach(), teacher, mask, normalize=normalize)
-    floor = features.MIN_VARIANCE if normalize else None
+    floor = features.MIN_SQUARE if normalize else None
     assert calls == [((mask != 0).tolist(), floor, needed) for needed in (True, False, False)]
 
 

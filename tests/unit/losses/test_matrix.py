@@ -26,9 +26,7 @@ def naive(student: Tensor, teacher: Tensor, mask: Tensor, normalize: bool) -> fl
         ]
         error = sum(heads) / len(heads)
         if normalize:
-            values = [float(x) for x in r.flatten()]
-            mean = sum(values) / len(values)
-            error /= sum((x - mean) ** 2 for x in values) / len(values)
+            error /= sum(float(x) ** 2 for x in r.flatten()) / r.numel()
         total += error
     return total
 
@@ -116,7 +114,7 @@ def test_half_types_are_computed_in_fp32() -> None:
     assert loss.sum.item() == pytest.approx(naive(student, teacher, MASK, False), rel=1e-6)
 
 
-def test_a_constant_teacher_row_does_not_blow_up() -> None:
+def test_a_teacher_row_of_zeros_does_not_blow_up() -> None:
     student, teacher = torch.ones(1, 1, 4), torch.zeros(1, 1, 4)
     loss = matrix_mse(student, teacher, torch.ones(1, 1), normalize=True)
     assert loss.sum.isfinite()

@@ -30,12 +30,15 @@ def pair(request: pytest.FixtureRequest, models):
 def only(*names: str) -> KroneckerbertConfig:
     """Settings with these terms alone."""
     weights = {name: float(name in names) for name in (*INNER, "logits", "label")}
-    return KroneckerbertConfig(**weights)
+    return KroneckerbertConfig(**weights, scale="plain")
 
 
-def naive(pair, temperature: float, output: str, layers: list[tuple[int, int]]) -> dict[str, float]:
+def naive(pair, temperature: float, output: str, layers: list[tuple[int, int]], scale: str) -> dict[str, float]:
     """KroneckerBERT eq. 14, token by token, in fp64; `output` is the hook at the feed-forward output."""
     student, teacher = pair.seen()
+
+    def squared(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+        return float((mine - theirs).square().mean() / (theirs.square().mean() if scale == "token" else 1))
 
     def score(seen, layer: int, h: int, b: int, i: int, j: int) -> float:
         """Eq. 9."""
@@ -52,11 +55,12 @@ def naive(pair, temperature: float, output: str, layers: list[tuple[int, int]]) 
         )
 
     def ffn(b: int, i: int) -> float:
-        errors = [student.flat[output, mine][b, i] - teacher.flat[output, theirs][b, i] for mine, theirs in layers]
-        return sum(error.square().mean() for error in errors)
+        return sum(
+            squared(student.flat[output, mine][b, i], teacher.flat[output, other][b, i]) for mine, other in layers
+        )
 
     def embedding(b: int, i: int) -> float:
-        return (student.embedding[b, i] - teacher.embedding[b, i]).square().mean()
+        return squared(student.embedding[b, i], teacher.embedding[b, i])
 
     soft = hard = 0.0
     places = (pair.batch.labels >= 0).nonzero().tolist()
@@ -69,11 +73,11 @@ def naive(pair, temperature: float, output: str, layers: list[tuple[int, int]]) 
     return {**inner, "logits": soft / len(places), "label": hard / len(places)}
 
 
-@pytest.mark.parametrize("settings", [KroneckerbertConfig(), OTHER], ids=["the paper's", "others"])
+@pytest.mark.parametrize("settings", [KroneckerbertConfig(scale="plain"), OTHER], ids=["the paper's", "others"])
 def test_terms_equal_the_naive_loop(pair, settings: KroneckerbertConfig) -> None:
     method = build_kroneckerbert(settings, pair.teacher_config, pair.student_config)
     same = [(layer, layer) for layer in range(LAYERS)]
-    expected = naive(pair, settings.temperature, "ffn_down" if settings is OTHER else "hidden", same)
+    expected = naive(pair, settings.temperature, "ffn_down" if settings is OTHER else "hidden", same, settings.scale)
     weights = asdict(settings)
     assert method.weights == {name: weights[name] for name in expected}
     assert list(method.weights) == [*INNER, "logits", "label"]
@@ -89,7 +93,7 @@ def test_a_student_of_fewer_layers_learns_from_those_of_the_map(models, spec: st
     pair = models.Pair(models.bert(5, 16, 4, 4), models.bert(2, 16, 4, 4))
     settings = KroneckerbertConfig(teacher_layers=spec)
     method = build_kroneckerbert(settings, pair.teacher_config, pair.student_config)
-    assert pair.means(method) == pytest.approx(naive(pair, 1.0, "hidden", layers), rel=1e-4)
+    assert pair.means(method) == pytest.approx(naive(pair, 1.0, "hidden", layers, "token"), rel=1e-4)
 
 
 def random_taps(seed: int, padding: torch.Tensor, groups: int) -> Taps:

@@ -69,6 +69,7 @@ def test_makds_layers_are_the_students_and_the_map_says_which_teach_them(models)
         def of_token(b: int, i: int) -> float:
             return sum(
                 (student.flat[name, mine][b, i] - teacher.flat[name, theirs][b, i]).square().mean()
+                / teacher.flat[name, theirs][b, i].square().mean()
                 for mine, theirs in layers
             )
 

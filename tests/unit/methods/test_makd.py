@@ -77,7 +77,7 @@ OTHERS = {
     "weights": MakdConfig(query=2.0, ffn_up=0.5, attention=3.0, hidden=0.25, logits=1.5, label=0.75, temperature=2.0),
     "some layers": MakdConfig(matrix_layers="1-2,4", layer_layers="5", value=0.0),
     "overlap": MakdConfig(matrix_layers="3", layer_layers="3", key=0.0),
-    "normalized": MakdConfig(matrix_layers="all", layer_layers="all", normalize_mse=True),
+    "plain": MakdConfig(matrix_layers="all", layer_layers="all", scale="plain"),
 }
 VARIANTS = {
     **{f"table 3 {k}": v for k, v in TABLE_3.items()},
@@ -211,7 +211,7 @@ def naive_total(settings: MakdConfig, student: Seen, teacher: Seen, batch: Batch
         for b, t in tokens:
             s, r = student.flat[name, layer][b, t].double(), teacher.flat[name, layer][b, t].double()
             error = ((s - r) ** 2).mean().item()
-            result += error / r.var(correction=0).item() if settings.normalize_mse else error
+            result += error / r.square().mean().item() if settings.scale == "token" else error
         return result / len(tokens)
 
     def kl(layer: int) -> float:
@@ -282,7 +282,7 @@ def test_terms_and_their_order() -> None:
 
 
 def test_a_term_is_summed_over_layers_and_counted_once() -> None:
-    settings = MakdConfig(layer_layers="all", matrix_layers="none", attention=0.0)
+    settings = MakdConfig(layer_layers="all", matrix_layers="none", attention=0.0, scale="plain")
     method = build_makd(settings, llama(3), llama(3))
     batch = make_batch()
     student = {layer: torch.full((3, 8, 2), float(layer + 1)) for layer in range(3)}

@@ -16,6 +16,7 @@ LAYERS = {
     "another": (MinilmConfig(teacher_layer=2, value_mse=0.5), [(1, 1)]),
     "uniform": (MinilmConfig(teacher_layers="uniform", attention=2.0, value_mse=0.5), [(0, 2), (1, 4)]),
     "free": (MinilmConfig(teacher_layers="5,2"), [(0, 4), (1, 1)]),
+    "plain": (MinilmConfig(value_mse=0.5, hidden_mse=2.0, scale="plain"), [(1, 4)]),
     "first alone": (MinilmConfig(teacher_layers="3,0"), [(0, 2)]),
     "hidden states": (MinilmConfig(value_relation=0.0, hidden_relation=2.0, hidden_mse=0.5), [(1, 4)]),
     "hidden states by a map": (
@@ -25,7 +26,7 @@ LAYERS = {
 }
 
 
-def naive(pair, models, names, layers: list[tuple[int, int]], projectors=None) -> dict[str, float]:
+def naive(pair, models, names, layers: list[tuple[int, int]], projectors=None, scale="token") -> dict[str, float]:
     """MiniLM §3.1 and §3.2, and the ablations' terms, token by token and head by head, in fp64."""
     student, teacher = pair.seen()
 
@@ -54,7 +55,8 @@ def naive(pair, models, names, layers: list[tuple[int, int]], projectors=None) -
             for s, t in layers:
                 mine = student.flat[aspect, s][b, i]
                 mine = mine if aspect not in (projectors or {}) else projectors[aspect] @ mine
-                result += ((mine - teacher.flat[aspect, t][b, i]) ** 2).mean()
+                theirs = teacher.flat[aspect, t][b, i]
+                result += ((mine - theirs) ** 2).mean() / (theirs.square().mean() if scale == "token" else 1)
             return result
 
         return loss
@@ -86,7 +88,8 @@ def test_terms_equal_the_naive_loop(pair, models, settings: MinilmConfig, layers
     names = ("attention", "value_relation", "value_mse", "hidden_relation", "hidden_mse")
     assert method.weights == {name: getattr(settings, name) for name in names if getattr(settings, name)}
     assert set(method.positions.values()) == {"tokens"}
-    assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, layers, projectors), rel=1e-4)
+    expected = naive(pair, models, method.weights, layers, projectors, settings.scale)
+    assert pair.means(method) == pytest.approx(expected, rel=1e-4)
 
 
 def test_values_of_the_same_width_need_no_matrix(models) -> None:

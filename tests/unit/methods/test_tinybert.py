@@ -12,10 +12,15 @@ LAYERS = [(0, 2), (1, 4)]
 """Of 2 against 5 layers: 2.5 is rounded to the third."""
 
 
-def naive(pair, projectors: dict[str, torch.Tensor], layers=LAYERS, temperature: float = 1.0) -> dict[str, float]:
+def naive(
+    pair, projectors: dict[str, torch.Tensor], layers=LAYERS, temperature: float = 1.0, scale: str = "token"
+) -> dict[str, float]:
     """TinyBERT eq. 7-10, token by token."""
     student, teacher = pair.seen()
     maps = {name: projectors.get(name, torch.eye(8).double()) for name in ("hidden", "embedding")}
+
+    def squared(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+        return float((mine - theirs).square().mean() / (theirs.square().mean() if scale == "token" else 1))
 
     def attention(b: int, i: int) -> float:
         keys, result = student.keys_of(pair.batch, b, i), 0.0
@@ -34,11 +39,11 @@ def naive(pair, projectors: dict[str, torch.Tensor], layers=LAYERS, temperature:
         return result
 
     def hidden(b: int, i: int) -> float:
-        errors = [maps["hidden"] @ student.flat["hidden", s][b, i] - teacher.flat["hidden", t][b, i] for s, t in layers]
-        return sum(error.square().mean() for error in errors)
+        pairs = [(maps["hidden"] @ student.flat["hidden", s][b, i], teacher.flat["hidden", t][b, i]) for s, t in layers]
+        return sum(squared(*each) for each in pairs)
 
     def embedding(b: int, i: int) -> float:
-        return (maps["embedding"] @ student.embedding[b, i] - teacher.embedding[b, i]).square().mean()
+        return squared(maps["embedding"] @ student.embedding[b, i], teacher.embedding[b, i])
 
     soft = count = 0.0
     for b, i in (pair.batch.labels >= 0).nonzero().tolist():
@@ -54,6 +59,7 @@ def naive(pair, projectors: dict[str, torch.Tensor], layers=LAYERS, temperature:
     ("settings", "layers"),
     [
         (TinybertConfig(), LAYERS),
+        (TinybertConfig(scale="plain"), LAYERS),
         (TinybertConfig(hidden=0.5, soft=2.0, temperature=3.0), LAYERS),
         (TinybertConfig(teacher_layers="5,1"), [(0, 4), (1, 0)]),
         (TinybertConfig(teacher_layers="0,2"), [(1, 1)]),
@@ -64,7 +70,7 @@ def test_terms_equal_the_naive_loop(pair, settings: TinybertConfig, layers: list
     run = pair.run(method)
     projectors = {name: module.weight.detach().double() for name, module in run.projectors.items()}
     assert method.projections == {"hidden": (16, 32), "embedding": (16, 32)}
-    expected = naive(pair, projectors, layers, temperature=settings.temperature)
+    expected = naive(pair, projectors, layers, settings.temperature, settings.scale)
     weights = {name: getattr(settings, name) for name in expected if getattr(settings, name)}
     assert method.weights == weights
     assert method.positions == {name: "labels" if name == "soft" else "tokens" for name in weights}

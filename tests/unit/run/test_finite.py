@@ -19,7 +19,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
 from llmdistill.run.finite import FiniteSteps
-from llmdistill.run.loss_watch import LossWatch, diverged, small_terms
+from llmdistill.run.loss_watch import LossWatch, diverged, uneven_terms
 from llmdistill.run.origin import first_not_finite
 from llmdistill.run.term_gradients import term_gradients
 from llmdistill.runtime.distributed import World
@@ -194,9 +194,16 @@ class TestLossWatch:
     def test_a_term_without_a_weight_is_not_missed(self) -> None:
         assert self.warnings([1.0] * 60, weight=0.0) == []
 
-    def test_small_terms(self) -> None:
-        assert small_terms({"a": 1.0, "b": 0.002, "c": 0.0005}) == {"c": pytest.approx(0.0005 / 1.0025)}
-        assert small_terms({"a": 0.0, "b": 0.0}) == {}
+    def test_terms_with_hardly_any_of_the_gradient_or_nearly_all(self) -> None:
+        found = uneven_terms({"a": 1.0, "b": 0.002, "c": 0.0005})
+        assert {name: share for name, (share, _) in found.items()} == {
+            "a": pytest.approx(1 / 1.0025),
+            "c": pytest.approx(0.0005 / 1.0025),
+        }
+        assert "--makd.scale token" in found["a"][1]
+        assert "weight 0" in found["c"][1]
+        assert uneven_terms({"a": 0.79, "b": 0.21}) == uneven_terms({"a": 0.0, "b": 0.0}) == {}
+        assert uneven_terms({"a": 1.0}) == {}, "a term alone has all of it"
 
 
 def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:

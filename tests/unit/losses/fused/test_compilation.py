@@ -72,13 +72,13 @@ def test_attention(compiled: list[Any], bounded: bool) -> None:
     assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB
 
 
-@pytest.mark.parametrize(("shape", "min_variance"), [((2, 40, 14336), None), ((2, 4, 40, 80), 1e-6)])
-def test_features(compiled: list[Any], shape: tuple[int, ...], min_variance: float | None) -> None:
+@pytest.mark.parametrize(("shape", "min_square"), [((2, 40, 14336), None), ((2, 4, 40, 80), 1e-6)])
+def test_features(compiled: list[Any], shape: tuple[int, ...], min_square: float | None) -> None:
     features = torch.zeros(shape, dtype=torch.bfloat16)
     if len(shape) == 4:
         features = features.transpose(1, 2).contiguous().transpose(1, 2)
     real_BT = torch.ones(2, 40, dtype=torch.bool)
-    squared_error(features, features, real_BT, min_variance=min_variance, with_gradient=True)
+    squared_error(features, features, real_BT, min_square=min_square, with_gradient=True)
     (kernel,) = compiled
     assert kernel.name == "squared_error_shares"
     # Student, teacher and gradient move 16 bytes at a time.
