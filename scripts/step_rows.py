@@ -167,14 +167,14 @@ def densely(model: Any) -> Callable[..., Any]:
 
 
 def make_method(task: str, teacher: Any, student: Any, objective: Any) -> Any:
-    """kd and makd with their defaults; for the encoder attention KL and hidden MSE of every layer, and the labels."""
+    """kd with its defaults, makd as in the paper; the encoder: attention KL, hidden MSE of every layer, the labels."""
     from llmdistill.methods import build_method
     from llmdistill.methods.kd import KdConfig
     from llmdistill.methods.makd import MakdConfig
     from llmdistill.methods.minilm import MinilmConfig
     from llmdistill.methods.tinybert import TinybertConfig
 
-    settings: dict[str, Any] = {"kd": KdConfig(), "makd": MakdConfig()}
+    settings: dict[str, Any] = {"kd": KdConfig(), "makd": MakdConfig(scale="plain")}
     names = [task]
     if task == "encoder":
         settings["minilm"] = MinilmConfig(attention=1.0, value_relation=0.0, teacher_layers="uniform")

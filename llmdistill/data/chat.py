@@ -43,7 +43,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
     The two differ in some models, such as Gemma, whose turns end with <end_of_turn> and whose texts with <eos>.
     """
     end: int = tokenizer.eos_token_id
-    if tokenizer.chat_template is None:
+    if getattr(tokenizer, "chat_template", None) is None:
         return end
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"}]
     with suppress(Exception):  # a template can raise anything, and says so when the examples are rendered

@@ -183,9 +183,9 @@ def test_a_dry_run_is_a_few_lines_for_people(capsys, monkeypatch):
     assert train_main(["--dry_run", "--train.steps", "7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert 7 <= len(lines) <= 9
-    names = ["Recipe", "Run", "Teacher", "Student", "Method", "Data", "Batch", "Cost"]
+    names = ["Recipe", "Run", "Teacher", "Student", "Method", "Data", "Prompt", "Batch", "Cost"]
     assert [line.split()[0] for line in lines] == names
-    assert "7 steps" in lines[6]
+    assert "7 steps" in lines[7]
     assert max(map(len, lines)) <= 120
 
 

@@ -248,7 +248,7 @@ def test_kroneckerbert_trains_on_a_tenth_of_the_text(name: str) -> None:
     config, train = parse(name), parse(name).train
     assert (config.data.text.fraction, train.epochs, config.data.max_length) == (0.1, 3, 512)
     assert (train.global_batch_size, train.learning_rate, train.betas) == (64, 1e-3, (0.9, 0.999))
-    assert config.method_settings["kroneckerbert"] == KroneckerbertConfig()
+    assert config.method_settings["kroneckerbert"] == KroneckerbertConfig(scale="plain")
     assert config.data.text.next_sentence is True
 
 

@@ -79,7 +79,7 @@ def run_generate(name: str, folder: Path) -> None:
     if not is_causal(model.config):
         model.config.save_pretrained(folder)
         responses._prepare(str(folder), "none.jsonl", folder / "out", ResponseConfig(engine="hf"), World.alone())
-    settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=WORDS - 1, pad_token_id=0)
+    settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[WORDS - 1], pad_token_id=0)
     prompts = [_IDS[0, :5].tolist(), _IDS[1, :3].tolist()]
     with inference(model, settings):
         answers = new_tokens(model, prompts, settings, synced=False)
