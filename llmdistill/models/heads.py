@@ -35,7 +35,7 @@ class LMHead:
             entry = model.get_submodule(family_of(config).lm_head) if has_family(config) else self._last
             self._handle = entry.register_forward_pre_hook(self._gather)
             # Set on the instance, so that the hooks of DeepSpeed and peft around the call remain.
-            self._plain = self._last.forward
+            self._plain, self._hooked = self._last.forward, "forward" in vars(self._last)
             self._last.forward = self._forward  # type: ignore[method-assign, assignment]
 
     @property
@@ -70,7 +70,10 @@ class LMHead:
         """Restore the LM head; this object cannot be used afterwards."""
         if self._last is not None:
             self._handle.remove()
-            del self._last.forward  # the forward method of the class applies again
+            if self._hooked:  # a student that is scored during its training has another one of these around it
+                self._last.forward = self._plain  # type: ignore[method-assign]
+            else:
+                del self._last.forward  # the forward method of the class applies again
 
     def _gather(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._rows_N is None:
