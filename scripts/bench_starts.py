@@ -1,0 +1,345 @@
+"""Where a student starts: perplexity and ROUGE-L of untrained students, at shares of the linears' parameters.
+
+    python scripts/bench_starts.py --model MODEL --calibration valid.txt --test test.txt --output starts
+
+The rows are plain SVD, SVD weighted by activations and by gradients, each with one rank for all matrices and with one
+share of the parameters of each matrix (as SVD-LLM and KFAC-SVD have it), ranks by the predicted loss, the same in the
+pivoted form, and a rival from its paper: Zero Sum SVD (arXiv 2602.02848, one shot). All read the same calibration
+examples. A size is the share of the parameters of the layers' linears; embedding and norms stay whole.
+
+The factors are kept in the output's folder, and each figure is appended to starts.jsonl, so that the same command goes
+on where it was stopped; --minutes stops it after a figure. --examples, --length and the calibration file may not change
+within a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig
+from llmdistill.data.instruct import Limits
+from llmdistill.data.sources import kind_of, read_examples
+from llmdistill.data.whole_text import TextSet
+from llmdistill.factorize.counting import count_parameters, layer_linears
+from llmdistill.factorize.forms import factor_params, largest_rank
+from llmdistill.factorize.install import matrix
+from llmdistill.factorize.kept import KeptFactors
+from llmdistill.factorize.moments import Moments
+from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh
+from llmdistill.factorize.weighted import Weighted, WeightedSVD, weighted_svd
+from llmdistill.models.families import base_name
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.progress import progress
+from llmdistill.run.calibration import calibration_batches
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks import make_task
+from llmdistill.tasks.answers import score_sets
+from llmdistill.tasks.base import Models
+from llmdistill.tasks.windows import Windows, cut_windows, score_windows
+from llmdistill.teacher.live import LiveTeacher
+
+STARTS = {
+    "plain, one rank": ("none", "uniform"),
+    "plain, one share": ("none", "share"),
+    "activations, one rank": ("inputs", "uniform"),
+    "activations, one share (SVD-LLM)": ("inputs", "share"),
+    "gradients, one rank": ("gradients", "uniform"),
+    "gradients, one share (KFAC-SVD)": ("gradients", "share"),
+    "ranks by loss, costs not corrected": ("gradients", "predicted"),
+    "ranks by loss": ("gradients", "loss"),
+    "ranks by loss, pivoted": ("gradients", "pivoted"),
+    "Zero Sum SVD": ("inputs", "zero sum"),
+}
+"""What weighs the factors, and how the ranks are chosen."""
+
+SLOPE_TOKENS = 2048
+"""Tokens on which Zero Sum SVD measures the slope of the loss."""
+
+Factors = Mapping[str, WeightedSVD]
+Shapes = Mapping[str, tuple[int, int]]
+
+
+def zero_sum_ranks(factors: Factors, slopes: Mapping[str, Tensor], shapes: Shapes, budget: int) -> dict[str, int]:
+    """Return the ranks of Zero Sum SVD; a matrix that is not named stays dense.
+
+    To set a singular value σ to 0 changes the loss by ΔL = -σ ∂L/∂σ. Each matrix offers its smallest one; the next to
+    go is that of the smallest |ΔL| of the sign that brings the running sum back to zero, until the parameters fit into
+    the budget. A rank that does not make its matrix smaller counts, and is kept, as the dense matrix.
+
+    Args:
+        factors: the SVD of each matrix weighted by its inputs.
+        slopes: ∂L/∂σ of each singular value.
+        shapes: (m, n) of each matrix.
+        budget: the number of parameters of all matrices together.
+    """
+    changes = {name: (-each.values * slopes[name]).tolist() for name, each in factors.items()}
+    ranks = {name: len(each) for name, each in changes.items()}
+
+    def params(name: str) -> int:
+        m, n = shapes[name]
+        return min(ranks[name] * (m + n), m * n)
+
+    def offer(name: str) -> None:
+        if ranks[name] > 1:
+            change = changes[name][ranks[name] - 1]
+            heapq.heappush(heaps[change > 0], (abs(change), name))
+
+    heaps: dict[bool, list[tuple[float, str]]] = {True: [], False: []}
+    for name in changes:
+        offer(name)
+    total, running = sum(map(params, ranks)), 0.0
+    while total > budget:
+        _, name = heapq.heappop(heaps[running <= 0] or heaps[running > 0])
+        before = params(name)
+        running += changes[name][ranks[name] - 1]
+        ranks[name] -= 1
+        total += params(name) - before
+        offer(name)
+    return {name: rank for name, rank in ranks.items() if rank <= largest_rank(*shapes[name])}
+
+
+class Bench:
+    """The model, its calibration and its starts."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Load the model and read the calibration's examples."""
+        self.options, self.folder, self.world = options, Path(options.output), World.alone()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(Path(options.model))
+        self.model: PreTrainedModel = load_model(Path(options.model), dtype=torch.float32, device=self.world.device)
+        self.model.eval()
+        self.names = {base_name(self.model, name): name for name in layer_linears(self.model)}
+        self.shapes = {base_name(self.model, name): shape for name, shape in layer_linears(self.model).items()}
+        self.linears = sum(m * n for m, n in self.shapes.values())
+        self.batches, self.held_out = self._calibration()
+
+    def _calibration(self) -> tuple[list[Batch], list[Batch]]:
+        options = self.options
+        given = CalibrationConfig(
+            data=options.calibration, examples=options.examples, micro_batch_size=2, held_out=options.held_out
+        )
+        data: dict[str, Any] = {"max_length": options.length}
+        kind = kind_of(options.calibration)
+        if kind == "instructions":
+            data |= {"max_prompt_length": options.length // 2, "long_prompts": "drop"}
+        config = RunConfig(
+            ds_config="",
+            student=StudentConfig(factorize=FactorizeConfig(calibration=given)),
+            data=DataConfig(kind=kind, train=options.calibration, **data),
+        )
+        config_of = self.model.config
+        models = Models(
+            teacher=config_of,
+            student=config_of,
+            teacher_path=Path(options.model),
+            tokenizer_path=Path(options.model),
+            causal=True,
+            objective=make_task(config).objective(config_of, uses_output=False),
+        )
+        return calibration_batches(config, models, self.world)
+
+    def factors(self, weighting: str) -> Factors:
+        """Return the factors of all matrices by a weighting, which are measured once and kept in the output folder."""
+        calibration = {key: getattr(self.options, key) for key in ("calibration", "examples", "length")}
+        kept = KeptFactors(self.folder / weighting, {"weighting": weighting, **calibration})
+        if weighting != "none":
+            # Pivoted factors have the largest ranks, which serve both forms.
+            settings = FactorizeConfig(weighting=cast(Any, weighting), form="pivoted", rank=1)
+            return measured(self._source(kept, self.batches), settings)
+        for name, shape in self.shapes.items():
+            if name not in kept:
+                plain = Moments(inputs=torch.eye(shape[1]), gradients=None, tokens=1)
+                kept[name] = weighted_svd(matrix(self._module(name)).detach(), plain, min(shape))
+        return kept
+
+    def _source(self, kept: KeptFactors, batches: Sequence[Batch]) -> Source:
+        return Source(
+            config=self.model.config,
+            teacher=lambda: LiveTeacher(self.model, self.model),
+            batches=lambda: (batches, self.held_out),
+            world=self.world,
+            kept=lambda: kept,
+            say=print,
+        )
+
+    def slopes(self, factors: Factors) -> dict[str, Tensor]:
+        """∂L/∂σ = uᵀ ∂L/∂(W L) v of each singular value, where the factors' right side is Vᵀ L⁻¹ and the left one U.
+
+        L is the mean loss of the data's own labels, on about 2,048 tokens as in the paper's one-shot setting.
+        """
+        self.model.requires_grad_(False)
+        weights = {name: cast(Tensor, self._module(name).weight).requires_grad_(True) for name in self.names}
+        batches = self.batches[: -(-SLOPE_TOKENS // (self.options.length * self.batches[0].input_ids.shape[0]))]
+        count = sum(int((batch.labels[:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
+        for batch in progress(batches, "Slopes of the singular values", "batches"):
+            logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            labels = batch.labels[:, 1:].flatten()
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+            (loss / count).backward()
+        found = {}
+        for name, weight in weights.items():
+            gradient = cast(Tensor, weight.requires_grad_(False).grad)
+            found[name] = ((factors[name].left.T @ gradient) * factors[name].right).sum(1)
+            weight.grad = None
+        return found
+
+    def _module(self, name: str) -> torch.nn.Module:
+        return self.model.get_submodule(self.names[name])
+
+    def student(self, start: str, share: float) -> tuple[FactorizeConfig, Weighted]:
+        """Return the ranks and factors of a start at a share of the linears' parameters."""
+        weighting, allocation = STARTS[start]
+        factors = self.factors(weighting)
+        budget = int(share * self.linears)
+        whole = count_parameters(self.model)
+        settings = FactorizeConfig(
+            target_params=str(whole - self.linears + budget),
+            weighting="none" if weighting == "none" else cast(Any, weighting),
+            allocation="loss" if allocation in ("loss", "predicted", "pivoted") else "uniform",
+            form="pivoted" if allocation == "pivoted" else "plain",
+            calibration=CalibrationConfig(data=self.options.calibration, held_out=self.options.held_out),
+        )
+        none = Weighted(ranks={}, factors=factors, predicted_loss=0.0)
+        if allocation in ("uniform", "predicted"):
+            return settings, choose_ranks(self.model.config, settings, factors)
+        if allocation == "share":
+            return settings, none.with_ranks({n: int(share * a * b / (a + b)) for n, (a, b) in self.shapes.items()})
+        if allocation == "zero sum":
+            return settings, none.with_ranks(zero_sum_ranks(factors, self.slopes(factors), self.shapes, budget))
+        costs = self.batches[: -(-self.options.cost_examples // 2)]
+        return settings, weigh(self._source(cast(KeptFactors, factors), costs), settings)
+
+    def score(self, start: str, share: float, windows: Windows) -> dict[str, Any]:
+        """Make a student in the place of the model's weights, score it, and put the weights back."""
+        began = time.perf_counter()
+        if start == "teacher":
+            found, params, weights = Weighted(ranks={}, factors={}, predicted_loss=0.0), self.linears, {}
+        else:
+            settings, found = self.student(start, share)
+            params = self._params(found, settings.form)
+            weights = {name: matrix(self._module(name)).detach().clone() for name in found.ranks}
+            for name, rank in found.ranks.items():
+                cut = found.factors[name].leading(rank)
+                matrix(self._module(name)).data.copy_((cut.left * cut.values) @ cut.right)
+        made = time.perf_counter() - began
+        try:
+            row = {
+                **score_windows(self.model, windows, batch_size=4, world=self.world),
+                **self._rouge(),
+            }
+        finally:
+            for name, weight in weights.items():
+                matrix(self._module(name)).data.copy_(weight)
+        whole = count_parameters(self.model)
+        return {
+            **row,
+            "linears": params / self.linears,
+            "all": (whole - self.linears + params) / whole,
+            "predicted_loss": found.predicted_loss,
+            "held_out": dict(found.held_out),
+            "ranks": dict(found.ranks),
+            "made_in": round(made, 1),
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+
+    def _params(self, found: Weighted, form: Any) -> int:
+        sizes = ((m * n, found.ranks.get(name), m, n) for name, (m, n) in self.shapes.items())
+        return sum(dense if rank is None else factor_params(m, n, rank, form) for dense, rank, m, n in sizes)
+
+    def _rouge(self) -> dict[str, Any]:
+        options = self.options
+        if options.prompts is None:
+            return {}
+        sets = {"prompts": read_examples(options.prompts)}
+        settings = GenerationConfig(decoding="greedy", limit=options.num_prompts, batch_size=16)
+        limits = Limits(max_prompt_length=128, max_length=192, long_prompts="drop")
+        score = score_sets(self.model, self.tokenizer, sets, settings, limits)["prompts"]
+        return {"rougeL": score["rougeL"], "prompts": score["examples"], "reference_perplexity": score["perplexity"]}
+
+
+def wanted(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """All figures of the table, the teacher's first."""
+    yield "teacher", 1.0
+    for share in map(float, options.sizes.split(",")):
+        for start in STARTS:
+            if options.only is None or start in options.only:
+                yield start, share / 100
+
+
+def main() -> None:
+    """Make the figures that are missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a decoder")
+    parser.add_argument("--calibration", required=True, help="a text, or a file of instructions")
+    parser.add_argument("--test", required=True, help="a text, whose perplexity is the figure")
+    parser.add_argument("--output", required=True, help="folder of moments, factors and figures")
+    parser.add_argument("--examples", type=int, default=64)
+    parser.add_argument("--length", type=int, default=256, help="tokens of an example")
+    parser.add_argument("--held_out", type=int, default=8, help="examples on which ranks by loss must be better")
+    parser.add_argument(
+        "--cost_examples", type=int, default=64, help="examples on which the costs of cuts are measured"
+    )
+    parser.add_argument("--sizes", default="90,80,70,60", help="percent of the linears' parameters")
+    parser.add_argument("--only", action="append", choices=STARTS, help="one of the starts alone; may be repeated")
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--windows", type=int, default=24, help="the first so many windows of the test text")
+    parser.add_argument("--prompts", help="a file of instructions, for ROUGE-L")
+    parser.add_argument("--num_prompts", type=int, default=16)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no figure after so many minutes")
+    options = parser.parse_args()
+    began, bench = time.perf_counter(), Bench(options)
+    file = bench.folder / "starts.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    text = TextSet(options.test).read()
+    windows = cut_windows(
+        text, bench.tokenizer, bench.model.config, name=options.test, window=options.window, limit=options.windows
+    )
+    asked = {key: getattr(options, key) for key in ("window", "windows", "prompts", "num_prompts")}
+    asked["windows"] = windows.count
+    left = [each for each in wanted(options) if not any(_is(row, *each, asked) for row in rows)]
+    for start, share in left:
+        if time.perf_counter() - began > 60 * options.minutes:
+            print(f"{start} at {100 * share:.0f} % and what follows is left for the next call", flush=True)
+            raise SystemExit(3)
+        row = {"start": start, "share": share, "asked": asked, **bench.score(start, share, windows)}
+        rows.append(row)
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(f"{start}, {100 * share:.0f} %: perplexity {row['perplexity']:.5g}, {row['seconds']:.0f} s", flush=True)
+    print(table([row for row in rows if row["asked"] == asked]))
+
+
+def _is(row: Mapping[str, Any], start: str, share: float, asked: Mapping[str, Any]) -> bool:
+    return (row["start"], row["share"], row["asked"]) == (start, share, asked)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return perplexity (and ROUGE-L) by start and size, as Markdown."""
+    shares = sorted({row["share"] for row in rows if row["start"] != "teacher"}, reverse=True)
+    found = {(row["start"], row["share"]): row for row in rows}
+    show: Callable[[Any], str] = lambda row: (  # noqa: E731
+        "" if row is None else f"{row['perplexity']:,.4g}" + (f" / {row['rougeL']:.1f}" if "rougeL" in row else "")
+    )
+    lines = ["| start | " + " | ".join(f"{100 * share:.0f} %" for share in shares) + " |"]
+    lines.append("|---" * (len(shares) + 1) + "|")
+    for start in STARTS:
+        lines.append(f"| {start} | " + " | ".join(show(found.get((start, share))) for share in shares) + " |")
+    lines.append(f"\nteacher: {show(found.get(('teacher', 1.0)))}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
