@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.artifacts import new_proven_folder, read_record
 from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import changed
+from llmdistill.config.data import LIMITS
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.data.whole_text import TextSet
@@ -44,9 +45,6 @@ from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.windows import cut_windows, score_windows
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
-
-_LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
-"""Data settings for the prompt of instructions, the maximum lengths, and for examples that are longer."""
 
 
 def compress(
@@ -95,10 +93,12 @@ def compress(
             factorized; the output folder is not empty.
     """
     check_models(model=model)
-    limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
+    limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     data, of_data = split_calibration(calibration)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
     check_calibration_data(chosen.weighting, data)
+    if limits and data is None:
+        raise UserError(f"data.{next(iter(limits))} is for calibration data: give them, or leave it out")
     with nullcontext() if output is None else new_proven_folder(output) as folder:
         named = not isinstance(model, PreTrainedModel)
         source = locate(str(model)) if named else None
@@ -301,7 +301,7 @@ def evaluate(
             has no classifier for a task.
     """
     check_models(model=model)
-    limits = {key: settings.pop(key) for key in _LIMITS if key in settings}
+    limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     generation = changed(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
     sets = {str(name): each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}

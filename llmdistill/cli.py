@@ -8,14 +8,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
 import llmdistill
-from llmdistill.config import FactorizeConfig
+from llmdistill.config import DataConfig, FactorizeConfig
 from llmdistill.config.command_line import build, parse
+from llmdistill.config.data import LIMITS
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
@@ -101,7 +102,8 @@ def compress(arguments: Sequence[str]) -> None:
     parsed = parse(_compress_parser(), arguments)
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
-    settings = asdict(build(parsed, FactorizeConfig))
+    settings, unchanged = asdict(build(parsed, FactorizeConfig)), asdict(DataConfig())
+    limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
     from llmdistill.factorize.counting import build_reference, count_parameters  # after --help, as it loads torch
     from llmdistill.factorize.lost import as_lines, by_kind
 
@@ -113,7 +115,9 @@ def compress(arguments: Sequence[str]) -> None:
     if not parsed.dry_run:
         chosen = result.get("settings", settings)
         squares: dict[str, tuple[float, float]] = {}
-        student = llmdistill.compress(parsed.model, method=parsed.method, output=parsed.output, lost=squares, **chosen)
+        student = llmdistill.compress(
+            parsed.model, method=parsed.method, output=parsed.output, lost=squares, **chosen, **limits
+        )
         params = count_parameters(build_reference(student.config))  # the data may have decided the ranks
         result |= {"student_params": params, "ratio": params / result["teacher_params"]}
         lost = by_kind(squares)
@@ -150,6 +154,7 @@ def _compress_parser() -> ArgumentParser:
     parser.add_argument("--dry_run", action="store_true", help="Only print the sizes.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_class_arguments(FactorizeConfig, None)
+    parser.add_class_arguments(DataConfig, "data", skip={each.name for each in fields(DataConfig)} - set(LIMITS))
     return parser
 
 

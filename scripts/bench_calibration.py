@@ -2,6 +2,7 @@
 
     python scripts/bench_calibration.py           # GPT-2's and Llama-3.2-1B's widths, minutes
     python scripts/bench_calibration.py --quick   # narrow ones, under a minute
+    python scripts/bench_calibration.py --model DIR --text FILE.txt --examples 96 --tokens 512   # all of `compress`
 
 A pass is `measure_moments` of all linears of two layers with random fp32 weights and a vocabulary of 16,384. It is
 compared with a forward and a backward pass of the same model on the same tokens, gradients of the weights included.
@@ -11,18 +12,27 @@ over all threads, which other processes of the machine do not lengthen.
 
 On paper: the statistics, the passes with 16 GiB, and multiply-adds of the layers, of which a pass takes two for each
 weight (no gradients of the weights, and no backward pass below the layers that are measured) and one for each entry of
-the statistics. The last line is JSON.
+the statistics' lower triangles. The last line is JSON.
+
+With --model the whole calibration of a real model is run once in this process, for ranks by loss at 60 % of all
+parameters: statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a
+forward and a backward pass of the same tokens, gradients of the weights included. Peak memory is what the process holds
+above its imports, at most, as a multiple of the teacher in fp32 once the statistics are taken off.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from benching import Settings, Work, measure, parse, time_ratio, wait
+from benching import Settings, Work, measure, parse, positive, time_ratio, wait
 from benching_table import Line, Table, in_seconds
 
 Groups = list[list[tuple[int, int]]]
@@ -52,6 +62,16 @@ def weights(groups: Groups) -> int:
 def entries(groups: Groups) -> int:
     """Number of entries of C and G of a layer."""
     return sum(group[0][1] ** 2 + sum(m * m for m, _ in group) for group in groups)
+
+
+def summed(groups: Groups) -> float:
+    """Multiply-adds for each token of these entries: blocks of columns are computed from their diagonal on."""
+    from llmdistill.factorize.moments import BLOCK
+
+    def triangle(width: int) -> int:
+        return sum((width - start) * min(BLOCK, width - start) for start in range(0, width, BLOCK))
+
+    return sum(triangle(group[0][1]) + sum(triangle(m) for m, _ in group) for group in groups)
 
 
 def decomposition(m: int, n: int) -> float:
@@ -137,7 +157,7 @@ def bench_pass(settings: Settings, table: Table) -> dict[str, Any]:
         tokens = row["batches"] * row["batch"] * row["tokens"]
         name = f"two layers of {kind}, {groups[0][0][1]} wide"
         matrices = 2 * weights(groups) + vocabulary * groups[0][0][1]
-        expected = (2 * matrices + 2 * entries(groups)) / (3 * matrices)
+        expected = (2 * matrices + 2 * summed(groups)) / (3 * matrices)
         detail = f"{in_seconds(one, other)} for {tokens} tokens, {expected:.2f} by multiply-adds"
         table.add(
             Line(f"{name}: pass / forward and backward", ratio, None, detail),
@@ -185,7 +205,7 @@ def on_paper(table: Table, seconds: Mapping[str, float]) -> dict[str, Any]:
         passes = len(plan_passes(named, shapes, gradients=True, memory=GIB_OF_A_PASS))
         of_statistics = 4 * layers * entries(groups)
         backward = (passes + 1) / 2  # a pass goes back to the first layer that it measures
-        ratio = ((passes + backward) * weights(groups) + entries(groups)) / (3 * weights(groups))
+        ratio = ((passes + backward) * weights(groups) + summed(groups)) / (3 * weights(groups))
         work = layers * sum(decomposition(m, n) for group in groups for m, n in group)
         figures[size] = {
             "bytes_of_a_layer": 4 * entries(groups),
@@ -201,9 +221,122 @@ def on_paper(table: Table, seconds: Mapping[str, float]) -> dict[str, Any]:
     return figures
 
 
+def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table) -> dict[str, Any]:
+    """Time and memory of the calibration of a real model, against a forward and a backward pass of the same tokens."""
+    import psutil
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from llmdistill.batch import Batch
+    from llmdistill.config import CalibrationConfig, FactorizeConfig
+    from llmdistill.factorize import cuts, measure, weigh
+    from llmdistill.factorize.counting import layer_linears
+    from llmdistill.factorize.moments import shared_inputs
+    from llmdistill.models.passes import in_parts, rows_of
+    from llmdistill.runtime.distributed import World
+    from llmdistill.teacher.live import LiveTeacher
+
+    torch.set_num_threads(settings.threads)
+    count, length, text = arguments.examples, arguments.tokens, Path(arguments.text).read_text(encoding="utf-8")
+    rows = count + max(1, count // 8)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(arguments.model)(text)["input_ids"][: rows * length])
+    parts = ids.view(rows, length).split(8)
+    batches = [
+        Batch(part, torch.ones_like(part), part, sample_ids=tuple((8 * number + row,) for row in range(len(part))))
+        for number, part in enumerate(parts)
+    ]
+
+    def weighed(model: Any) -> Any:
+        source = weigh.Source(
+            config=model.config,
+            teacher=lambda: LiveTeacher(model, model),
+            batches=lambda: (batches[: count // 8], batches[count // 8 :]),
+            world=World.alone(),
+        )
+        calibration = CalibrationConfig(examples=count)
+        chosen = FactorizeConfig(target_params="60%", weighting="gradients", allocation="loss", calibration=calibration)
+        return weigh.weigh(source, chosen)
+
+    # A narrow model first, so that what is imported and built on the way is no part of the peak.
+    config = AutoConfig.from_pretrained(arguments.model)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+    narrow = type(config)(**config.to_dict() | sizes | {"head_dim": 32, "num_hidden_layers": 1, "layer_types": None})
+    whole, batches = batches, [rows_of(each, slice(0, 2), 16) for each in batches]
+    weighed(AutoModelForCausalLM.from_config(narrow))
+    batches = whole
+    process, seconds = psutil.Process(), dict[str, tuple[float, float]]()
+    before, peaks, stage, over = process.memory_info().rss, dict[str, int](), ["other"], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            peaks[stage[-1]] = max(peaks.get(stage[-1], 0), process.memory_info().rss - before)
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            stage.append(name)
+            began = time.perf_counter(), time.process_time()
+            try:
+                return work(*args, **more)
+            finally:
+                stage.pop()
+                wall, cpu = seconds.get(name, (0.0, 0.0))
+                seconds[name] = wall + time.perf_counter() - began[0], cpu + time.process_time() - began[1]
+
+        return run
+
+    measure.measure_moments = timed("statistics", measure.measure_moments)
+    measure.Measurement._decomposed = timed("decompositions", measure.Measurement._decomposed)  # type: ignore[method-assign]
+    measure.cut_costs = timed("costs of cuts", cuts.cut_costs)
+    weigh.divergences = timed("held-out check", cuts.divergences)
+    threading.Thread(target=watch, daemon=True).start()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    teacher = 4 * sum(each.numel() for each in model.parameters())
+    found = timed("all", weighed)(model)
+    over.set()
+
+    def plain() -> None:
+        for batch in in_parts(batches[: count // 8], 512):
+            model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+    timed("forward and backward", plain)()
+    (wall, cpu), (of_plain, cpu_of_plain) = seconds["all"], seconds["forward and backward"]
+    names = layer_linears(model)
+    (one,) = measure.plan_passes(shared_inputs(model, names, batches[0]), names, gradients=True, memory=math.inf)
+    kept = one.bytes
+    peak = max(peaks.values())
+    table.add(
+        Line("all / forward and backward", wall / of_plain, 1.6, f"{wall:.0f} s / {of_plain:.0f} s"),
+        Line("the same in CPU seconds", cpu / cpu_of_plain, 1.6, f"{cpu:.0f} s / {cpu_of_plain:.0f} s"),
+        Line(
+            "(peak - statistics) / teacher in fp32",
+            (peak - kept) / teacher,
+            1.5,
+            f"({peak:,} - {kept:,}) / {teacher:,}",
+        ),
+    )
+    for name, (took, _) in seconds.items():
+        table.add(Line(name, took, None, f"peak {peaks.get(name, 0) / 1e6:,.0f} MB", unit=" s"))
+    return {
+        "seconds": seconds,
+        "peak_bytes": peaks,
+        "statistics": kept,
+        "teacher": teacher,
+        "held_out": dict(found.held_out),
+    }
+
+
 def main() -> None:
-    settings, arguments = parse(__doc__, build)
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", help="folder of a decoder, for the whole calibration of a real model")
+        parser.add_argument("--text", help="with --model: a plain text")
+        parser.add_argument("--examples", type=positive, default=96, help="with --model: a multiple of eight")
+        parser.add_argument("--tokens", type=positive, default=512, help="with --model: of each example")
+
+    settings, arguments = parse(__doc__, build, add=add)
     table = Table(settings, silent=arguments.json)
+    if arguments.model is not None:
+        table.finish(bench_model(arguments, settings, table))
+        return
     passes, seconds = bench_pass(settings, table), bench_decomposition(settings, table)
     found = {"threads": settings.threads, "passes": passes, "decompositions": seconds}
     table.finish({**found, "paper": on_paper(table, seconds)})

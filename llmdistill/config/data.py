@@ -8,6 +8,9 @@ from typing import Any, Literal
 from llmdistill.config.sentences import SentencesConfig
 from llmdistill.errors import check_least, check_name
 
+LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
+"""The fields of DataConfig that commands outside of a run take too: the prompt of instructions, and lengths."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:

@@ -27,9 +27,9 @@ class CalibrationConfig:
     """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set."""
     examples: int = 512
     """Number of examples."""
-    held_out: int = 64
+    held_out: int | None = None
     """Number of further examples on which ranks by the predicted loss must be better than one rank, which is taken
-    otherwise; 0 skips this check, and student.init important has none."""
+    otherwise; 0 skips this check, and student.init important has none. Default: one for each eight of `examples`."""
     seed: int = 0
     """Seed of the choice of the examples, and of the labels that are sampled from the teacher."""
     micro_batch_size: int = 8
@@ -38,9 +38,11 @@ class CalibrationConfig:
     """GiB that the measured matrices of one pass may take on each rank; with less memory there are more passes over
     the data, each for some of the layers."""
     folder: str | None = None
-    """Folder that keeps the measured factors of every matrix: students of other sizes are made from them without
-    another pass over the data, and an interrupted measurement goes on where it stopped. It takes as much disk as the
-    teacher's layers in fp32. Default: nothing is kept."""
+    """Folder that keeps what was measured, and the factors of every matrix: students of other sizes, allocations and
+    forms, and with gradients those of weighting activations too, are made from them without another pass over the data.
+    A measurement that was interrupted, also in the middle of a pass, goes on where it stopped. It takes as much disk as
+    the statistics (`memory`), and one and a half times the teacher's layers in fp32 for each weighting. Default:
+    nothing is kept."""
 
     def __post_init__(self) -> None:
         """Raise a ValueError if a number is out of its range."""

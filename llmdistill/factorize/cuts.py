@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch
-from llmdistill.factorize.moments import judged_rows, run_sampled, tapped_output
+from llmdistill.batch import Batch, HeadInputs
+from llmdistill.factorize.moments import judged, judged_rows, run_sampled, tapped_output
 from llmdistill.factorize.weighted import Weighted, WeightedSVD
-from llmdistill.losses.divergence import log_softmax
+from llmdistill.losses.divergence import FORWARD_KL
+from llmdistill.losses.head import token_losses
+from llmdistill.losses.terms import TokenTerm
+from llmdistill.models.heads import whole as gathered_head
 from llmdistill.models.passes import HookSums
+from llmdistill.progress import progress
 
 
 @contextmanager
@@ -26,95 +31,108 @@ def cut(model: PreTrainedModel, weighted: Weighted) -> Iterator[None]:
     takes the memory of one matrix. The token embedding stays whole. Whoever measures moments inside this block measures
     those of the cut model.
     """
-    base = model.base_model
-    # They run before all other hooks: those of ZeRO-3 release the bias, and those that measure see the new output.
-    handles = [
-        base.get_submodule(name).register_forward_hook(_product(weighted.factors[name], rank), prepend=True)
-        for name, rank in weighted.ranks.items()
-    ]
+    linears = [(model.base_model.get_submodule(name), name, rank) for name, rank in weighted.ranks.items()]
+    for linear, name, rank in linears:  # on the instance, so that the hooks around the call remain
+        linear.forward = _product(linear, weighted.factors[name], rank)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for linear, _, _ in linears:
+            del linear.forward
 
 
-def _product(factors: WeightedSVD, rank: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return _answer(module, inputs[0], factors, rank).to(output.dtype)
+def _product(linear: nn.Module, factors: WeightedSVD, rank: int) -> Callable[[Tensor], Tensor]:
+    """What a linear would return with factors of a rank, computed in fp32."""
 
-    return hook
+    def forward(inputs: Tensor) -> Tensor:
+        right, values, left = (
+            each.to(inputs.device) for each in (factors.right[:rank], factors.values[:rank], factors.left[:, :rank])
+        )
+        product = functional.linear(functional.linear(inputs.float(), right) * values, left)
+        bias = cast("Tensor | None", linear.bias)
+        return (product if bias is None else product + bias.float()).to(inputs.dtype)
 
-
-def _answer(module: nn.Module, inputs: Tensor, factors: WeightedSVD, rank: int) -> Tensor:
-    """What a linear would return with factors of a rank, in fp32."""
-    right, values, left = (
-        each.to(inputs.device) for each in (factors.right[:rank], factors.values[:rank], factors.left[:, :rank])
-    )
-    product = functional.linear(functional.linear(inputs.float(), right) * values, left)
-    bias = cast("Tensor | None", module.bias)
-    return product if bias is None else product + bias.float()
+    return forward
 
 
 def cut_costs(
     model: PreTrainedModel,
-    weighted: Weighted,
+    factors: Mapping[str, WeightedSVD],
     batches: Sequence[Batch],
     *,
     seed: int = 0,
     reduce: Callable[[Tensor], object] | None = None,
     rounds: int = 0,
-) -> dict[str, float]:
-    """Return what each cut, made alone, is predicted to cost per token, by the name of the linear in the base model.
+) -> dict[str, Tensor]:
+    """Return what cuts, each made alone, are predicted to cost per token, by the name of the linear in the base model.
 
     With the gradients g of sampled labels and the inputs x of a sequence's tokens this is half of (Σ gᵀ ΔW x)², summed
     over the sequences: the Fisher matrix of the weight itself. `WeightedSVD.costs` takes x and g for independent in
     place of it, which is wrong by a factor of 2 to 7 for gated feed-forward layers, and for queries and keys. One pass
-    over the data gives the costs of all cuts.
+    over the data gives the costs of the cuts to every rank, from 0 to the full one: (k + 1) in fp64 on the CPU.
 
     Args:
         model: the dense model, whose mode and weights stay as they are.
-        weighted: the cuts, with the factors of their ranks on every rank.
+        factors: all factors of each matrix, up to its full rank, on every rank.
         batches: the batches of this rank, a sequence in each row, on any device.
         seed: the seed of the labels.
         reduce: sums a tensor over the ranks in place.
         rounds: the smallest number of passes, see `measure_moments`.
     """
-    sums = _CutCosts(model, weighted)
-    run_sampled(model, batches, sums, gradients=True, seed=seed, rounds=rounds)
+    sums = _CutCosts(model, factors)
+    run_sampled(model, batches, sums, gradients=True, seed=seed, rounds=rounds, what="Costs of cuts")
     if reduce is not None:
-        for each in (sums.tokens, sums.costs):
+        for each in (sums.tokens, *sums.costs.values()):
             reduce(each)
-    costs: list[float] = (sums.costs / sums.tokens).tolist()
-    return dict(zip(weighted.ranks, costs, strict=True))
+    return {name: (costs / sums.tokens).cpu() for name, costs in sums.costs.items()}
 
 
 class _CutCosts(HookSums):
     """Adds up what cuts cost in forward and backward hooks."""
 
-    def __init__(self, model: PreTrainedModel, weighted: Weighted) -> None:
+    def __init__(self, model: PreTrainedModel, factors: Mapping[str, WeightedSVD]) -> None:
         super().__init__(model.device)
-        self._weighted = weighted
-        self.costs = torch.zeros(len(weighted.ranks), dtype=torch.float64, device=model.device)
-        # As in `cut`, before the hooks of ZeRO-3 release the bias.
-        self.handles = [
-            model.base_model.get_submodule(name).register_forward_hook(self._hook(number, name), prepend=True)
-            for number, name in enumerate(weighted.ranks)
-        ]
+        self._factors = factors
+        self._waiting: dict[str, Tensor] = {}
+        """What came first, the inputs of a linear or the gradients at its outputs."""
+        self.costs = {
+            name: torch.zeros(len(each.values) + 1, dtype=torch.float64, device=model.device)
+            for name, each in factors.items()
+        }
+        for name in factors:
+            linear = model.base_model.get_submodule(name)
+            self.handles += [
+                linear.register_forward_pre_hook(partial(self._read, name)),
+                linear.register_forward_hook(partial(self._written, name)),
+            ]
 
-    def _hook(self, number: int, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            with torch.no_grad():
-                factors, rank = self._weighted.factors[name], self._weighted.ranks[name]
-                change = _answer(module, inputs[0], factors, rank) - output.float()
+    def _read(self, name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        inputs_BTn = inputs[0].detach()
+        if self.phase == "kept" or (self.phase == "again" and name not in self._waiting):
+            self._waiting[name] = inputs_BTn
+        elif self.phase == "again":
+            self._add(name, inputs_BTn, self._waiting.pop(name))
 
-            def add(gradient: Tensor) -> None:
-                moved_B = ((gradient.float() * change).sum(-1) * self.mask).sum(-1)
-                self.costs[number] += moved_B.double().square().sum() / 2
+    def _written(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        def graded(gradients_BTm: Tensor) -> None:
+            if name in self._waiting:
+                self._add(name, self._waiting.pop(name), gradients_BTm)
+            else:
+                self._waiting[name] = gradients_BTm
 
-            output.requires_grad_(True).register_hook(add)  # no weight requires a gradient, so the graph begins here
+        output.requires_grad_(True)  # no weight requires a gradient, so the graph begins here
+        if self.phase != "again":
+            output.register_hook(graded)
 
-        return hook
+    @torch.no_grad()
+    def _add(self, name: str, inputs_BTn: Tensor, gradients_BTm: Tensor) -> None:
+        found = self._factors[name].to(inputs_BTn.device)
+        reads_BTk = functional.linear(inputs_BTn.float(), found.right)
+        writes_BTk = gradients_BTm.float() @ found.left
+        moved_Bk = (reads_BTk.mul_(writes_BTk) * self.mask[..., None]).sum(1) * found.values
+        # A cut to a rank loses all factors from this one on; the smallest are added first.
+        lost_Bk = moved_Bk.double().flip(1).cumsum(1).flip(1)
+        self.costs[name][:-1] += lost_Bk.square().sum(0) / 2
 
 
 @torch.no_grad()
@@ -132,13 +150,13 @@ def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: I
     totals, count, training = dict.fromkeys(cuts, 0.0), 0, model.training
     run = tapped_output(model.eval())
     try:
-        for batch in batches:
+        for batch in progress(batches, "Held-out check", "batches"):
             moved = batch.to(model.device)
-            whole, classes, _ = judged_rows(run(moved), moved)
-            count += len(whole)
+            whole, classes, _ = judged_rows(judged(run, moved), moved)
+            count += len(whole.rows)
             for name, weighted in cuts.items():
                 with cut(model, weighted):
-                    changed = judged_rows(run(moved), moved)[0]
+                    changed = judged_rows(judged(run, moved), moved)[0]
                 totals[name] += _distance(whole, changed, classes)
     finally:
         run.remove()
@@ -146,8 +164,9 @@ def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: I
     return {name: total / max(count, 1) for name, total in totals.items()}
 
 
-def _distance(whole_NK: Tensor, changed_NK: Tensor, classes: bool) -> float:
+def _distance(whole: HeadInputs, changed: HeadInputs, classes: bool) -> float:
     if not classes:
-        return float((whole_NK - changed_NK).square().sum() / 2)
-    log_whole, log_changed = log_softmax(whole_NK), log_softmax(changed_NK)
-    return float((log_whole.exp() * (log_whole - log_changed)).sum())
+        return float((whole.rows - changed.rows).square().sum() / 2)
+    labels_N, term = torch.zeros_like(whole.rows[:, 0], dtype=torch.long), TokenTerm("", FORWARD_KL)  # no label is read
+    with gathered_head(whole):
+        return float(token_losses(changed, whole, labels_N, [term], torch.ones(1)).sums)

@@ -22,9 +22,10 @@ fused kernel of its library) is left unchanged."""
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Outputs m and inputs n of a linear or Conv1D."""
-    m, n = matrix(module).shape
-    return m, n
+    """Outputs m and inputs n of a linear or Conv1D, also of one that ZeRO-3 shards."""
+    weight = cast(Tensor, module.weight)
+    m, n = getattr(weight, "ds_shape", weight.shape)
+    return (n, m) if type(module) is Conv1D else (m, n)
 
 
 def matrix(module: nn.Module) -> Tensor:

@@ -1,11 +1,13 @@
-"""Factors of weighted matrices in a folder, so that one measurement serves students of many sizes.
+"""What a calibration keeps in a folder, so that one measurement serves students of many sizes.
 
-statistics.json says what was measured, and one safetensors file for each matrix holds its leading factors; beside it a
-JSON file of the same name has its size and sha256.
+statistics.json says what was measured. `sums/` has a file of each pass and rank with its sums over the data, which is
+also the state of a pass that was interrupted, and the folder of each weighting one with the leading factors of each
+matrix. These are safetensors; beside each a JSON file of the same name has its size and sha256.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from llmdistill.artifacts import compare_records, read_record, write_record
 from llmdistill.errors import UserError
+from llmdistill.factorize.moments import Begun
 from llmdistill.factorize.weighted import WeightedSVD
 from llmdistill.files import cannot_write, is_unused, remove_abandoned, share, temporary_folder
 from llmdistill.fingerprints import file_damage, file_entry
@@ -25,18 +29,79 @@ RECORD = "statistics.json"
 _SUFFIX = ".safetensors"
 
 
+def _write(file: Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] = {}) -> None:
+    """Write a file of tensors; one of this name is replaced when the new one is complete."""
+    try:
+        with temporary_folder(file) as folder:
+            part = folder / file.name
+            save_file({key: each.cpu().contiguous() for key, each in tensors.items()}, part, dict(words))
+            share(part)
+            # The entry first: tensors that are there after a kill always have theirs.
+            write_record(file.with_suffix(".json"), file_entry(part))
+            os.replace(part, file)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(file, error) from error
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """Read a file of `_write` and its words; None if there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    if not file.is_file():
+        return None
+    remedy = f"remove {file}, and it is measured again"
+    entry = read_record(file.with_suffix(".json"), remedy=remedy, keys={"bytes": int, "sha256": str})
+    damage = f"{file} has no entry beside it" if entry is None else file_damage(file, entry)
+    if damage is not None:
+        raise UserError(f"{damage}; {remedy}")
+    with safe_open(file, framework="pt") as kept:
+        return {key: kept.get_tensor(key) for key in kept.keys()}, kept.metadata() or {}  # noqa: SIM118
+
+
+class KeptSums:
+    """The sums of one pass of one rank over the data."""
+
+    def __init__(self, file: Path, names: list[str], *, gradients: bool) -> None:
+        """Name the file, the linears that the pass measures, and whether gradients are needed."""
+        self._file, self._names, self._gradients = file, names, gradients
+
+    def read(self) -> Begun:
+        """Return what is summed up: nothing if the file has other linears, or no gradients where they are needed."""
+        found = _read(self._file)
+        if found is None:
+            return Begun()
+        sums, words = found
+        if json.loads(words["names"]) != self._names or (self._gradients and words["gradients"] != "True"):
+            return Begun()
+        return Begun(int(words["done"]), sums, json.loads(words["sources"]))
+
+    def write(self, begun: Begun) -> None:
+        """Replace what is kept."""
+        words = {
+            "names": json.dumps(self._names),
+            "gradients": str(self._gradients),
+            "done": str(begun.done),
+            "sources": json.dumps(begun.sources),
+        }
+        _write(self._file, begun.sums, words)
+
+
 class KeptFactors(MutableMapping[str, WeightedSVD]):
     """The factors in a folder, by the name of the matrix in the base model; each is read when it is asked for."""
 
-    def __init__(self, folder: Path, record: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, record: Mapping[str, Any], weighting: str = "gradients") -> None:
         """Claim a folder for what `record` describes, in plain JSON values; create the folder if necessary.
+
+        `weighting` is that of the factors; each has a folder of its own.
 
         What killed processes have left in it is removed; other living ones may use it at the same time.
 
         Raises:
             UserError: the folder holds something else.
         """
-        self.folder = folder
+        self.folder, self._factors = folder, folder / weighting
         remedy = "choose another folder, or null to keep nothing"
         subject = f"student.factorize.calibration.folder {folder}"
         old = read_record(folder / RECORD, remedy=remedy)
@@ -46,23 +111,15 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
         compare_records(old, record, finished=False, subject=subject, remedy=remedy)
         if old is None:
             write_record(folder / RECORD, record)
-        remove_abandoned(folder)
+        for each in (folder, self._factors, folder / "sums"):
+            each.mkdir(exist_ok=True)
+            remove_abandoned(each)
 
     def __setitem__(self, name: str, factors: WeightedSVD) -> None:
         """Write the factors of a matrix; a file of this name is replaced when the new one is complete."""
         figures = torch.tensor([factors.energy, factors.scale, factors.tokens, factors.seconds], dtype=torch.float64)
-        tensors = {key: getattr(factors, key).contiguous() for key in ("left", "values", "right")}
-        file = self.folder / f"{name}{_SUFFIX}"
-        try:
-            with temporary_folder(file) as folder:
-                part = folder / file.name
-                save_file({**tensors, "figures": figures}, part)
-                share(part)
-                # The entry first: factors that are there after a kill always have theirs.
-                write_record(self.folder / f"{name}.json", file_entry(part))
-                os.replace(part, file)
-        except (OSError, SafetensorError) as error:
-            raise cannot_write(file, error) from error
+        tensors = {key: getattr(factors, key) for key in ("left", "values", "right")}
+        _write(self._file(name), {**tensors, "figures": figures})
 
     def __getitem__(self, name: str) -> WeightedSVD:
         """Return the factors of a matrix.
@@ -71,30 +128,34 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
             KeyError: there are none.
             UserError: their file is damaged.
         """
-        file = self.folder / f"{name}{_SUFFIX}"
-        if not file.is_file():
+        found = _read(self._file(name))
+        if found is None:
             raise KeyError(name)
-        remedy = f"remove {file}, and the matrix is measured again"
-        entry = read_record(self.folder / f"{name}.json", remedy=remedy, keys={"bytes": int, "sha256": str})
-        damage = None if entry is None else file_damage(file, entry)  # versions up to 0.5 wrote no entry
-        if damage is not None:
-            raise UserError(f"{damage}; {remedy}")
-        try:
-            with safe_open(file, framework="pt") as kept:
-                tensors = {key: kept.get_tensor(key) for key in ("left", "values", "right")}
-                energy, scale, tokens, seconds = kept.get_tensor("figures").tolist()
-        except (SafetensorError, ValueError, RuntimeError) as error:
-            raise UserError(f"{file}: not a whole file of factors: {remedy}") from error
+        tensors, _ = found
+        energy, scale, tokens, seconds = tensors.pop("figures").tolist()
         return WeightedSVD(**tensors, energy=energy, scale=scale, tokens=int(tokens), seconds=seconds)
+
+    @property
+    def costs(self) -> dict[str, Tensor]:
+        """What `cut_costs` measured for these factors; empty if it was not measured yet."""
+        found = _read(self.folder / f"costs{_SUFFIX}")
+        return {} if found is None else found[0]
+
+    @costs.setter
+    def costs(self, costs: Mapping[str, Tensor]) -> None:
+        _write(self.folder / f"costs{_SUFFIX}", costs)
+
+    def _file(self, name: str) -> Path:
+        return self._factors / f"{name}{_SUFFIX}"
 
     def __delitem__(self, name: str) -> None:
         """Remove the factors of a matrix."""
-        (self.folder / f"{name}{_SUFFIX}").unlink()
-        (self.folder / f"{name}.json").unlink(missing_ok=True)
+        self._file(name).unlink()
+        self._file(name).with_suffix(".json").unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[str]:
         """Return the names of the matrices."""
-        return (file.name.removesuffix(_SUFFIX) for file in sorted(self.folder.glob(f"*{_SUFFIX}")))
+        return (file.name.removesuffix(_SUFFIX) for file in sorted(self._factors.glob(f"*{_SUFFIX}")))
 
     def __len__(self) -> int:
         """Return the number of matrices."""
@@ -102,4 +163,4 @@ class KeptFactors(MutableMapping[str, WeightedSVD]):
 
     def __contains__(self, name: object) -> bool:
         """Return whether the matrix was measured, without reading its factors."""
-        return (self.folder / f"{name}{_SUFFIX}").is_file()
+        return self._file(str(name)).is_file()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,25 +18,34 @@ from llmdistill.config import CalibrationConfig
 from llmdistill.factorize.counting import Shape
 from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.install import matrix, token_embedding
+from llmdistill.factorize.kept import KeptSums
 from llmdistill.factorize.kinds import Size
-from llmdistill.factorize.moments import Moments, measure_moments, shared_inputs
+from llmdistill.factorize.moments import Begun, Moments, measure_moments, shared_inputs
 from llmdistill.factorize.table_moments import TableMoments, measure_table
-from llmdistill.factorize.weighted import Weighted, WeightedSVD
+from llmdistill.factorize.weighted import WeightedSVD
 from llmdistill.factorize.weighted_embedding import WeightedTable, weighted_table
 from llmdistill.factorize.weighted_kinds import WEIGHTED_KINDS
+from llmdistill.models.families import is_causal
+from llmdistill.models.passes import rows_of
 from llmdistill.models.sharded import gathered
+from llmdistill.progress import progress
+from llmdistill.runtime.devices import give_back_memory
 from llmdistill.runtime.distributed import (
     World,
     all_reduce_sum,
     from_main,
     largest_number,
     on_every,
-    on_main,
     sum_at,
     to_main,
 )
 
 GIB = 2**30
+COST_SHARE, COST_EXAMPLES, COST_TOKENS = 8, 64, 128
+"""The costs of cuts are measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and of a decoder on the
+first COST_TOKENS tokens of each."""
+KEEP_SECONDS = 120
+"""How often the sums of a pass are kept."""
 _OTHER_LABELS = 2**31
 """Added to the seed of the labels, so that a cut is not judged by those that it was fitted to."""
 
@@ -78,6 +89,7 @@ class Measurement:
         wanted: Mapping[str, Size],
         keep: Callable[[str, Any, float], object],
         say: Callable[[str], object],
+        known: Collection[str] = (),
     ) -> None:
         """Measure and decompose matrices; every rank must call this function.
 
@@ -90,6 +102,7 @@ class Measurement:
             keep: takes the name of a matrix, its factors and its share of the seconds of a pass, on rank 0, as soon as
                 the pass has ended.
             say: takes the plan as a sentence.
+            known: the matrices of `wanted` whose factors are there already.
 
         Raises:
             UserError: the data have no token or give numbers that are not finite.
@@ -99,44 +112,63 @@ class Measurement:
         sizes = {prefix + name: shapes[name] for name in wanted}
         wanted = {prefix + name: size for name, size in wanted.items()}
         groups = shared_inputs(model, sizes, self.batches[0])
-        passes = plan_passes(groups, sizes, gradients=self.gradients, memory=self.settings.memory)
+        # Kept sums are made in the same passes for every weighting, so that all can use them.
+        gradients = self.gradients or self.kept
+        passes = plan_passes(groups, sizes, gradients=gradients, memory=self.settings.memory)
         most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
         rounds = largest_number(len(self.batches), world)
-        for each in passes:
+        for number, each in enumerate(passes):
             began = time.perf_counter()
+            missing = {name for name in each.names if name.removeprefix(prefix) not in known}
+            if not missing:
+                continue
             owners = deal(each.groups, sizes, world.size)
-            found = self._decomposed(owners, wanted, self._moments(owners, rounds))
+            moments = self._moments(owners, rounds, f"{number + 1}-of-{len(passes)}")
+            owners = {name: owner for name, owner in owners.items() if name in missing}
+            moments = {name: each for name, each in moments.items() if name in missing}
+            found = self._decomposed(owners, wanted, moments)
             share = (time.perf_counter() - began) / len(owners)
             for name, owner in owners.items():
                 factors = self._brought(found.pop(name, None), sizes[name], wanted[name], owner)
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors.to(torch.device("cpu")), share)
 
-    def costs_of(self, found: Weighted) -> dict[str, float]:
-        """Return the result of `cut_costs` for cuts whose factors are on rank 0; every rank must call this function."""
-        model, world = self.model, self.world
-        ranks, shapes = on_main(lambda: _cut_sizes(found), world)
-        cuts = {name: self._everywhere(found.factors.get(name), shapes[name], rank) for name, rank in ranks.items()}
+    @property
+    def kept(self) -> bool:
+        """Whether the sums of passes are kept, in the folder of the settings."""
+        return self.settings.folder is not None and self.method == "svd"
+
+    def costs_of(self, factors: Mapping[str, WeightedSVD], shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+        """Return what `cut_costs` does for matrices whose factors are on rank 0; every rank must call this function.
+
+        A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
+        of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens, and
+        the first tokens of a causal model know nothing of the others.
+        """
+        world, rows = self.world, self.world.size * sum(len(each.input_ids) for each in self.batches)
+        share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
+        batches = self.batches[: math.ceil(share * len(self.batches))]
+        if is_causal(self.model.config):
+            batches = [rows_of(each, slice(None), COST_TOKENS) for each in batches]
         return cut_costs(
-            model,
-            Weighted(ranks=ranks, factors=cuts, predicted_loss=0.0),
-            self.batches,
+            self.model,
+            {name: self._everywhere(factors.get(name), shape) for name, shape in shapes.items()},
+            batches,
             seed=self.settings.seed + _OTHER_LABELS,
             reduce=all_reduce_sum,
-            rounds=largest_number(len(self.batches), world),
+            rounds=largest_number(len(batches), world),
         )
 
-    def _everywhere(self, factors: WeightedSVD | None, shape: Shape, rank: int) -> WeightedSVD:
-        """The leading factors of a matrix on every rank, from rank 0."""
-        cut = None if factors is None else factors.leading(rank)
+    def _everywhere(self, factors: WeightedSVD | None, shape: Shape) -> WeightedSVD:
+        """All factors of a matrix on every rank, from rank 0."""
         tensors: dict[str, Any] = {
-            key: from_main(None if cut is None else getattr(cut, key), each, torch.float32, self.world).cpu()
-            for key, each in WEIGHTED_KINDS["svd"].tensors(shape, rank).items()
+            key: from_main(None if factors is None else getattr(factors, key), each, torch.float32, self.world).cpu()
+            for key, each in WEIGHTED_KINDS["svd"].tensors(shape, min(shape)).items()
         }
         return WeightedSVD(**tensors, energy=0.0, scale=0.0, tokens=0)
 
-    def _moments(self, owners: Mapping[str, int], rounds: int) -> dict[str, Moments]:
+    def _moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
         """The moments of the linears that this rank decomposes, over the data of all ranks."""
         world = self.world
 
@@ -147,6 +179,8 @@ class Measurement:
             sum_at(tensor, owners[name], world)
             return owners[name] == world.rank
 
+        resumed, after = self._kept_sums(list(owners), number) if self.kept else (None, lambda *_: None)
+
         def measure() -> dict[str, Moments]:
             return measure_moments(
                 self.model,
@@ -156,9 +190,34 @@ class Measurement:
                 seed=self.settings.seed,
                 reduce=reduce if world.size > 1 else None,
                 rounds=rounds,
+                resumed=resumed,
+                after=after,
             )
 
         return on_every(measure, world)
+
+    def _kept_sums(
+        self, names: list[str], number: str
+    ) -> tuple[Begun | None, Callable[[int, int, Callable[[], Begun]], None]]:
+        """What a pass has summed up in an earlier process, and what keeps it now and then, and at the end.
+
+        All ranks keep theirs after the same batches. If a kill came between them, the pass starts again.
+        """
+        world, folder = self.world, Path(str(self.settings.folder)) / "sums"
+        file = folder / f"pass-{number}-rank-{world.rank + 1}-of-{world.size}.safetensors"
+        kept, began = KeptSums(file, names, gradients=self.gradients), time.monotonic()
+        resumed = on_every(kept.read, world)
+        same = largest_number(resumed.done, world) == -largest_number(-resumed.done, world)
+        every: int | None = None
+
+        def after(done: int, total: int, begun: Callable[[], Begun]) -> None:
+            nonlocal every
+            if every is None:  # the first batch of this process says how many take a while
+                every = largest_number(1 + int(KEEP_SECONDS / (time.monotonic() - began)), world)
+            if done % every == 0 or done == total:
+                kept.write(begun())
+
+        return resumed if same else None, after
 
     def _decomposed(
         self, owners: Mapping[str, int], wanted: Mapping[str, Size], moments: dict[str, Moments]
@@ -175,10 +234,11 @@ class Measurement:
 
         def decompose() -> dict[str, Any]:
             found, kind = {}, WEIGHTED_KINDS[self.method]
-            for name in list(moments):
+            for name in progress(list(moments), "Decomposing", "matrices"):
                 weight = weights.pop(name)
                 moved = weight if self.device is None else weight.to(self.device)
                 found[name] = kind.decompose(moved, moments.pop(name), wanted[name]).to(torch.device("cpu"))
+                give_back_memory()
             return found
 
         return on_every(decompose, self.world)
@@ -273,7 +333,3 @@ def deal(groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], ranks: in
         loads[rank] += work[number]
         owners |= dict.fromkeys(groups[number], rank)
     return owners
-
-
-def _cut_sizes(found: Weighted) -> tuple[dict[str, int], dict[str, Shape]]:
-    return dict(found.ranks), {name: found.factors[name].shape for name in found.ranks}

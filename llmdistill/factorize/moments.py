@@ -7,21 +7,30 @@ change ΔW costs about Σ tr(ΔWᵀ G ΔW C) / (2 tokens) of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch, Outputs
+from llmdistill.batch import Batch, HeadInputs, Outputs
+from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.models.families import layers_of
 from llmdistill.models.forward import TappedModel
-from llmdistill.models.passes import HookSums, run_passes
+from llmdistill.models.passes import HookSums, rows_of, run_passes
 from llmdistill.models.taps import Recorder
+from llmdistill.runtime.devices import give_back_memory
+
+_CHUNK_BYTES = 1 << 24
+"""Bytes of the logits in fp32 that are there at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,18 @@ class Moments:
     """The number of tokens."""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """The state of a measurement: what was summed up so far."""
+
+    done: int = 0
+    """The number of passes."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """The number of tokens, and the lower triangles of the moments, by keys such as "inputs NAME"."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The linear that first reads the tensor that a linear reads."""
+
+
 def measure_moments(
     model: PreTrainedModel,
     names: Collection[str],
@@ -45,6 +66,8 @@ def measure_moments(
     seed: int = 0,
     reduce: Callable[[Tensor, str | None], bool] | None = None,
     rounds: int = 0,
+    resumed: Begun | None = None,
+    after: Callable[[int, int, Callable[[], Begun]], object] = lambda done, total, begun: None,
 ) -> dict[str, Moments]:
     """Return the second moments of some linears over the real tokens of batches, in fp32 whatever the model's dtype.
 
@@ -63,35 +86,96 @@ def measure_moments(
             the sum; only its moments are then returned. The number of tokens, without a name, is needed by every rank.
         rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
             the ranks of a sharded model need each other in every pass.
+        resumed: the sums of an earlier call with the same arguments that was interrupted.
+        after: is called after each pass with the number of passes that are done, the number of all, and a function
+            that returns what `resumed` takes.
 
     Raises:
         UserError: there is no token, or a moment is not finite.
     """
-    sums = _Sums(model, names, gradients)
-    run_sampled(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds)
+    resumed = resumed or Begun()
+    sums = _Sums(model, names, gradients, resumed)
+    run_sampled(
+        model,
+        batches,
+        sums,
+        gradients=gradients,
+        seed=seed,
+        rounds=rounds,
+        done=resumed.done,
+        after=lambda done, total: after(done, total, lambda: sums.begun(done)),
+    )
     return sums.moments(reduce)
 
 
 def run_sampled(
-    model: PreTrainedModel, batches: Iterable[Batch], sums: HookSums, *, gradients: bool, seed: int, rounds: int
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    sums: HookSums,
+    *,
+    gradients: bool,
+    seed: int,
+    rounds: int,
+    what: str = "Calibrating",
+    done: int = 0,
+    after: Callable[[int, int], object] = lambda done, total: None,
 ) -> None:
     """Run a model forward, and backward from sampled labels, while `sums` counts; see `measure_moments`."""
     tapped = tapped_output(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # the gradients of the weights are not needed
+    limit, layers = graph_tokens(model), list(layers_of(model))
 
     def step(batch: Batch) -> None:
-        with torch.set_grad_enabled(gradients):
-            outputs = tapped(batch)
+        dropped = math.ceil(len(layers) * (1 - limit / batch.input_ids.numel())) if gradients else 0
+        with torch.set_grad_enabled(gradients), _dropping(layers[: max(0, dropped)], sums):
+            loss = _sampled_loss(tapped, batch, seed, sums.judged)
             if gradients:
-                _sampled_loss(outputs, batch, seed).backward()
+                loss.backward()
 
     try:
-        run_passes(model, batches, sums, step, rounds=rounds)
+        run_passes(model, batches, sums, step, rounds=rounds, what=what, done=done, after=after)
     finally:
         tapped.remove()
         for parameter in trained:
             parameter.requires_grad_(True)
+        give_back_memory()
+
+
+def graph_tokens(model: PreTrainedModel) -> int:
+    """The number of tokens whose tensors for the backward pass take a third of the memory of the model in fp32 at most.
+
+    What a layer keeps is about twice what its linears return; a Llama keeps 1.6 times as much.
+    """
+    kept = 2 * sum(m for m, _ in layer_linears(model).values())
+    return max(1, 4 * count_parameters(model) // (3 * kept * model.dtype.itemsize))
+
+
+@contextmanager
+def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
+    """Block in which layers keep only their inputs for the backward pass, which computes the rest again."""
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return sums.during("dropped"), sums.during("again")
+
+    def dropping(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            return checkpoint(
+                forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **more
+            )
+
+        return run
+
+    own = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:  # on the instance, so that the hooks around the call remain
+        layer.forward = dropping(layer.forward)
+    try:
+        yield
+    finally:
+        for layer, before in zip(layers, own, strict=True):
+            del layer.forward
+            if before is not None:
+                layer.forward = before
 
 
 @torch.no_grad()
@@ -109,7 +193,7 @@ def shared_inputs(model: PreTrainedModel, names: Collection[str], batch: Batch) 
     training = model.training
     tapped = tapped_output(model.eval())
     try:
-        tapped(_first_row(batch).to(model.device))
+        tapped(rows_of(batch, slice(0, 1)).to(model.device))
     finally:
         tapped.remove()
         model.train(training)
@@ -125,30 +209,28 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
 
 
-def _first_row(batch: Batch) -> Batch:
-    values = ((each.name, getattr(batch, each.name)) for each in fields(batch))
-    first: dict[str, Any] = {key: value[:1] for key, value in values if isinstance(value, Tensor | tuple)}
-    return replace(batch, **first)
-
-
 class _Sums(HookSums):
     """Adds up the moments of linears in forward and backward hooks."""
 
-    def __init__(self, model: PreTrainedModel, names: Collection[str], gradients: bool) -> None:
+    def __init__(self, model: PreTrainedModel, names: Collection[str], gradients: bool, begun: Begun) -> None:
         super().__init__(model.device)
-        self._read: dict[tuple[object, ...], tuple[str, Tensor]] = {}
-        self._inputs: dict[str, Tensor] = {}
-        self._gradients: dict[str, Tensor] = {}
-        self._source: dict[str, str] = {}
+        self._read: deque[tuple[Tensor, str]] = deque(maxlen=2)
+        """The last tensors that linears read, each with the linear that read it first: no more are kept alive."""
+        known = {key: each.to(model.device) for key, each in begun.sums.items()}
+        self.tokens = known.pop("tokens", self.tokens)
+        self._inputs, self._gradients = (
+            {key.partition(" ")[2]: each for key, each in known.items() if key.startswith(what)}
+            for what in ("inputs", "gradients" if gradients else "none")
+        )
+        self._source = dict(begun.sources)
         """The linear that first read the tensor that a linear reads."""
         self.handles = [model.get_submodule(name).register_forward_hook(self._hook(name, gradients)) for name in names]
 
-    @contextmanager
-    def counting(self, mask_BT: Tensor) -> Iterator[None]:
-        """Add up the moments of one pass; the tensors that linears read are told apart for as long as it lasts."""
-        with super().counting(mask_BT):
-            yield
-        self._read = {}
+    def begun(self, done: int) -> Begun:
+        """Return what was summed up so far."""
+        both = (("inputs", self._inputs), ("gradients", self._gradients))
+        sums = {f"{what} {name}": each for what, of in both for name, each in of.items()}
+        return Begun(done, {"tokens": self.tokens, **sums}, self._source)
 
     def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
         """Return the sums over all ranks that this rank needs."""
@@ -159,7 +241,7 @@ class _Sums(HookSums):
                 for name in (name for name, mine in needed.items() if not mine):
                     del sums[name]
         measured = chain(self._inputs.items(), self._gradients.items())
-        tokens = self.counted((f"the inputs or gradients of {name}", each) for name, each in measured)
+        tokens = self.counted((f"the inputs or gradients of {name}", _whole(each)) for name, each in measured)
         return {
             name: Moments(inputs=self._inputs[source], gradients=self._gradients.get(name), tokens=tokens)
             for name, source in self._source.items()
@@ -168,25 +250,47 @@ class _Sums(HookSums):
 
     def _hook(self, name: str, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            first, _kept = self._read.setdefault(_identity(inputs[0]), (name, inputs[0]))
-            self._source.setdefault(name, first)
-            if first == name:
-                _add(self._inputs, name, inputs[0].detach()[self.mask])
+            if self.phase != "again":
+                self._add_inputs(name, inputs[0])
             if gradients:
                 # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below
                 # takes no part in the backward pass.
-                output.requires_grad_(True).register_hook(
-                    lambda gradient: _add(self._gradients, name, gradient.detach()[self.mask])
-                )
+                output.requires_grad_(True)
+                if self.phase != "again":
+                    output.register_hook(lambda each: _add(self._gradients, name, self.rows(each)))
 
         return hook
 
+    def _add_inputs(self, name: str, inputs: Tensor) -> None:
+        first = next((first for each, first in self._read if _identity(each) == _identity(inputs)), None)
+        if first is None:
+            first = name
+            self._read.append((inputs, name))
+            _add(self._inputs, name, self.rows(inputs))
+        self._source.setdefault(name, first)
+
+
+BLOCK = 256
+"""Columns of a moment that are added up at a time, each from its diagonal on: the other half is the same."""
+
 
 def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
+    """Add Σ x xᵀ to the lower triangle; `_whole` copies it to the upper one."""
     rows = rows_NK.float()
+    width = rows.shape[1]
     if name not in sums:
-        sums[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
-    sums[name].addmm_(rows.T, rows)
+        sums[name] = rows.new_zeros(width, width)
+    for start in range(0, width, BLOCK):
+        here = slice(start, start + BLOCK)
+        sums[name][start:, here].addmm_(rows[:, start:].T, rows[:, here])
+
+
+def _whole(lower: Tensor) -> Tensor:
+    """Fill in the upper triangle of a symmetric matrix, in place."""
+    for start in range(0, len(lower), BLOCK):
+        here, below = slice(start, start + BLOCK), slice(start + BLOCK, None)
+        lower[here, below] = lower[below, here].T
+    return lower
 
 
 def tapped_output(model: PreTrainedModel) -> TappedModel:
@@ -199,38 +303,71 @@ def tapped_output(model: PreTrainedModel) -> TappedModel:
     return TappedModel(model, Recorder(model, {"hidden": frozenset({last})}))
 
 
-def judged_rows(outputs: Outputs, batch: Batch) -> tuple[Tensor, bool, bool]:
+def judged(tapped: TappedModel, batch: Batch) -> Outputs:
+    """Run a model and return what it is judged by: the inputs of an LM head, the logits of sequences, hidden states."""
+    return tapped.teach(batch, lm_head=("tokens",))
+
+
+def judged_rows(outputs: Outputs, batch: Batch) -> tuple[HeadInputs, bool, bool]:
     """Return what a model is judged by in fp32, (N, K), whether these are logits, and whether each row is a token.
 
-    Of a sequence with several distributions, such as those of start and end, each is a row; they are side by side.
+    The rows of an LM head come with its weight, so that the logits can be computed in chunks. Of a sequence with
+    several distributions, such as those of start and end, each is a row; they are side by side.
     """
-    mask_BT = batch.attention_mask != 0
-    if outputs.logits is not None:
-        return outputs.logits[mask_BT].float(), True, True
+    if outputs.lm_head:
+        return cast(HeadInputs, outputs.lm_head["tokens"]), True, True
     if outputs.sequence_logits is not None:
-        return outputs.sequence_logits.float().flatten(0, -2), outputs.sequence_logits.shape[-1] > 1, False
+        rows_NK = outputs.sequence_logits.float().flatten(0, -2)
+        return HeadInputs(rows_NK, None, None), outputs.sequence_logits.shape[-1] > 1, False
     (hidden_BTW,) = outputs.taps.hidden.values()
-    return hidden_BTW[mask_BT].float(), False, True
+    return HeadInputs(hidden_BTW[batch.attention_mask != 0].float(), None, None), False, True
 
 
-def _sampled_loss(outputs: Outputs, batch: Batch, seed: int) -> Tensor:
-    """The negative log-likelihood of labels sampled from the outputs, summed over the batch."""
-    rows_NK, classes, tokens = judged_rows(outputs, batch)
-    chances_BTK = _uniform(batch, 1 if classes else rows_NK.shape[1], seed)
-    each = len(rows_NK) // len(chances_BTK)  # the distributions of a sequence: two for a span
-    chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :each].flatten(0, 1)
-    if classes:
-        return _sampled_nll(rows_NK, chances_NK[:, 0])
-    # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.
-    return (rows_NK * torch.where(chances_NK < 0.5, -1.0, 1.0)).sum()
+def _sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[Tensor], object]) -> Tensor:
+    """Run a model; return a sum with the gradients of the negative log-likelihood of labels sampled from its output.
+
+    `seen` gets the probabilities (n, V) of some rows after the other, if each row has classes.
+    """
+
+    def loss(head: HeadInputs, classes: bool = True, tokens: bool = True) -> Tensor:
+        chances_BTK = _uniform(batch, 1 if classes else head.rows.shape[1], seed)
+        each = len(head.rows) // len(chances_BTK)  # the distributions of a sequence: two for a span
+        chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :each].flatten(0, 1)
+        if not torch.is_grad_enabled():
+            return head.rows
+        if classes:
+            return (head.rows * _sampled_gradients(head, chances_NK[:, 0], seen)).sum()
+        # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.
+        return (head.rows * torch.where(chances_NK < 0.5, -1.0, 1.0)).sum()
+
+    if tapped.shortcut and tapped.has_lm_head:
+        total = tapped.through_head(batch, loss, "tokens")
+        assert total is not None
+        return total
+    return loss(*judged_rows(judged(tapped, batch), batch))
 
 
-def _sampled_nll(logits_NV: Tensor, chances_N: Tensor) -> Tensor:
-    """The negative log-likelihood of one sampled class per row; `chances_N` are uniform from 0 to 1."""
-    log_NV = torch.log_softmax(logits_NV.float(), dim=-1)
-    cumulated = log_NV.detach().exp().cumsum(dim=-1)
-    target = torch.searchsorted(cumulated, (chances_N * cumulated[:, -1])[:, None]).clamp(max=logits_NV.shape[1] - 1)
-    return -log_NV.gather(1, target).sum()
+@torch.no_grad()
+def _sampled_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tensor], object]) -> Tensor:
+    """The gradients (N, K) at the rows of the negative log-likelihood of one class per row, sampled from its output.
+
+    The logits are there in chunks. `chances_N` are uniform from 0 to 1.
+    """
+    gradients_NK = torch.empty_like(head.rows)
+    words = head.rows.shape[1] if head.weight is None else len(head.weight)
+    count = max(1, _CHUNK_BYTES // (4 * words))
+    for start in range(0, len(head.rows), count):
+        here = slice(start, start + count)
+        rows = head.rows[here]
+        logits = rows if head.weight is None else functional.linear(rows.to(head.weight.dtype), head.weight, head.bias)
+        p_NV = logits.float().sub(logits.amax(-1, keepdim=True)).exp_()
+        p_NV /= p_NV.sum(-1, keepdim=True)
+        seen(p_NV)
+        cumulated = p_NV.cumsum(dim=-1)
+        target = torch.searchsorted(cumulated, (chances_N[here] * cumulated[:, -1])[:, None]).clamp_(max=words - 1)
+        p_NV.scatter_add_(1, target, p_NV.new_full((), -1.0).expand(target.shape))
+        gradients_NK[here] = p_NV if head.weight is None else p_NV.to(head.weight.dtype) @ head.weight
+    return gradients_NK
 
 
 def _uniform(batch: Batch, width: int, seed: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,6 @@ from llmdistill.batch import Batch
 from llmdistill.factorize.install import tied_heads, token_embedding
 from llmdistill.factorize.moments import run_sampled
 from llmdistill.models.passes import HookSums
-
-ROWS = 1024
-"""Rows of logits whose probabilities are computed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +49,7 @@ def measure_table(
         UserError: there is no token, or a moment is not finite.
     """
     sums = _TableSums(model, gradients)
-    run_sampled(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds)
+    run_sampled(model, batches, sums, gradients=gradients, seed=seed, rounds=rounds, what="Calibrating the embedding")
     return sums.moments(reduce)
 
 
@@ -73,7 +69,7 @@ class _TableSums(HookSums):
             self._sums["head_inputs"] = torch.zeros(width, width, device=device)
             if gradients:
                 self._sums["head_outputs"] = torch.zeros(vocabulary, device=device)
-            self.handles.append(model.get_submodule(head).register_forward_hook(self._head))
+            self.handles.append(model.get_submodule(head).register_forward_pre_hook(self._head))
 
     def moments(self, reduce: Callable[[Tensor], object] | None) -> TableMoments:
         """Return the sums over all ranks."""
@@ -91,12 +87,16 @@ class _TableSums(HookSums):
             output.requires_grad_(True)
             output.register_hook(lambda gradient: self._add("gradients", gradient.detach()[mask_BT]))
 
-    def _head(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
-        self._add("head_inputs", inputs[0].detach()[self.mask])
-        if self._gradients:
-            for logits in output.detach()[self.mask].split(ROWS):
-                p = logits.float().softmax(dim=-1)
-                self._sums["head_outputs"] += (p - p.square()).sum(dim=0)
+    def _head(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows_NK, mask_N = inputs[0].detach().flatten(0, 1), self.mask.flatten()
+        # A head that is taken over has the rows of the real tokens alone, also in a pass that does not count.
+        if mask_N.any():
+            self._add("head_inputs", rows_NK[mask_N] if len(rows_NK) == len(mask_N) else rows_NK)
+
+    def judged(self, p_NV: Tensor) -> None:
+        """Add up p (1 − p) of the tied head."""
+        if "head_outputs" in self._sums and self.mask.any():
+            self._sums["head_outputs"] += (p_NV - p_NV.square()).sum(dim=0)
 
     def _add(self, key: str, rows_NK: Tensor) -> None:
         rows = rows_NK.float()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
@@ -16,13 +17,14 @@ from llmdistill.config.student import Allocation
 from llmdistill.errors import UserError
 from llmdistill.factorize.counting import Shape, build_reference, layer_linears
 from llmdistill.factorize.cuts import divergences
-from llmdistill.factorize.forms import largest_rank
 from llmdistill.factorize.install import token_embedding
 from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.measure import Measurement
+from llmdistill.factorize.moments import graph_tokens
 from llmdistill.factorize.plan import check_settings, plan, plan_embedding, rank_budget
 from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate
 from llmdistill.models.families import base_name
+from llmdistill.models.passes import in_parts
 from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.teacher.live import LiveTeacher
 
@@ -91,7 +93,7 @@ def _with_others(source: Source, settings: FactorizeConfig, method: str, found: 
     reference = build_reference(copy.deepcopy(source.config))
     measurement, others = _measurement(source, settings, method), dict[str, FittedOnce]()
     if method != "svd":
-        shapes = {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
+        shapes = _shapes(source.config)
         sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
         if sizes:
             measurement.factors(shapes, sizes, lambda name, each, _: others.update({name: each}), source.say)
@@ -104,9 +106,10 @@ def _with_others(source: Source, settings: FactorizeConfig, method: str, found: 
 
 
 def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd") -> Measurement:
+    model = source.teacher().model
     return Measurement(
-        model=source.teacher().model,
-        batches=source.batches()[0],
+        model=model,
+        batches=in_parts(source.batches()[0], graph_tokens(model)),
         settings=settings.calibration,
         gradients=settings.weighting == "gradients",
         world=source.world,
@@ -118,7 +121,7 @@ def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd")
 def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
     """The ranks that `weigh` chooses, with their factors."""
     factors, world = _factors(source, settings), source.world
-    checks = settings.allocation == "loss" and settings.calibration.held_out > 0
+    checks = settings.allocation == "loss" and settings.calibration.held_out != 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
 
     def choose() -> dict[str, Weighted]:
@@ -133,7 +136,7 @@ def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
     if not held_out or not (world.is_main or teacher.sharded):
         return found["loss"]
     # The other ranks of a sharded teacher take part in its forward passes, with nothing cut.
-    held = divergences(teacher.model, found, held_out)
+    held = divergences(teacher.model, found, in_parts(held_out, graph_tokens(teacher.model)))
     return replace(found["loss" if held["loss"] <= held["uniform"] else "uniform"], held_out=held)
 
 
@@ -143,24 +146,43 @@ def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
     Every rank must call this function.
     """
     factors, world = measured(source, settings), source.world
+    # What is kept serves every allocation.
+    if settings.allocation != "loss" and (source.kept is None or settings.weighting != "gradients"):
+        return factors
+    kept, costs = factors if isinstance(factors, KeptFactors) else None, dict[str, Tensor]()
+
+    def are_known() -> bool:
+        nonlocal costs
+        costs = {} if kept is None else kept.costs
+        return bool(costs)
+
+    if not on_main(are_known, world):
+        costs = _measurement(source, settings).costs_of(factors, _shapes(source.config))
+        if kept is not None:
+            kept.costs = costs
     if settings.allocation != "loss":
         return factors
-    found = on_every(lambda: choose_ranks(source.config, settings, factors) if world.is_main else _NOTHING, world)
-    costs = _measurement(source, settings).costs_of(found)
-    return found.corrected(costs).factors if world.is_main else factors
+
+    def corrected() -> Mapping[str, WeightedSVD]:
+        if not world.is_main:
+            return factors
+        found = choose_ranks(source.config, settings, factors)
+        return found.corrected({name: float(costs[name][rank]) for name, rank in found.ranks.items()}).factors
+
+    return on_every(corrected, world)
 
 
 def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices, on rank 0; every rank must call this function.
 
-    Without a folder they are measured up to the ranks that the settings can need, and with one up to the largest rank
-    that makes a matrix smaller, so that they serve any size. What the folder has is not measured again.
+    Without a folder they are measured up to the ranks that the settings can need, and with one up to the full rank, so
+    that they serve any size and form. What the folder has is not measured again.
 
     Raises:
         UserError: see `weigh`.
     """
     reference = build_reference(copy.deepcopy(source.config))
-    shapes = {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
+    shapes = _shapes(source.config)
     ranks = _decomposed_ranks(reference, shapes, settings, whole=source.kept is not None)
     factors: MutableMapping[str, WeightedSVD] = {}
 
@@ -178,7 +200,7 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
             factors[name] = replace(found, seconds=seconds)
 
         measurement = _measurement(source, settings)
-        measurement.factors(shapes, {name: ranks[name] for name in missing}, keep, source.say)
+        measurement.factors(shapes, ranks, keep, source.say, set(ranks) - set(missing))
     return factors
 
 
@@ -204,19 +226,18 @@ def _decomposed_ranks(
     reference: PreTrainedModel, shapes: Mapping[str, Shape], settings: FactorizeConfig, *, whole: bool
 ) -> dict[str, int]:
     """The number of leading factors of each matrix that must be known; the settings are checked before any work."""
-    largest = {name: largest_rank(m, n, settings.form) for name, (m, n) in shapes.items()}
-    largest = {name: rank for name, rank in largest.items() if rank > 0}
+    full = {name: min(shape) for name, shape in shapes.items()}
     if settings.allocation == "loss":
         rank_budget(reference, settings)
-        return largest
+        return full
     planned = _planned(reference, settings)
-    for name, rank in planned.items() if whole else ():
-        if rank > largest.get(name, 0):
-            raise UserError(
-                f"rank {rank} of {name} does not make it smaller, and student.factorize.calibration.folder keeps ranks "
-                f"to {largest.get(name, 0)}: lower the rank, or set the folder to null"
-            )
-    return largest if whole else planned
+    return full if whole else planned
+
+
+def _shapes(config: PreTrainedConfig) -> dict[str, Shape]:
+    """(m, n) of the matrices, by their names in the base model."""
+    reference = build_reference(copy.deepcopy(config))
+    return {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
 
 
 def _planned(reference: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:

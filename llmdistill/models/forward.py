@@ -98,10 +98,16 @@ class TappedModel:
         assert logits is not None, "the model has no language-model head"
         return logits, outputs
 
-    def through_head(self, batch: Batch, use: Callable[[HeadInputs], Tensor]) -> None:
-        """Run the model without taps; `use` gets the LM head's inputs at the labels, and its result is their logits."""
-        with self._rows(batch, ("labels",), use):
-            self._run(batch)
+    def through_head(
+        self, batch: Batch, use: Callable[[HeadInputs], Tensor], place: Positions = "labels"
+    ) -> Tensor | None:
+        """Run the model without taps; `use` gets the LM head's inputs at these positions, and its result is returned.
+
+        It comes as the logits of the model's own output, so that ZeRO-3 gathers parameters in the backward pass.
+        """
+        batch = batch.with_label_rows(shift=self._shift)
+        with self._rows(batch, (place,), use):
+            return self._head_outputs(self._run(batch), batch)[0]
 
     def without_engine(self) -> TappedModel:
         """Return the same model and taps with a forward pass that calls the model itself."""

@@ -81,7 +81,7 @@ def measure_importance(
                 sums.add(f"{aspect} {layer}", tensor.transpose(1, 2), torch.square)
 
     try:
-        run_passes(model, batches, sums, step, rounds=rounds)
+        run_passes(model, batches, sums, step, rounds=rounds, what="Importance")
     finally:
         tapped.remove()
     return _importance(model, sums.means(reduce))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
+from llmdistill.progress import Activity
 
 
 class HookSums:
@@ -24,13 +27,33 @@ class HookSums:
         """(B, T), the positions of the pass that count."""
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         """The number of tokens so far."""
+        self.phase: Literal["kept", "dropped", "again"] = "kept"
+        """Whether the tensors of the layer that runs are kept for the backward pass, are dropped, or are computed again
+        in the backward pass."""
 
     @contextmanager
     def counting(self, mask_BT: Tensor) -> Iterator[None]:
         """Add up the values of one pass at the positions of the mask; padding is left out."""
         self.mask = mask_BT
+        self._is_whole = bool(mask_BT.all())
         self.tokens += mask_BT.sum()
         yield
+
+    def rows(self, values_BTK: Tensor) -> Tensor:
+        """Return the values (N, K) of a pass at the positions that count."""
+        return values_BTK.detach().flatten(0, 1) if self._is_whole else values_BTK.detach()[self.mask]
+
+    def judged(self, p_NV: Tensor) -> None:
+        """Take the probabilities of some rows that count, in the passes with gradients; by default nothing is done."""
+
+    @contextmanager
+    def during(self, phase: Literal["dropped", "again"]) -> Iterator[None]:
+        """Block in which a layer runs whose tensors are dropped, or computed again."""
+        self.phase = phase
+        try:
+            yield
+        finally:
+            self.phase = "kept"
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -56,6 +79,36 @@ class HookSums:
         return int(self.tokens)
 
 
+def rows_of(batch: Batch, rows: slice, longest: int | None = None) -> Batch:
+    """Some rows of a batch that is not located yet, without the padding on the right that none of them needs.
+
+    `longest` is the number of tokens that are left of each at most.
+    """
+    real_T = (batch.attention_mask[rows] != 0).any(0).nonzero()
+    length = min(int(real_T[-1]) + 1 if len(real_T) else 1, batch.input_ids.shape[1] if longest is None else longest)
+    of_tokens = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "horizon")
+    given = {name: getattr(batch, name) for name in of_tokens if getattr(batch, name) is not None}
+    cut: dict[str, Any] = {name: each[rows, :length] for name, each in given.items()}
+    if batch.horizon is not None:
+        cut["horizon"] = cut["horizon"].clamp(max=length)  # at padding it is the length
+    if batch.targets is not None:
+        cut["targets"] = batch.targets[rows]
+    return replace(batch, **cut, sample_ids=batch.sample_ids[rows])
+
+
+def in_parts(batches: Iterable[Batch], tokens: int) -> list[Batch]:
+    """The same rows in parts of at most so many tokens, padding included; a longer row is a part of its own.
+
+    The number of parts follows from the shape of each batch.
+    """
+    parts = []
+    for batch in batches:
+        rows, length = batch.input_ids.shape
+        each = max(1, tokens // length)
+        parts += [rows_of(batch, slice(start, start + each)) for start in range(0, rows, each)]
+    return parts
+
+
 def run_passes(
     model: PreTrainedModel,
     batches: Iterable[Batch],
@@ -63,6 +116,9 @@ def run_passes(
     step: Callable[[Batch], object],
     *,
     rounds: int = 0,
+    what: str = "Calibrating",
+    done: int = 0,
+    after: Callable[[int, int], object] = lambda done, total: None,
 ) -> None:
     """Run a model in evaluation mode over batches while `sums` counts, and remove the hooks of `sums` then.
 
@@ -73,14 +129,21 @@ def run_passes(
         step: what is done with a batch on the model's device, such as a forward and a backward pass.
         rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
             the ranks of a sharded model need each other in every pass.
+        what: the name of this work in its bar and lines.
+        done: the number of passes that `sums` has counted already.
+        after: is called after each pass with the number of passes that are done, and of all.
     """
     batches, training = list(batches), model.training
     model.eval()
+    total = max(len(batches), rounds) if batches else 0
     try:
-        for number in range(max(len(batches), rounds) if batches else 0):
-            moved = batches[number % len(batches)].to(model.device)
-            with sums.counting((moved.attention_mask != 0) & (number < len(batches))):
-                step(moved)
+        with Activity(what, total, "batches", done=done) as activity:
+            for number in range(done, total):
+                moved = batches[number % len(batches)].to(model.device)
+                with sums.counting((moved.attention_mask != 0) & (number < len(batches))):
+                    step(moved)
+                activity.advance()
+                after(number + 1, total)
     finally:
         sums.remove()
         model.train(training)

@@ -58,7 +58,7 @@ def measure_weights(plan: Plan, world: World, teacher: Callable[[], LiveTeacher]
 
     def kept() -> KeptFactors:
         record = _record(plan.config, fingerprint(plan.teacher_path), plan.teacher_dtype, world)
-        return KeptFactors(Path(str(settings.calibration.folder)), record)
+        return KeptFactors(Path(str(settings.calibration.folder)), record, settings.weighting)
 
     source = Source(
         config=plan.teacher_config,
@@ -159,7 +159,8 @@ def measure_weights_on(
 
         def open_folder() -> KeptFactors:
             teacher = _fingerprint_of(model, tokenizer) if origin is None else fingerprint(origin)
-            return KeptFactors(Path(str(settings.calibration.folder)), _record(config, teacher, model.dtype, world))
+            record = _record(config, teacher, model.dtype, world)
+            return KeptFactors(Path(str(settings.calibration.folder)), record, settings.weighting)
 
         source = Source(
             config=model.config,
@@ -201,8 +202,6 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype, world: World) -
             "content of teacher": teacher,
             "dtype of teacher": str(dtype).removeprefix("torch."),
             **contents,
-            "weighting": config.student.factorize.weighting,
-            "form": config.student.factorize.form,  # which decides the largest rank that is kept
             "examples": calibration.examples,
             "seed": calibration.seed,
             "micro_batch_size": _batch_size(calibration, world),
@@ -247,8 +246,13 @@ def calibration_batches(
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = (_read(config, models, world) if data is None else data).loader(share)
     count = -(-calibration.examples // size)
-    held_out = range(count, count + -(-calibration.held_out // size))
+    held_out = range(count, count + -(-_held_out(calibration) // size))
     return _batches(loader, range(world.rank, count, world.size)), _batches(loader, held_out)
+
+
+def _held_out(calibration: CalibrationConfig) -> int:
+    """The number of examples of the check on held-out data."""
+    return calibration.examples // 8 if calibration.held_out is None else calibration.held_out
 
 
 def _batch_size(calibration: CalibrationConfig, world: World) -> int:

@@ -20,7 +20,6 @@ from llmdistill.errors import UserError
 from llmdistill.factorize.counting import build_reference, layer_linears
 from llmdistill.factorize.kronecker import KroneckerShape
 from llmdistill.factorize.measure import GIB, Measurement
-from llmdistill.factorize.weighted import Weighted
 from llmdistill.models.configs import load_config
 from llmdistill.runtime.distributed import init_distributed, on_every
 from llmdistill.teacher.live import load_teacher
@@ -45,12 +44,11 @@ def measure(batches, sharding, memory):
     shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
     settings = CalibrationConfig(memory=memory)
     measurement = Measurement(model=model, batches=batches, settings=settings, gradients=True, world=world)
-    measurement.factors(shapes, dict.fromkeys(shapes, 3), keep_in(found), said.append)
+    measurement.factors(shapes, {name: min(shape) for name, shape in shapes.items()}, keep_in(found), said.append)
     table, products = measurement.table(3), {}
     wanted = {"layers.1.mlp.down_proj": KroneckerShape(4, 8, 2)}
     replace(measurement, method="kronecker").factors(shapes, wanted, keep_in(products), lambda _: None)
-    cuts = Weighted(ranks=dict.fromkeys(found, 3), factors=found, predicted_loss=0.0)
-    costs = measurement.costs_of(cuts)
+    costs = {name: float(each[3]) for name, each in measurement.costs_of(found, shapes).items()}
     return found, said, table, products.get("layers.1.mlp.down_proj"), costs
 
 
@@ -90,7 +88,8 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
             other = found[name]
             assert (other.energy, other.scale, other.tokens) == pytest.approx((factors.energy, factors.scale, 108))
             torch.testing.assert_close(other.values, factors.values, rtol=1e-4, atol=1e-6)
-            products = [each.left * each.values @ each.right for each in (other, factors)]
+            cuts = [each.leading(3) for each in (other, factors)]
+            products = [each.left * each.values @ each.right for each in cuts]
             torch.testing.assert_close(*products, rtol=1e-3, atol=1e-4)
         assert (other_table.cost, other_table.tokens) == pytest.approx((table.cost, 108), rel=1e-4)
         torch.testing.assert_close(

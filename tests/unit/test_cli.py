@@ -126,6 +126,17 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
     assert all(0 < each["lost"] < 1 for each in told["lost"].values())
 
 
+def test_compress_takes_the_limits_of_its_calibration_data(tmp_path, capsys):
+    words = ["compress", "--model", "embedded:teacher", "--output", str(tmp_path / "student")]
+    data = ["--rank", "8", "--weighting", "activations", "--calibration.data", "embedded:train"]
+    data += ["--calibration.examples", "8", "--data.max_prompt_length", "12"]
+    assert main([*words, *data]) == 2
+    assert "data.long_prompts" in capsys.readouterr().err
+    assert main([*words, *data, "--data.long_prompts", "truncate"]) == 0
+    assert main([*words, "--rank", "8", "--data.max_length", "100"]) == 2
+    assert "data.max_length is for calibration data: give them, or leave it out" in capsys.readouterr().err
+
+
 def test_compress_asks_for_calibration_data_before_it_loads_a_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmdistill.api.load_model", None)
     assert main(["compress", "--model", "embedded:teacher", "--output", str(tmp_path / "student"), *BY_LOSS]) == 2

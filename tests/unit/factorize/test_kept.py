@@ -67,7 +67,7 @@ def test_a_folder_with_something_else_is_refused(tmp_path):
 def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
     kept = KeptFactors(tmp_path, {})
 
-    def killed(tensors, path):
+    def killed(tensors, path, _words):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -81,20 +81,21 @@ def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
 def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_path, monkeypatch):
     kept, during = KeptFactors(tmp_path, {}), []
 
-    def save(tensors, path):
+    def save(tensors, path, words):
         own = path.parent
         dead = own.with_name(f"{own.name[:-13]}abcdefgh.part")  # nobody has locked it
         dead.mkdir()
         (dead / path.name).write_bytes(b"half")
         KeptFactors(tmp_path, {})
-        during.extend(each.name for each in tmp_path.iterdir() if each.is_dir())
-        save_file(tensors, path)
+        during.extend(each.name for each in own.parent.iterdir() if each.is_dir())
+        save_file(tensors, path, words)
 
     monkeypatch.setattr("llmdistill.factorize.kept.save_file", save)
     kept[NAME] = factors()
     assert len(during) == 1
     assert "abcdefgh" not in during[0]
-    assert sorted(each.name for each in tmp_path.iterdir()) == [f"{NAME}.json", f"{NAME}.safetensors", RECORD]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["gradients", RECORD, "sums"]
+    assert sorted(each.name for each in (tmp_path / "gradients").iterdir()) == [f"{NAME}.json", f"{NAME}.safetensors"]
 
 
 def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypatch):
@@ -113,8 +114,9 @@ def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypa
 
 def test_a_damaged_file_is_named(tmp_path):
     kept = KeptFactors(tmp_path, {})
-    (tmp_path / f"{NAME}.safetensors").write_bytes(b"damaged!")
-    with pytest.raises(UserError, match=r"up_proj\.safetensors: not a whole file of factors: remove"):
+    kept[NAME] = factors()
+    (tmp_path / "gradients" / f"{NAME}.safetensors").write_bytes(b"damaged!")
+    with pytest.raises(UserError, match=r"up_proj\.safetensors has 8 bytes and had .* it is measured again"):
         kept[NAME]
 
 
@@ -127,12 +129,6 @@ def test_every_kind_of_file_of_a_calibration_folder(tmp_path):
             with flip(file, place), pytest.raises(UserError, match=re.escape(str(file))):
                 KeptFactors(tmp_path, {"seed": 0})[NAME]
     assert KeptFactors(tmp_path, {"seed": 0})[NAME].tokens == 10**9 + 1
-
-
-def test_factors_of_an_earlier_version_have_no_entry(tmp_path):
-    KeptFactors(tmp_path, {})[NAME] = factors()
-    (tmp_path / f"{NAME}.json").unlink()
-    assert KeptFactors(tmp_path, {})[NAME].tokens == 10**9 + 1
 
 
 def test_a_record_that_a_kill_left_half_blocks_no_folder(tmp_path):

@@ -20,7 +20,11 @@ from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.factorize import moments as module
 from llmdistill.factorize.counting import layer_linears
+from llmdistill.factorize.cuts import cut_costs
+from llmdistill.factorize.install import matrix
 from llmdistill.factorize.moments import measure_moments, shared_inputs
+from llmdistill.factorize.weighted import weighted_svd
+from llmdistill.models.families import base_name, layers_name
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "vocab_size": 20}
 
@@ -161,6 +165,43 @@ def test_passes_of_a_rank_with_fewer_batches_do_not_count():
     assert all(torch.equal(once[name].inputs, padded[name].inputs) for name in names)
     assert all(torch.equal(once[name].gradients, padded[name].gradients) for name in names)
     assert padded[names[0]].tokens == 20
+
+
+@pytest.mark.parametrize("make", [llama, bert, gpt2])
+def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
+    model, names = make(), list(layer_linears(make()))
+    whole = measure_moments(model, names, [make_batch()])
+    weights = {name: matrix(model.get_submodule(name)).detach() for name in names}
+    factors = {
+        base_name(model, name): weighted_svd(weights[name], each, min(weights[name].shape))
+        for name, each in whole.items()
+    }
+    costs = cut_costs(model, factors, [make_batch()])
+    calls: list[int] = []
+    for layer in model.base_model.get_submodule(layers_name(model)):
+        layer.register_forward_pre_hook(lambda layer, _: calls.append(id(layer)))
+        next(iter(layer.children())).register_forward_pre_hook(lambda child, _: calls.append(id(child)))
+    for tokens, again in ((9, 1), (1, 2)):  # of 18 tokens, so the first layer, or both
+        monkeypatch.setattr(module, "graph_tokens", lambda _, tokens=tokens: tokens)
+        calls.clear()
+        found = measure_moments(model, names, [make_batch()])
+        assert len(calls) == 4 + again
+        for name in names:
+            assert torch.equal(found[name].inputs, whole[name].inputs)
+            assert torch.equal(found[name].gradients, whole[name].gradients)
+        changed = cut_costs(model, factors, [make_batch()])
+        assert all(torch.equal(changed[name], costs[name]) for name in costs)
+        assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+def test_logits_in_chunks_give_the_same(monkeypatch):
+    names = list(layer_linears(llama()))
+    whole = measure_moments(llama(), names, [make_batch()])
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * 4 * 20)
+    found = measure_moments(llama(), names, [make_batch()])
+    for name in names:
+        scale = float(whole[name].gradients.abs().max())
+        torch.testing.assert_close(found[name].gradients, whole[name].gradients, rtol=1e-4, atol=1e-5 * scale)
 
 
 def test_a_classifier_is_sampled_once_a_sequence():

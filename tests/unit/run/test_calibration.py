@@ -15,6 +15,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import measure
 from llmdistill.factorize.counting import layer_linears
 from llmdistill.methods import METHODS
+from llmdistill.models.passes import HookSums
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run import calibration
 from llmdistill.run.calibration import calibration_batches
@@ -69,6 +70,9 @@ def teacher(tmp_path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(tmp_path / "teacher")
 
 
+ONE_BY_ONE = {"micro_batch_size": 1}
+
+
 def made(model, folder=None, **given):
     settings = {**SETTINGS, **given}
     calibration = {"data": ROWS, "examples": 8, "held_out": 8, "folder": folder, **settings.pop("calibration", {})}
@@ -92,9 +96,32 @@ def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_
     assert same(made(teacher, kept, **others[0]), own[0])  # the check on held-out data is this size's own
     monkeypatch.setattr(calibration, "calibration_batches", fails)
     assert same(made(teacher, kept, **others[1]), own[1])
-    ranks = {"target_params": None, "allocation": "uniform", "ranks": {"*.up_proj": 20}}
-    with pytest.raises(UserError, match=r"rank 20 of layers\.0\.mlp\.up_proj does not make it smaller, and .* to 19"):
-        made(teacher, kept, **ranks)
+    # Pivoted factors reach higher ranks, and a weighting by the inputs alone needs less than what is there.
+    monkeypatch.undo()
+    others = ({"form": "pivoted", "rank": 28, **one_rank}, {"weighting": "activations", **one_rank})
+    own = [made(teacher, **other) for other in others]
+    monkeypatch.setattr(HookSums, "counting", fails)
+    assert [same(made(teacher, kept, **other), each) for other, each in zip(others, own, strict=True)] == [True] * 2
+
+
+def test_a_pass_that_was_interrupted_goes_on_and_ends_the_same(teacher, tmp_path, monkeypatch):
+    whole, passes = made(teacher, calibration=ONE_BY_ONE), []
+    monkeypatch.setattr(measure, "KEEP_SECONDS", 0.0)
+    real = HookSums.counting
+
+    def killed(sums, mask):
+        passes.append(mask)
+        if len(passes) in (4, 7, 13):  # twice in the pass for the moments, and once in that for the costs
+            raise KeyboardInterrupt
+        return real(sums, mask)
+
+    monkeypatch.setattr(HookSums, "counting", killed)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            made(teacher, tmp_path / "kept", calibration=ONE_BY_ONE)
+    assert same(made(teacher, tmp_path / "kept", calibration=ONE_BY_ONE), whole)
+    # Each batch of the moments was counted once, but for the two that kills interrupted; the costs began again.
+    assert len(passes) == 8 + 2 + 3 + 8
 
 
 def test_a_measurement_goes_on_where_it_was_killed(teacher, tmp_path, monkeypatch):
@@ -112,7 +139,7 @@ def test_a_measurement_goes_on_where_it_was_killed(teacher, tmp_path, monkeypatc
         patched.setattr(measure, "measure_moments", killed)
         with pytest.raises(KeyboardInterrupt):
             made(teacher, kept, **small)
-    done = {f"model.{file.name.removesuffix('.safetensors')}" for file in kept.glob("*.safetensors")}
+    done = {f"model.{file.name.removesuffix('.safetensors')}" for file in (kept / "gradients").glob("*.safetensors")}
     assert done == {name for names in passes for name in names}
     measured = []
     monkeypatch.setattr(
@@ -128,7 +155,6 @@ def test_a_folder_is_only_for_what_was_measured(teacher, tmp_path):
     for other, said in (
         ({"calibration": {"seed": 1}}, "seed was 0 and is now 1"),
         ({"calibration": {"data": ROWS[1:]}}, r"content of data\.train was sha256:\w+ and is now sha256:\w+"),
-        ({"weighting": "activations", "allocation": "uniform"}, "weighting was gradients and is now activations"),
         ({"max_length": 400}, r"data\.max_length was \d+ and is now 400"),
     ):
         with pytest.raises(UserError, match=f"it holds statistics of another measurement: {said}.*{remedy}"):
