@@ -21,17 +21,17 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.errors import UserError
 from llmdistill.runtime.hosts import check_hosts
-from llmdistill.runtime.launch import DEFAULT_PORT, free_port, has_gpu_device, is_busy
+from llmdistill.runtime.launch import (
+    DEFAULT_PORT,
+    free_port,
+    has_gpu_device,
+    is_busy,
+    local_ranks,
+    run_ranks,
+    split_launcher_flags,
+)
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 from llmdistill.tasks.instruction_sets import suite_sets
-
-LAUNCHER_FLAGS = (
-    *("num_gpus", "num_nodes", "hostfile", "include", "exclude"),
-    *("master_addr", "master_port", "node_rank", "log_level"),
-)
-"""Flags that are passed on to the deepspeed launcher; each flag takes a value."""
-LAUNCHER_SWITCHES = ("no_ssh",)
-"""Flags that are passed on to the deepspeed launcher and take no value."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,20 +52,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Start the training with the deepspeed launcher, or run it if a launcher has already started this process."""
-    if "LOCAL_RANK" in os.environ or any(word in ("-h", "--help", "--dry_run") for word in arguments):
-        from llmdistill.train import run
-
-        return run(arguments)
+    """Train in the ranks that the launcher's flags ask for, or as one of them if there is a launcher."""
     launcher, words = split_launcher_flags(arguments)
-    launch(launcher, "llmdistill.train", *words)
+    if "LOCAL_RANK" not in os.environ and not any(word in ("-h", "--help", "--dry_run") for word in words):
+        launch(launcher, "llmdistill.train", *words)
+    from llmdistill.train import run
+
+    run(words)
 
 
 def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
-    """Replace this process by the deepspeed launcher, which runs a module of the package.
+    """Run a module of the package in several ranks, and end this process as they end; return where one is enough.
+
+    The deepspeed launcher replaces this process where the flags name nodes or single GPUs.
 
     Raises UserError if the deepspeed launcher is not installed, or its hosts do not answer.
     """
+    if not has_gpu_device():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else each of its processes warns that it finds none
+    count = local_ranks(flags)
+    if count == 1:
+        return
+    if count is not None:
+        run_ranks([sys.executable, "-u", "-m", module, *arguments], count)
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")
     check_hosts(flags)
@@ -74,27 +83,9 @@ def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
     if not given & {"--master_port", "--no_ssh", "--node_rank"} and is_busy(DEFAULT_PORT):
         flags = [*flags, "--master_port", str(free_port())]
     if "--log_level" not in given:
-        flags = [*flags, "--log_level", "error"]  # its other lines say what the run says too
-    if not has_gpu_device():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else each of its processes warns that it finds none
+        flags = [*flags, "--log_level", "critical"]  # its other lines say what the run says too
     # Without --no_local_rank the launcher would insert --local_rank before the name of the command.
     os.execvp("deepspeed", ["deepspeed", *flags, "--no_local_rank", "--module", module, *arguments])
-
-
-def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into the launcher's flags with their values and the arguments of the run."""
-    launcher: list[str] = []
-    rest: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        name, equals, _ = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in LAUNCHER_FLAGS:
-            launcher += [word] if equals else [word, next(words, "")]
-        elif word.startswith("--") and name in LAUNCHER_SWITCHES:
-            launcher.append(word)
-        else:
-            rest.append(word)
-    return launcher, rest
 
 
 def compress(arguments: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ They go to stderr, on rank 0 alone; the environment variable TQDM_DISABLE=1 turn
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -132,8 +133,19 @@ def say(line: str) -> None:
     """Print a line to stdout, above the bars; it is a sign of life, too."""
     global _next_line
     _next_line = time.monotonic() + _NEXT_SECONDS
-    tqdm.write(line)
-    sys.stdout.flush()
+    try:
+        tqdm.write(line)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def hand_over() -> None:
+    """Show nothing from now on: what this process waits for shows itself on the same terminal."""
+    _under_way.clear()
 
 
 def duration(seconds: float | None) -> str:

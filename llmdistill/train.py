@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llmdistill.config import command_line
+from llmdistill.errors import UserError
 from llmdistill.files import check_writable
 from llmdistill.methods import METHODS
+from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node, split_launcher_flags
 from llmdistill.runtime.terminal import exit_code
 
 # All other modules are imported where they are used, so that --help and argument errors do not wait for torch, and a
@@ -38,7 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> None:
     """Resolve and check the settings, then distil; a dry run only says what would run. Reports name the script."""
-    config, flags = command_line.parse_run(arguments, METHODS)
+    launcher, words = split_launcher_flags(arguments)
+    config, flags = command_line.parse_run(words, METHODS)
+    if launcher and not flags.dry_run:
+        typed = " ".join(launcher)
+        raise UserError(
+            f"{launcher[0]} is the launcher's: deepspeed {typed} {script} ..., or llmdistill train {typed} ..."
+        )
     plans = make_plans(config)
     tasks = second_stage(plans)
     if flags.dry_run:
@@ -46,7 +54,8 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
 
         if show(config, plans, None if tasks is None else tasks.describe(), flags) != 0:
             raise SystemExit(1)
-        return
+        return check_places(plans)  # what would run is told also where data are missing
+    check_places(plans)
     train(plans, tasks, command_line.typed_command(script, arguments), command_line.about_recipe(flags.recipe))
 
 
@@ -65,6 +74,16 @@ def make_plans(config: RunConfig) -> list[Plan]:
             gc.enable()
 
 
+def check_places(plans: Sequence[Plan]) -> None:
+    """Check what a run reads and where it writes, as far as that takes no time. Raises UserError for a mistake."""
+    check_writable(plans[-1].folder, "--output_dir")
+    statistics = plans[-1].config.student.factorize.calibration.folder
+    if statistics is not None and not Path(statistics).exists():  # one that is there may only be read
+        check_writable(Path(statistics), "--student.factorize.calibration.folder")
+    if launched_ranks_of_node() == launched_ranks():  # another node may have no data, only the tokens that rank 0 makes
+        plans[0].task.check_files()
+
+
 def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
     """Return the plan of the second stage, the training on tasks; None if no tasks are set."""
     if not plans[-1].config.tasks.names:
@@ -78,15 +97,8 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str, first_li
     """Execute the plans in a new process group; `command` is the command line that the user typed."""
     from llmdistill.experiments.distillation import distil
     from llmdistill.runtime.distributed import process_group
-    from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node
     from llmdistill.runtime.terminal import print_main, quiet_libraries
 
-    check_writable(plans[-1].folder, "--output_dir")
-    statistics = plans[-1].config.student.factorize.calibration.folder
-    if statistics is not None and not Path(statistics).exists():  # one that is there may only be read
-        check_writable(Path(statistics), "--student.factorize.calibration.folder")
-    if launched_ranks_of_node() == launched_ranks():  # another node may have no data, only the tokens that rank 0 makes
-        plans[0].task.check_files()
     if tasks is not None:
         tasks.check_tokens()
     with process_group(command) as world:

@@ -128,4 +128,8 @@ def one_sentence(message: str) -> str:
     required = re.search(r'"([\w.]+)" is required', message)
     if required is not None:
         return f"--{required.group(1)} is missing: give it on the command line or in the recipe"
+    missing = re.search(r"arguments are required: ([^\n]*)", message)
+    if missing is not None:
+        names = re.sub(r"[\w.]+", r"--\g<0>", missing.group(1))
+        return f"missing on the command line: {names}"
     return " ".join(message.split())

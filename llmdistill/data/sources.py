@@ -50,7 +50,7 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
     Raises:
         UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
-    rows = progress(open_rows(reference, streaming=False), f"Reading {reference}", "rows")
+    rows = progress(open_rows(reference, streaming=False), f"Reading {shown(reference)}", "rows")
     examples = [parse_row(row, source, needs_answer=needs_answer) for row, source in rows]
     if not examples:
         raise no_example(reference)
@@ -76,16 +76,21 @@ def check_first_row(reference: str | Path) -> None:
         UserError: as in `read_examples`.
     """
     rows = stream_rows(reference)
-    if Path(reference).suffix.lower() in (".jsonl", ".tsv"):
+    if Path(reference).is_file() and Path(reference).suffix.lower() in (".jsonl", ".tsv"):
         first = next(rows, None)
         if first is None:
             raise no_example(reference)
         parse_row(*first)
 
 
+def shown(reference: str | Path) -> str:
+    """Return a reference as it is typed: a path has one slash after `hf:`."""
+    return re.sub("^hf:/+", "hf://", str(reference))
+
+
 def no_example(reference: str | Path) -> UserError:
     """The error for a data set without any row."""
-    return UserError(f"{reference}: holds no example; give at least one row of instruction, input, output")
+    return UserError(f"{shown(reference)}: holds no example; give at least one row of instruction, input, output")
 
 
 def open_rows(reference: str | Path, *, streaming: bool) -> Rows:
@@ -97,7 +102,7 @@ def open_rows(reference: str | Path, *, streaming: bool) -> Rows:
     kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
     if in_set is not None and kind is not None:
         url = f"hf://datasets/{in_set['file']}"
-        return _hub_rows(str(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
+        return _hub_rows(shown(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
     # A colon inside the brackets of a slice is not a separator.
     name, *rest = re.split(r":(?![^\[]*\])", str(reference))
     if path.suffix.lower() in READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:

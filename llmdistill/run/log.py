@@ -15,6 +15,7 @@ from tqdm import tqdm
 from llmdistill.files import write_text
 from llmdistill.progress import Activity, say
 from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, read_metrics_log, row_of
+from llmdistill.runtime import signals
 from llmdistill.runtime.distributed import World
 
 
@@ -63,7 +64,7 @@ class RunLog:
         self._steps = steps
         self._monitor = monitor
         self._header: list[str] = []
-        self._activity = Activity("Training", steps, "steps", done=start)
+        self._activity = Activity("Training", steps, "steps", done=start, detail=_stops)
         self.rows: list[dict[str, float]] = []
         """The rows of earlier starts of the run; empty on the ranks that do not write."""
         if self._active:
@@ -111,8 +112,8 @@ class RunLog:
         }
         if list(cells) != self._header:
             self._header = list(cells)
-            self.say("".join(f"{name:>{_width(name)}}" for name in cells))
-        self.say("".join(f"{cell:>{_width(name)}}" for name, cell in cells.items()))
+            self.say("".join(f" {name:>8}" for name in cells))
+        self.say("".join(f" {cell:>{max(8, len(name))}}" for name, cell in cells.items()))
         if "valid_loss" in values:
             score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
             self.say(f"validation loss {values['valid_loss']:.4f}{score} at step {step}")
@@ -134,5 +135,5 @@ class RunLog:
             say(line)
 
 
-def _width(name: str) -> int:
-    return max(9, len(name) + 1)
+def _stops() -> str:
+    return "stops after this step and saves it" if signals.caught() else ""

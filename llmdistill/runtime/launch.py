@@ -1,27 +1,139 @@
-"""What a launcher says to the processes that it starts: DeepSpeed's launcher, torchrun, or srun of Slurm."""
+"""Ranks: what a launcher (DeepSpeed's, torchrun, srun of Slurm) says to them, and our own launcher on one machine."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import math
 import os
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from llmdistill.errors import UserError
+from llmdistill.errors import Stopped, UserError
+from llmdistill.progress import hand_over
+from llmdistill.runtime import signals
 
 _NOTICE_SECONDS = 30.0
 """How long ranks wait for the others before they say so."""
 DEFAULT_PORT = 29500
 """The port of DeepSpeed's launcher, unless it is given another one."""
+LAUNCHER_FLAGS = (
+    *("num_gpus", "num_nodes", "hostfile", "include", "exclude"),
+    *("master_addr", "master_port", "node_rank", "log_level"),
+)
+"""Flags of DeepSpeed's launcher that our commands take too; each flag takes a value."""
+LAUNCHER_SWITCHES = ("no_ssh",)
+"""Those that take no value."""
+_HOSTFILE = Path("/job/hostfile")
+"""DeepSpeed's launcher reads it unless it is given another one."""
+_KILL_SECONDS = 30.0
+"""How long the other ranks may still run after one has failed."""
+_POLL_SECONDS = 0.1
 _ELSEWHERE = "203.0.113.1"
 """An address of no network of ours (RFC 5737): its route is the default one. Nothing is sent to it."""
+
+
+def split_launcher_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments into the launcher's flags with their values and the arguments of the run.
+
+    Raises:
+        UserError: --num_gpus is no number of ranks.
+    """
+    launcher: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in LAUNCHER_FLAGS:
+            value = value if equals else next(words, "")
+            launcher += [word] if equals else [word, value]
+            if name == "num_gpus" and (not value.isdecimal() or int(value) == 0):
+                raise UserError(f"--num_gpus {value}: give the number of ranks, 1 or more, also on a CPU")
+        elif word.startswith("--") and name in LAUNCHER_SWITCHES:
+            launcher.append(word)
+        else:
+            rest.append(word)
+    return launcher, rest
+
+
+def local_ranks(flags: Sequence[str]) -> int | None:
+    """Return how many ranks the launcher's flags ask for, which our own launcher can start on this machine.
+
+    That is the number of GPUs by default, and one on a CPU. None: they name nodes or single GPUs, or there is a
+    hostfile of DeepSpeed's launcher.
+    """
+    words = [part for flag in flags for part in flag.split("=", 1)]
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    if not given.keys() <= {"--num_gpus", "--log_level", "--master_port"} or _HOSTFILE.exists():
+        return None
+    if "--num_gpus" in given:
+        return int(given["--num_gpus"])
+    if not has_gpu_device():
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def run_ranks(command: Sequence[str], count: int) -> None:
+    """Run a command as the ranks of this machine, and end this process as they end, after the last one has.
+
+    A signal to this process goes on to the ranks: SIGHUP as it is, because they must not write to a terminal that is
+    closed, and the others as SIGTERM, because a terminal has sent SIGINT to the ranks too.
+    If a rank fails, the others get SIGTERM, and 30 seconds later SIGKILL.
+
+    Raises:
+        SystemExit: always, with the first exit code that is not 0.
+        Stopped: a signal has ended ranks that could not say so yet.
+    """
+    hand_over()
+    caught: list[int] = []
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count))
+    ranks: list[subprocess.Popen[bytes]] = []
+    with signals.waiting():
+        before = signals.handle_by(lambda number, _: caught.append(number))
+        try:
+            for number in map(str, range(count)):
+                environment = {**os.environ, **shared, "RANK": number, "LOCAL_RANK": number}
+                ranks.append(subprocess.Popen(command, env=environment, preexec_fn=_ignore_interrupts))
+            code, told, kill_at = 0, 0, math.inf
+            while running := [rank for rank in ranks if rank.poll() is None]:
+                code = code or _first_code(ranks)
+                fails = code != 0 and kill_at == math.inf
+                if fails:
+                    kill_at = time.monotonic() + _KILL_SECONDS
+                for rank in running if fails or len(caught) > told else ():
+                    rank.send_signal(signal.SIGHUP if signal.SIGHUP in caught else signal.SIGTERM)
+                for rank in running if time.monotonic() > kill_at else ():
+                    rank.kill()
+                told = len(caught)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+    code = code or _first_code(ranks)
+    if code < 0 and caught:
+        raise Stopped(caught[0])
+    raise SystemExit(code if code >= 0 else 128 - code)
+
+
+def _first_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    return next((rank.returncode for rank in ranks if rank.returncode), 0)
+
+
+def _ignore_interrupts() -> None:
+    """A rank that is not ready to handle Ctrl-C would print a traceback; it gets the launcher's SIGTERM then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def launched_ranks() -> int:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: a training finishes its step and saves, and everything else ends at once, with one line."""
+"""SIGTERM, SIGINT and SIGHUP: a training finishes its step and saves, all else ends at once, both with one line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from llmdistill.errors import Stopped
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _AGAIN_SECONDS = 0.5
 """From then on a second SIGINT is another Ctrl-C, and not the same one that a launcher passes on."""
 _BLOCKED_SECONDS = 20.0
@@ -40,7 +42,7 @@ _state = _State()
 
 @contextmanager
 def handling() -> Iterator[None]:
-    """Handle SIGTERM and SIGINT in this block: raise Stopped, or in a block of `waiting` only remember the signal.
+    """Handle SIGNALS in this block: raise Stopped, or in a block of `waiting` only remember the signal.
 
     The end of the launcher that has started this rank counts as SIGTERM, because a launcher that is killed passes
     nothing on. A second Ctrl-C ends the process at once. Only the main thread can handle signals; elsewhere nothing
@@ -53,7 +55,7 @@ def handling() -> Iterator[None]:
     _state = state = _State()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    before = {each: signal.signal(each, _handle) for each in _SIGNALS}
+    before = handle_by(_handle)
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=(reader, state), name="signals", daemon=True).start()
     _watch_launcher(state)
@@ -83,6 +85,12 @@ def waiting() -> Iterator[None]:
         raise Stopped(_state.number)
 
 
+def handle_by(handler: Callable[[int, object], None]) -> dict[signal.Signals, Any]:
+    """Handle SIGNALS by a function and return the handlers before; a SIGHUP that nohup ignores stays ignored."""
+    heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    return {each: signal.signal(each, handler) for each in heard}
+
+
 def caught() -> int:
     """Return the number of the first signal; 0 if there was none."""
     return _state.number
@@ -91,8 +99,7 @@ def caught() -> int:
 def give_up() -> None:
     """From now on a signal ends the process at once and silently: what it has to say has another cause."""
     if threading.current_thread() is threading.main_thread():
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        handle_by(signal.SIG_DFL)  # type: ignore[arg-type]
 
 
 def leave_if(is_hopeless: Callable[[], bool]) -> None:
@@ -101,15 +108,23 @@ def leave_if(is_hopeless: Callable[[], bool]) -> None:
 
 
 def _handle(number: int, _frame: object) -> None:
+    if number == signal.SIGHUP:
+        _leave_terminal()
     if _state.number == 0:
         _state.number, _state.since = number, time.monotonic()
         if not _state.waits:
             raise Stopped(number)
-        if os.environ.get("RANK", "0") == "0":
-            _say(f"{signal.Signals(number).name}: the training stops after this step and saves it")
     elif number == signal.SIGINT and time.monotonic() - _state.since > _AGAIN_SECONDS:
         _say("error: stopped at once by a second SIGINT; the same command goes on from the last checkpoint")
         os._exit(Stopped(number).code)
+
+
+def _leave_terminal() -> None:
+    """Send to nowhere what would go to a terminal that is closed, or through a pipe to a program that ends with it."""
+    for output in (1, 2):
+        with suppress(OSError):
+            if not stat.S_ISREG(os.fstat(output).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 def _say(line: str) -> None:
@@ -129,7 +144,7 @@ def _listen(reader: socket.socket, state: _State) -> None:
     """End the process where its main thread cannot: it waits inside a library, which Python does not interrupt."""
     with reader:
         while numbers := reader.recv(1):
-            if numbers[0] not in _SIGNALS:
+            if numbers[0] not in SIGNALS:
                 continue
             if state.is_hopeless():
                 os._exit(Stopped(numbers[0]).code)

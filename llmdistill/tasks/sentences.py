@@ -107,9 +107,9 @@ class Sentences(Task):
         return {**{name: each for name, each in given.items() if each is not None}, **data.tests}
 
     def check_files(self) -> None:
-        """See Task: the small sets that score are read whole."""
+        """See Task: the small files that score are read whole."""
         for name, reference in self._references().items():
-            if name != "train":
+            if name != "train" and locate(reference).is_file():
                 read_pairs(locate(reference))
             elif not locate(reference).is_file():
                 stream_rows(locate(reference))

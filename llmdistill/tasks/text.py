@@ -17,7 +17,7 @@ from llmdistill.config import DataConfig
 from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files, tokenise
 from llmdistill.data.mixture import MixedSequences
 from llmdistill.data.sampler import SequenceLoader, Share
-from llmdistill.data.sources import Data, write_rows
+from llmdistill.data.sources import Data, stream_rows, write_rows
 from llmdistill.data.text import FixedSequences, TextInputs, TextSequences, validation_batches
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -69,8 +69,8 @@ class Text(Task):
         """See Task."""
         data = self.config.data
         for reference in (*(_parts(data).values() if self.trains else ()), data.valid):
-            if reference is not None:
-                text_files(locate(reference))
+            if reference is not None and text_files(locate(reference)) is None:
+                stream_rows(locate(reference))  # which asks the hub for nothing yet
 
     def read(self, models: Models) -> TextData:
         """See Task. The texts are only read when they are tokenised.

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
 import time
 
+import psutil
 import pytest
 import torch
 
-from support import FAULTY_RUN, ROOT, weights
+from support import FAULTY_RUN, PATIENCE, ROOT, environment, weights
 
 pytestmark = pytest.mark.dist
 
@@ -77,6 +87,55 @@ def test_a_signal_to_one_rank_elsewhere_is_said_by_that_rank(rank_server, argume
     assert done.returncode == 143
     said = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert said == ["error: stopped by SIGTERM; the same command goes on from what is finished (rank 1)"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what", "code"), [(1, "Ctrl-C", 130), (2, "Ctrl-C", 130), (2, "SIGTERM", 143), (2, "a closed terminal", 129)]
+)
+def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, tmp_path, ranks, what, code):
+    folder = tmp_path / "run"
+    more = ("--train.steps", "100000", "--train.save_every", "null", "--output_dir", str(folder))
+    command = [sys.executable, "-m", "llmdistill.cli", "train", "--num_gpus", str(ranks), *arguments, *more]
+    ours, theirs = pty.openpty()
+    job = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+    )
+    os.close(theirs)
+    shown, patience = bytearray(), time.monotonic() + PATIENCE
+    try:
+        while not (folder / "metrics.jsonl").is_file() or len(logged_steps(folder)) < 3:
+            assert job.poll() is None and time.monotonic() < patience, shown.decode()
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 65536)
+        children = psutil.Process(job.pid).children(recursive=True)
+        assert len(children) == (ranks if ranks > 1 else 0)
+        if what == "Ctrl-C":
+            os.write(ours, b"\x03")
+        elif what == "SIGTERM":
+            job.send_signal(signal.SIGTERM)
+        else:
+            os.close(ours)
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while what != "a closed terminal" and (more_shown := os.read(ours, 65536)):
+                shown += more_shown
+        assert job.wait(PATIENCE) == code
+        assert not any(each.is_running() for each in children)
+    finally:
+        for each in (*psutil.Process(job.pid).children(recursive=True), job) if job.poll() is None else ():
+            each.kill()
+    step = logged_steps(folder)[-1]
+    assert saved_steps(folder) == [step]
+    lines = shown.decode().splitlines()
+    assert not any("Traceback" in line for line in lines), shown.decode()
+    if what != "a closed terminal":
+        name = {130: "SIGINT", 143: "SIGTERM"}[code]
+        (said,) = [line for line in lines if "stop" in line and "Training" not in line]
+        assert said.endswith(f"stopped by {name} after step {step}, which is saved; the same command goes on from there")
 
 
 def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, arguments, tmp_path):

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTraine
 
 import llmdistill
 from llmdistill import cli
-from llmdistill.cli import main, split_launcher_flags
+from llmdistill.cli import main
 from llmdistill.config.recipes import RECIPES, recipe_names
+from llmdistill.runtime.launch import split_launcher_flags
 from llmdistill.train import main as train_main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def test_compress_needs_a_place_for_the_student(tmp_path, capsys):
         (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx; did"),
         (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
         (["compress", "--rank", "3"], "model"),
-        (["export", "--model", "x", "--output", "y"], "required: to"),
+        (["export", "--model", "x", "--output", "y"], "command line: --to"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_two(capsys, arguments, said):
@@ -93,7 +94,9 @@ def test_launcher_flags_of_glue_start_all_ranks_or_each_trial(monkeypatch, at_on
 
 def test_dry_run_prints_one_json_object_without_weights_or_data(tmp_path, capsys):
     GPT2Config().save_pretrained(tmp_path)
-    arguments = ["--teacher.model", str(tmp_path), "--student.factorize.rank", "256", "--data.train", "nowhere.jsonl"]
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"instruction": "a", "output": "b"}\nnever read\n')
+    arguments = ["--teacher.model", str(tmp_path), "--student.factorize.rank", "256", "--data.train", str(data)]
     code = train_main(["--ds_config", str(ROOT / "ds_configs" / "zero3.json"), "--dry_run", "--json", *arguments])
     assert code == 0
     printed = json.loads(capsys.readouterr().out)
@@ -103,6 +106,55 @@ def test_dry_run_prints_one_json_object_without_weights_or_data(tmp_path, capsys
     assert printed["ds_config"]["zero_optimization"]["stage"] == 3
     assert printed["batch"]["global_batch_size"] == printed["config"]["train"]["global_batch_size"]
     assert "ffn_gate" not in printed["terms"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data.train", "nowhere.jsonl"], "error: nowhere.jsonl: no such file; give a JSONL"),
+        (["--data.tests.mine", "nowhere.jsonl"], "error: nowhere.jsonl: no such file; give a JSONL"),
+        (
+            ["--data.kind", "text", "--data.train", "corpus/", "--data.valid", "null", "--data.tests", "{}"],
+            "error: corpus: no such file; give a JSONL",
+        ),
+        (["--output_dir", "{file}/run"], "error: --output_dir {file}/run: {file} is a file; give another folder"),
+    ],
+)
+def test_dry_run_tells_what_is_missing_after_what_would_run(tmp_path, capsys, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    words = [word.replace("{file}", str(tmp_path / "file")) for word in arguments]
+    assert train_main(["--recipe", "quickstart", "--dry_run", "--json", *words]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["student_params"] > 0
+    assert printed.err.startswith(said.replace("{file}", str(tmp_path / "file")))
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("run", [train_main, lambda words: main(["train", *words])])
+def test_dry_run_takes_the_launcher_s_flags(capsys, run):
+    assert run(["--num_gpus", "2", "--ds_config", "zero2", "--dry_run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["student_params"] > 0
+    assert run(["--num_gpus", "0", "--ds_config", "zero2", "--dry_run"]) == 2
+    assert "--num_gpus 0: give the number of ranks, 1 or more" in capsys.readouterr().err
+
+
+def test_the_script_alone_starts_no_ranks(capsys):
+    assert train_main(["--num_gpus", "2", "--ds_config", "zero2"]) == 2
+    assert "--num_gpus is the launcher's: deepspeed --num_gpus 2 " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["export", "--to", "onnx", "--model", "x"], "--output"),
+        (["export", "--to", "onnx"], "--model, --output"),
+        (["evaluate", "--suite", "dolly"], "--model"),
+    ],
+)
+def test_a_missing_argument_is_named_as_it_is_typed(capsys, words, missing):
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"error: missing on the command line: {missing}\n"
 
 
 BY_LOSS = ["--target_params", "40%", "--weighting", "gradients", "--allocation", "loss"]
@@ -159,10 +211,11 @@ def test_the_launcher_gets_a_free_port_where_its_own_is_busy(monkeypatch, flags,
     monkeypatch.setattr("os.execvp", lambda _, words: started.extend(words))
     monkeypatch.setattr(cli, "check_hosts", lambda _: None)
     monkeypatch.setattr(cli, "is_busy", lambda port: busy and port == 29500)
+    monkeypatch.setattr(cli, "local_ranks", lambda _: None)
     cli.launch(flags, "llmdistill.train", "--seed", "1")
     given = started[: started.index("--no_local_rank")]
     assert given[: len(flags) + 1] == ["deepspeed", *flags]
-    assert given[-2:] == ["--log_level", "error"]
+    assert given[-2:] == ["--log_level", "critical"]
     assert len(given) == 3 + len(flags) + (2 if added else 0)
     assert not added or (given[-4] == "--master_port" and int(given[-3]) != 29500)
 
@@ -207,12 +260,14 @@ def test_a_dry_run_with_a_check_reads_the_data(capsys, monkeypatch, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["config"]["student"]["factorize"]["rank"] == 6
     assert {"settings and data", "teacher above chance", "term logits"} <= {each["what"] for each in found["check"]}
-    missing = ["--recipe", "quickstart", *small, "--data.train", str(tmp_path / "none.jsonl")]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"instruction": "a", "output": "b"}\nno row\n')
+    missing = ["--recipe", "quickstart", *small, "--data.train", str(bad)]
     assert train_main(missing) == 0, "without --check the data are not read"
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         train_main([*missing, "--check"])
     assert ended.value.code == 1
-    assert "no such file" in capsys.readouterr().out
+    assert f"{bad}:2: not JSON" in capsys.readouterr().out
     assert train_main(["--check"]) == 2
     assert "--check belongs to --dry_run" in capsys.readouterr().err

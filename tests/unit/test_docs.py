@@ -36,6 +36,7 @@ from llmdistill.experiments.table_study import rows_to_run
 from llmdistill.experiments.tables import load_table, table_names
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import ds_config_path
+from llmdistill.runtime.launch import split_launcher_flags
 
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 PROGRAMS = ("deepspeed", "torchrun", "srun", "python", "llmdistill", "pip", "git")
@@ -136,7 +137,7 @@ def run_script(script: str) -> None:
 def check_llmdistill(name: str, arguments: Sequence[str]) -> None:
     """A command of `llmdistill`; the launcher's flags are not its own."""
     assert name in cli.COMMANDS, name
-    _, rest = cli.split_launcher_flags(arguments)
+    _, rest = split_launcher_flags(arguments)
     if name == "train":
         return check_train(rest)
     if name == "compare":
@@ -155,7 +156,7 @@ def check(*command: str) -> None:
         ast.parse(rest[1])
     elif program in ("python", "deepspeed"):
         at = next(index for index, word in enumerate(rest) if word.endswith(".py"))
-        flags, others = cli.split_launcher_flags(rest[:at])
+        flags, others = split_launcher_flags(rest[:at])
         assert not others, f"{others}: no flags of the launcher"
         assert not flags or program == "deepspeed"
         if "--help" in rest:

@@ -15,6 +15,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.factorize.counting import build_reference, count_parameters
 from llmdistill.methods import METHODS
 from llmdistill.run.forecast.step import between, build_models, full_batch, trace_step
+from llmdistill.runtime.launch import split_launcher_flags
 
 MACHINE = ("--gpus", "2", "--gpu_memory", "24GB")
 
@@ -81,7 +82,7 @@ def test_table_and_proposal_are_readable_on_80_columns(capsys, run, tmp_path, mo
     # The training takes what was written as it is, and the proposal overrides what was typed.
     command = shlex.split((folder / "launch.sh").read_text().splitlines()[1])
     assert command[:5] == ["exec", "llmdistill", "train", "--num_gpus", "2"]
-    config, _ = parse_run(cli.split_launcher_flags(command[3:])[1], METHODS)
+    config, _ = parse_run(split_launcher_flags(command[3:])[1], METHODS)
     assert Path(config.ds_config) == folder / "ds_config.json"
     assert json.loads(Path(config.ds_config).read_text())["zero_optimization"]["stage"] == 2
     assert config.train.micro_batch_size == 8
@@ -162,7 +163,7 @@ def test_proposal_of_a_cache_names_the_command_that_makes_it_first(capsys, folde
     made = shlex.split(first)
     assert made[:4] == ["llmdistill", "cache", "--num_gpus", "2"]
     assert made[-5:] == ["--cache.content=top_k", "--output", str(folder / "cache"), "||", "exit"]
-    config, _ = parse_run(cli.split_launcher_flags(shlex.split(launch)[3:])[1], METHODS)
+    config, _ = parse_run(split_launcher_flags(shlex.split(launch)[3:])[1], METHODS)
     assert config.teacher.cache == str(folder / "cache")
     assert config.teacher.sharding == "replicated"
 

@@ -264,6 +264,8 @@ class TestHub:
             "o/n:main:test: no such file, and not loaded from the hub as data set o/n, configuration main, split test "
             "(ConnectionError: Couldn't reach it); check the name, the split and the network, or give a file"
         )
+        with pytest.raises(UserError, match=r"^hf://datasets/o/n/valid\.jsonl: no such file, and not loaded"):
+            read(Path("hf://datasets/o/n/valid.jsonl"))  # a path has one slash
 
     @pytest.mark.parametrize(
         "reference",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -13,16 +16,20 @@ import psutil
 import pytest
 from torch.distributed import DistNetworkError
 
-from llmdistill.errors import UserError
+from llmdistill.errors import Stopped, UserError
 from llmdistill.runtime import launch
 from llmdistill.runtime.launch import (
     check_port,
     joining,
     launched_ranks,
     launched_ranks_of_node,
+    local_ranks,
     prepare_joining,
     rank_of_task,
+    split_launcher_flags,
 )
+
+from support import PATIENCE, ROOT, environment
 
 TASK = {
     "SLURM_JOB_ID": "31",
@@ -176,3 +183,66 @@ def test_missing_ranks_are_said_while_and_after_waiting(monkeypatch, capsys):
     assert "has not found all 2 ranks at node0:29500 yet" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="no compiler"):
         fail_to_join(RuntimeError("no compiler"))
+
+
+RANKS = """
+import sys
+from llmdistill.runtime import launch
+from llmdistill.runtime.terminal import exit_code
+launch._KILL_SECONDS = {patience}
+rank = "import os, signal, sys, time; rank = int(os.environ['RANK'])\\n" + {rank!r}
+sys.exit(exit_code(lambda: launch.run_ranks([sys.executable, "-c", rank], 2)))
+"""
+FOREVER = "time.sleep(1e6)\n"
+
+
+def start_ranks(rank: str, patience: float = 300) -> subprocess.Popen[str]:
+    program = RANKS.format(rank=rank, patience=patience)
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", program], text=True, cwd=ROOT, env=environment(), **pipes)
+
+
+def test_ranks_know_their_places_and_their_end_is_the_launcher_s():
+    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR")
+    job = start_ranks(f"time.sleep(rank)\nprint(rank, *(os.environ[each] for each in {names}))")
+    assert job.communicate(timeout=PATIENCE) == ("0 2 0 2 127.0.0.1\n1 2 1 2 127.0.0.1\n", "")
+    assert job.returncode == 0
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_the_failure_of_a_rank_ends_the_others(ignores):
+    stays = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if ignores else ""
+    job = start_ranks(f"sys.exit(3) if rank else None\n{stays}{FOREVER}", patience=1 if ignores else 300)
+    job.communicate(timeout=PATIENCE)
+    assert job.returncode == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_ranks_that_are_not_ready_for_it(number):
+    job = start_ranks(f"print('ready\\n', end='', flush=True)\n{FOREVER}")
+    assert [job.stdout.readline(), job.stdout.readline()] == ["ready\n", "ready\n"]
+    job.send_signal(number)
+    _, said = job.communicate(timeout=PATIENCE)
+    assert (job.returncode, said) == (128 + number, f"error: {Stopped(number)}\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ([], 1),
+        (["--num_gpus", "3"], 3),
+        (["--num_gpus=2", "--log_level", "info"], 2),
+        (["--num_gpus", "2", "--num_nodes", "2"], None),
+        (["--include=localhost:1"], None),
+        (["--no_ssh", "--node_rank", "0"], None),
+    ],
+)
+def test_ranks_of_one_machine_need_no_launcher_of_deepspeed(monkeypatch, flags, count):
+    monkeypatch.setattr(launch, "has_gpu_device", lambda: False)
+    assert local_ranks(flags) == count
+
+
+@pytest.mark.parametrize("given", [["--num_gpus", "0"], ["--num_gpus=0"], ["--num_gpus", "two"], ["--num_gpus"]])
+def test_a_number_of_ranks_is_at_least_one(given):
+    with pytest.raises(UserError, match=r"--num_gpus \S*: give the number of ranks, 1 or more"):
+        split_launcher_flags([*given])

@@ -53,7 +53,33 @@ sys.exit(exit_code(job))
     done = run(program)
     assert (done.returncode, done.stdout) == (130, "2\n")
     said = "error: stopped by SIGINT after step 7, which is saved; the same command goes on from there"
-    assert done.stderr.splitlines() == ["SIGINT: the training stops after this step and saves it", said]
+    assert done.stderr.splitlines() == [said]
+
+
+def test_a_closed_terminal_is_handled_as_sigterm_and_nothing_is_written_to_it_any_more(tmp_path):
+    program = """
+def job():
+    with signals.waiting():
+        send(signal.SIGHUP)
+        print("to the terminal", flush=True)
+        print("to the terminal", file=sys.stderr)
+        raise Stopped(signals.caught(), "after step 7")
+sys.exit(exit_code(job))
+"""
+    done = run(program)  # its output goes to pipes, which end with the terminal as `tee` does
+    assert (done.returncode, done.stdout, done.stderr) == (129, "", "")
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        subprocess.run([sys.executable, "-c", BEGIN + program], cwd=ROOT, env=environment(), stdout=file, timeout=300)
+    assert log.read_text() == "to the terminal\n"
+
+
+def test_nohup_keeps_a_command_from_the_end_of_its_terminal():
+    done = run("""
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+sys.exit(exit_code(lambda: [send(signal.SIGHUP), print("went on")]))
+""")
+    assert (done.returncode, done.stdout) == (0, "went on\n")
 
 
 def test_a_signal_that_a_waiting_block_did_not_see_stops_after_it():

@@ -33,18 +33,17 @@ def test_it_is_a_suite_of_evaluate(capsys, engine, encoder, data, tmp_path, monk
 
 def test_several_ranks_are_the_launcher_s(monkeypatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(cli.shutil, "which", lambda name: name)
 
-    def start(name: str, words: list[str]) -> None:
+    def start(words: list[str], count: int) -> None:
+        assert count == 2
         started.append(words)
         sys.exit(0)
 
-    monkeypatch.setattr(cli.os, "execvp", start)
-    monkeypatch.setattr(cli, "is_busy", lambda port: False)
+    monkeypatch.setattr(cli, "run_ranks", start)
     with pytest.raises(SystemExit):
         cli.main(["evaluate", "--suite=glue", "--num_gpus", "2", "--model", "m"])
-    module = ["--log_level", "error", "--no_local_rank", "--module", "llmdistill.cli"]
-    assert started == [["deepspeed", "--num_gpus", "2", *module, "evaluate", "--suite=glue", "--model", "m"]]
+    module = [sys.executable, "-u", "-m", "llmdistill.cli"]
+    assert started == [[*module, "evaluate", "--suite=glue", "--model", "m"]]
 
 
 @pytest.mark.parametrize(
