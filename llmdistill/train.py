@@ -44,9 +44,7 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
     config, flags = command_line.parse_run(words, METHODS)
     if launcher and not flags.dry_run:
         typed = " ".join(launcher)
-        raise UserError(
-            f"{launcher[0]} is the launcher's: deepspeed {typed} {script} ..., or llmdistill train {typed} ..."
-        )
+        raise UserError(f"{launcher[0]} is the launcher's: give it to deepspeed ({typed} {script}) or llmdistill train")
     plans = make_plans(config)
     tasks = second_stage(plans)
     if flags.dry_run:

@@ -141,7 +141,7 @@ def test_dry_run_takes_the_launcher_s_flags(capsys, run):
 
 def test_the_script_alone_starts_no_ranks(capsys):
     assert train_main(["--num_gpus", "2", "--ds_config", "zero2"]) == 2
-    assert "--num_gpus is the launcher's: deepspeed --num_gpus 2 " in capsys.readouterr().err
+    assert "--num_gpus is the launcher's: give it to deepspeed (--num_gpus 2 " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""A real pretrained decoder, SmolLM2-135M-Instruct: what an invented world cannot show.
+
+They run where LLMDISTILL_SMOLLM2 names a folder with its GGUF file, or with its Hugging Face files:
+
+    LLMDISTILL_SMOLLM2=DIR python -m pytest -n 0 tests/unit/test_smollm2.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import llmdistill
+from llmdistill.data.examples import Example
+from llmdistill.data.instruct import Limits, encode_prompts
+from llmdistill.data.whole_text import TextSet
+from llmdistill.embedded import locate
+from llmdistill.models.gguf import gguf_file, origin
+from llmdistill.models.load import load_model
+from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.distributed import World
+from llmdistill.tasks.windows import cut_windows, score_windows
+
+PLACE = os.environ.get("LLMDISTILL_SMOLLM2", "")
+pytestmark = pytest.mark.skipif(not PLACE, reason="LLMDISTILL_SMOLLM2 names no folder of SmolLM2-135M-Instruct")
+
+TEXT = (
+    "The capital of France is Paris. The Seine flows through the city, and many bridges cross it. In the nineteenth "
+    "century wide avenues were built, and railway stations joined the city to the rest of the country. Today about two "
+    "million people live in Paris, and many more visit its museums, parks and markets every year. "
+)
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+SIZE = "80%"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return locate(PLACE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def teacher(folder):
+    return load_model(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def student_folder(folder, tmp_path_factory) -> Path:
+    """A student by activations; the calibration has 2 texts of 64 tokens, so that it takes seconds."""
+    output = tmp_path_factory.mktemp("smollm2") / "student"
+    data = {"data": [TEXT * 2, " ".join(reversed(TEXT.split(". ")))], "examples": 2, "held_out": 0}
+    settings = {"target_params": SIZE, "weighting": "activations", "max_length": 64}
+    llmdistill.compress(folder, output=output, calibration=data, **settings)
+    return output
+
+
+@pytest.fixture(scope="module")
+def student(student_folder):
+    return load_model(student_folder, dtype=torch.float32)
+
+
+def answer(model, tokenizer) -> str:
+    inputs = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    return tokenizer.decode(written)
+
+
+def logits(model, tokenizer) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**tokenizer(TEXT, return_tensors="pt")).logits
+
+
+def perplexity(model, tokenizer) -> float:
+    windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=24)
+    return float(score_windows(model, windows, batch_size=2, world=World.alone(), name="text")["perplexity"])
+
+
+def test_it_answers_a_question(teacher, tokenizer):
+    assert answer(teacher, tokenizer) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_messages_become_its_own_turns(tokenizer):
+    rows = [Example("", "", ("Paris",), "rows:1", messages=(("user", QUESTION[0]["content"]),))]
+    (ids,) = encode_prompts(rows, tokenizer, Limits()).ids
+    text = tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>system\n")
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_its_tokenizer_keeps_digits_apart_and_every_text(tokenizer):
+    assert tokenizer.tokenize("12345") == ["1", "2", "3", "4", "5"]
+    for text in (TEXT, "Größe  \n\t— 한국 🙂"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) == 49152
+
+
+def test_its_weights_are_those_of_the_gguf_file(folder, teacher):
+    file = gguf_file(PLACE)
+    if file is None:
+        pytest.skip("LLMDISTILL_SMOLLM2 names a folder without a GGUF file")
+    from gguf import GGUFReader, dequantize
+
+    names = {"token_embd.weight": "embed_tokens", "blk.29.ffn_down.weight": "layers.29.mlp.down_proj"}
+    names["blk.7.attn_v.weight"] = "layers.7.self_attn.v_proj"  # queries and keys have another order of rows
+    for tensor in GGUFReader(file).tensors:
+        if tensor.name in names:
+            found = teacher.model.get_submodule(names[tensor.name]).weight
+            assert torch.equal(found, torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
+    assert origin(folder) == "dequantised from 4 bits (Q4_1)"
+
+
+def test_its_size_is_the_published_one(folder):
+    found = llmdistill.sizes(folder, target_params=SIZE)
+    assert found["teacher_params"] == 134_515_008
+    assert found["ratio"] == pytest.approx(0.8, abs=0.005)
+
+
+def test_perplexity_is_that_of_a_plain_loop(teacher, tokenizer):
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[0]
+    losses = []
+    for start in range(0, len(ids) - 23, 24):
+        window = ids[start : start + 24]
+        with torch.no_grad():
+            predicted = teacher(window[None]).logits[0].log_softmax(-1)
+        losses += [-predicted[place, window[place + 1]].item() for place in range(23)]
+    assert perplexity(teacher, tokenizer) == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+
+
+def test_a_text_set_gives_the_same_perplexity(teacher, tokenizer):
+    found = llmdistill.evaluate(teacher, TextSet([TEXT]).data, kind="text", tokenizer=tokenizer, window=24)
+    assert found["perplexity"] == pytest.approx(perplexity(teacher, tokenizer), rel=1e-4)
+
+
+def test_a_weighted_student_is_of_use_before_training(teacher, student, tokenizer):
+    """Of this model plain SVD at this size leaves a perplexity of millions."""
+    assert perplexity(teacher, tokenizer) < perplexity(student, tokenizer) < 1000
+
+
+def test_a_student_has_the_promised_size_and_names_its_teacher(folder, student_folder, student):
+    found = llmdistill.sizes(folder, target_params=SIZE)["student_params"]
+    assert sum(each.numel() for each in student.parameters()) == found
+    card = (student_folder / "README.md").read_text(encoding="utf-8")
+    assert ("dequantised from 4 bits (Q4_1)" in card) == (origin(folder) is not None)
+
+
+def test_a_saved_student_is_bit_equal(student, tokenizer, tmp_path):
+    student.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    assert torch.equal(logits(again, tokenizer), logits(student, tokenizer))
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["quant_method"]
+
+
+def test_a_student_writes_the_same_with_and_without_a_cache(student, tokenizer):
+    inputs = tokenizer(TEXT[:40], return_tensors="pt")
+    texts = [student.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=use) for use in (True, False)]
+    assert torch.equal(*texts)
+
+
+def test_an_export_is_a_stock_model_of_the_same_outputs(student_folder, student, tokenizer, tmp_path):
+    llmdistill.export(student_folder, tmp_path / "dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    assert type(dense.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    torch.testing.assert_close(logits(dense, tokenizer), logits(student, tokenizer), rtol=0, atol=5e-3)
+
+
+def test_a_step_of_distillation_lowers_its_loss(teacher, student_folder, tokenizer):
+    student = load_model(student_folder, dtype=torch.float32).train()
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[:, :32]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    loss = llmdistill.DistillationLoss(teacher, student, method="kd")
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5)
+    before = loss(batch)
+    before.backward()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in student.parameters())
+    optimizer.step()
+    assert loss(batch).loss.item() < before.loss.item()
+    loss.remove()
