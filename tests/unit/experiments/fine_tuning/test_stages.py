@@ -31,15 +31,16 @@ SHARED = "protocol: custom, learning_rates: [1.0e-2], epochs: [1], batch_size: 1
 
 @pytest.fixture
 def arguments(encoder, data, tmp_path):
-    """The command line of a run on a text that is not there, with a second stage."""
+    """The command line of a run on a text, with a second stage."""
 
     def make(tasks: str = "names: [rte]", *more: str) -> list[str]:
-        recipe = tmp_path / "recipe.yaml"
+        recipe, text = tmp_path / "recipe.yaml", tmp_path / "text.txt"
+        text.write_text("A text that no test reads.\n")
         recipe.write_text(
             f"teacher: {{model: {encoder}}}\n"
             "student: {factorize: {rank: 6}}\n"
             "method: kroneckerbert\n"
-            f"data: {{kind: text, train: {tmp_path / 'text.txt'}, max_length: 32}}\n"
+            f"data: {{kind: text, train: {text}, max_length: 32}}\n"
             "train: {dtype: fp32}\n"
             f"tasks: {{data_dir: {data}, {SHARED}, {tasks}}}\n"
         )
