@@ -177,7 +177,7 @@ def test_what_a_run_reads_beside_its_teacher_runs_no_code(base, settings, trains
         code, said = trains(tmp_path / f"run-{number}", *kept, *cached, "--scoring.models", "[]")
         assert code == 0, said
         assert not marker.exists()
-        assert list(statistics.glob("*.safetensors"))
+        assert list(statistics.glob("activations/*.safetensors"))
         assert list(tokens.rglob("*.bin"))
         for folder in (statistics, tokens, cache):
             plant(folder, marker)
