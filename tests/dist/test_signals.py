@@ -89,6 +89,11 @@ def test_a_signal_to_one_rank_elsewhere_is_said_by_that_rank(rank_server, argume
     assert said == ["error: stopped by SIGTERM; the same command goes on from what is finished (rank 1)"]
 
 
+def take_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup ignore it, and so would the command
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 @pytest.mark.parametrize(
     ("ranks", "what", "code"), [(1, "Ctrl-C", 130), (2, "Ctrl-C", 130), (2, "SIGTERM", 143), (2, "a closed terminal", 129)]
 )
@@ -102,7 +107,7 @@ def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, 
         cwd=ROOT,
         env=environment(),
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
         **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
     )
     os.close(theirs)
