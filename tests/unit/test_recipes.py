@@ -48,6 +48,9 @@ def dry_run(tmp_path, capsys, monkeypatch):
             arguments = ("--teacher.model", str(tmp_path), *arguments)
             if recipe.endswith("teacher"):
                 arguments = ("--student.model", str(tmp_path), *arguments)
+        if recipe == "smollm2":  # the one that ships no data and names none on the hub
+            (tmp_path / "text.txt").write_text("A text that no test reads.\n")
+            arguments = ("--data.train", str(tmp_path / "text.txt"), *arguments)
         code = main(
             ["--ds_config", str(ROOT / "ds_configs/zero2.json"), "--recipe", recipe, "--dry_run", "--json", *arguments]
         )

@@ -198,8 +198,10 @@ FOREVER = "time.sleep(1e6)\n"
 
 def start_ranks(rank: str, patience: float = 300) -> subprocess.Popen[str]:
     program = RANKS.format(rank=rank, patience=patience)
-    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, "-c", program], text=True, cwd=ROOT, env=environment(), **pipes)
+    options = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | {"text": True, "cwd": ROOT, "env": environment()}
+    # Tests that run under nohup ignore SIGHUP, and so would the program.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    return subprocess.Popen([sys.executable, "-c", program], **options)
 
 
 def test_ranks_know_their_places_and_their_end_is_the_launcher_s():
