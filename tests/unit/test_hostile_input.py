@@ -20,8 +20,7 @@ from llmdistill.config.command_line import build, changed, parse_run
 from llmdistill.data.pairs import PairExample
 from llmdistill.data.sources import examples_of, read_examples, write_rows
 from llmdistill.errors import UserError, check_name
-from llmdistill.experiments.collect import _predictions
-from llmdistill.files import check_writable, new_folder, refused_by_system, write_json
+from llmdistill.files import check_writable, json_lines, new_folder, refused_by_system, write_json
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
@@ -281,7 +280,7 @@ def test_answers_with_other_line_separators(tmp_path: Path) -> None:
     rows = [{"references": ["x"], "predictions": {"greedy": answer}} for answer in answers]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert _predictions(file) == rows
+    assert json_lines(file) == rows
     assert _chance(file)["above_chance"] in (True, False)
 
 
