@@ -7,6 +7,9 @@ share of the parameters of each matrix (as SVD-LLM and KFAC-SVD have it), ranks 
 pivoted form, and a rival from its paper: Zero Sum SVD (arXiv 2602.02848, one shot). All read the same calibration
 examples. A size is the share of the parameters of the layers' linears; embedding and norms stay whole.
 
+Students that are trained already (--student "KD from loss=runs/kd/student") are scored on the same windows, and
+--figure draws perplexity against size.
+
 The factors are kept in the output's folder, and each figure is appended to starts.jsonl, so that the same command goes
 on where it was stopped; --minutes stops it after a figure. --examples, --length and the calibration file may not change
 within a folder.
@@ -23,6 +26,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,6 +49,7 @@ from llmdistill.models.families import base_name
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import progress
+from llmdistill.report.plots import INK, STYLE, WIDTH, legend_columns, method_styles, new_figure, short_number
 from llmdistill.run.calibration import calibration_batches
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import make_task
@@ -255,6 +262,12 @@ class Bench:
             "seconds": round(time.perf_counter() - began, 1),
         }
 
+    def score_student(self, folder: str, windows: Windows) -> dict[str, Any]:
+        """Score a student that is in a folder."""
+        student = load_model(Path(folder), dtype=torch.float32, device=self.world.device).eval()
+        share = count_parameters(student) / count_parameters(self.model)
+        return {**score_windows(student, windows, batch_size=4, world=self.world), "all": share, "folder": folder}
+
     def _params(self, found: Weighted, form: Any) -> int:
         sizes = ((m * n, found.ranks.get(name), m, n) for name, (m, n) in self.shapes.items())
         return sum(dense if rank is None else factor_params(m, n, rank, form) for dense, rank, m, n in sizes)
@@ -298,6 +311,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=24, help="the first so many windows of the test text")
     parser.add_argument("--prompts", help="a file of instructions, for ROUGE-L")
     parser.add_argument("--num_prompts", type=int, default=16)
+    parser.add_argument("--student", action="append", default=[], metavar="LABEL=DIR", help="a trained student")
+    parser.add_argument("--figure", type=Path, help="PNG of perplexity against size")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no figure after so many minutes")
     options = parser.parse_args()
     began, bench = time.perf_counter(), Bench(options)
@@ -319,7 +334,17 @@ def main() -> None:
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(f"{start}, {100 * share:.0f} %: perplexity {row['perplexity']:.5g}, {row['seconds']:.0f} s", flush=True)
-    print(table([row for row in rows if row["asked"] == asked]))
+    trained = []
+    for given in options.student:
+        label, folder = given.split("=", 1)
+        trained.append({"start": label, **bench.score_student(folder, windows)})
+        print(
+            f"{label}, {100 * trained[-1]['all']:.0f} % of all: perplexity {trained[-1]['perplexity']:.5g}", flush=True
+        )
+    rows = [row for row in rows if row["asked"] == asked]
+    print(table(rows))
+    if options.figure is not None:
+        draw([*rows, *trained], count_parameters(bench.model)).savefig(options.figure, dpi=160)
 
 
 def _is(row: Mapping[str, Any], start: str, share: float, asked: Mapping[str, Any]) -> bool:
@@ -339,6 +364,31 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"| {start} | " + " | ".join(show(found.get((start, share))) for share in shares) + " |")
     lines.append(f"\nteacher: {show(found.get(('teacher', 1.0)))}")
     return "\n".join(lines)
+
+
+@rc_context(STYLE)
+def draw(rows: Sequence[Mapping[str, Any]], whole: int) -> Figure:
+    """Plot the perplexity over the number of parameters, a line for each start, single points for trained students."""
+    figure = new_figure(WIDTH, 3.6)
+    axes = figure.subplots()
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["start"] != "teacher":
+            lines.setdefault(row["start"], []).append((row["all"] * whole, row["perplexity"]))
+    for (label, points), style in zip(lines.items(), method_styles(list(lines)).values(), strict=True):
+        look = {"color": style.color, "marker": style.marker, "dashes": style.dashes}
+        axes.plot(*zip(*sorted(points), strict=True), label=label, markersize=4, **look)
+    for row in rows:
+        if row["start"] == "teacher":
+            axes.axhline(row["perplexity"], color=INK, linewidth=1, dashes=(4, 3), label="teacher")
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("parameters")
+    axes.set_ylabel("perplexity")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)
+    return figure
 
 
 if __name__ == "__main__":
