@@ -227,6 +227,8 @@ class TextData(TaskData):
         return found
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        if all(result["valid_loss"] is None for result in results.values()):
+            return ScoreTable(title="The method's loss", columns=[], rows={name: [] for name in results}, legend="")
         return ScoreTable(
             title="The method's loss on the validation text",
             columns=["validation loss"],

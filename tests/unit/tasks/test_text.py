@@ -141,3 +141,12 @@ def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path: Path
     (folder / "empty.txt").touch()
     with pytest.raises(UserError, match=r"empty\.txt: holds no text"):
         data_of(BertConfig(**SIZES), "BertForPreTraining", *settings, "--data.text.sampling_exponent", "0.3")
+
+
+def test_without_a_validation_text_the_table_has_no_column_for_it():
+    """The report then shows the last loss of the training."""
+    losses = dict.fromkeys(("teacher", "untrained", "student"))
+    without = {name: {"params": 1, "valid_loss": loss} for name, loss in losses.items()}
+    table = TextData.table(None, without)
+    assert (table.columns, table.rows) == ([], {name: [] for name in losses})
+    assert TextData.table(None, {**without, "student": {"params": 1, "valid_loss": 1.5}}).rows["student"] == ["1.5000"]
