@@ -6,12 +6,10 @@ import atexit
 import gc
 from collections.abc import Iterator
 
-import noting
 import pytest
 
 from support import RankServer
 
-noting.begin()
 gc.disable()  # until the first test: what is imported and collected for the tests is no garbage
 atexit.register(gc.unfreeze)  # nanobind would report as leaks what Python does not free at its end
 

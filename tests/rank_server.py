@@ -27,8 +27,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import noting
-
 # What the libraries import only when it is first needed.
 LATE_IMPORTS = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it torch's inductor
@@ -216,7 +214,6 @@ def main() -> NoReturn:
     connection = Connection(int(sys.argv[1]))
     gc.disable()  # until everything is imported
     import_everything()
-    noting.begin()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # what DeepSpeed said of its extension would otherwise stand in the output of every fork
     gc.collect()
