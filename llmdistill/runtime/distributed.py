@@ -204,7 +204,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Value, world: World) -> list[Value]:
-    """Return the values of all ranks in order; every rank must call it, and the values should be small."""
+    """Return the values of all ranks in order, by way of their CPUs; every rank must call this function."""
     gathered = [value] * world.size
     if world.size > 1:
         dist.all_gather_object(gathered, value, group=_control)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
-import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
@@ -281,15 +280,6 @@ def check_positions(config: PreTrainedConfig, task: str, lengths: Iterable[int],
             f"data.max_length is {max_length}: an example of {task} has {longest} tokens, but a model has "
             f"positions for {positions}; give {positions} or less"
         )
-
-
-def gather(mine: Sequence[tuple[int, Any]], world: World) -> list[tuple[int, Any]]:
-    """Return the indexed results of all ranks on every rank; every rank must call this function."""
-    shares: list[Any] = [mine]
-    if world.size > 1:
-        shares = [None] * world.size
-        dist.all_gather_object(shares, mine)
-    return [pair for share in shares for pair in share]
 
 
 def skipped_questions(places: Sequence[str], because: str) -> list[str]:

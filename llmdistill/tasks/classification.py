@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -17,8 +18,7 @@ from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.progress import progress
-from llmdistill.runtime.distributed import World
-from llmdistill.tasks.benchmark import gather
+from llmdistill.runtime.distributed import World, gather_objects
 from llmdistill.tasks.glue_files import BEST_SCORE, TABLES, TASKS, GlueTask, Metric
 
 
@@ -45,7 +45,7 @@ def predict(
             # A batch that only keeps the ranks in step has no indices.
             mine += zip(indices, values.tolist(), strict=False)
     predictions = np.full(len(items), -1, dtype=np.int64 if task.classes else np.float64)
-    for index, value in gather(mine, world):
+    for index, value in chain.from_iterable(gather_objects(mine, world)):
         predictions[index] = value
     return predictions
 

@@ -5,7 +5,7 @@ The score is that of STS: Spearman's rank correlation between the cosine of two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -35,10 +35,10 @@ from llmdistill.models.taps import Recorder
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
 from llmdistill.progress import progress
-from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.distributed import World, gather_objects, on_every
 from llmdistill.runtime.turns import made_once
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
-from llmdistill.tasks.benchmark import check_positions, gather
+from llmdistill.tasks.benchmark import check_positions
 from llmdistill.tasks.classification import rank_correlation
 from llmdistill.tasks.stored import store_task
 
@@ -202,7 +202,7 @@ def embed_batches(
     return found
 
 
-def in_order(found: Sequence[tuple[int, Tensor]]) -> Tensor:
+def in_order(found: Iterable[tuple[int, Tensor]]) -> Tensor:
     """Return the embeddings of `embed_batches`, (sentences, W), by their indices."""
     return torch.stack([each for _, each in sorted(found, key=lambda pair: pair[0])])
 
@@ -296,7 +296,7 @@ class SentenceData(TaskData):
         ranks = {"rank": world.rank, "world_size": world.size}
         batches = scoring_batches(items, self._collate, batch_size=self.batch_size, **ranks)
         mine = embed_batches(scored.model, batches, self.settings.pooling, world.device)
-        return in_order(gather(mine, world))
+        return in_order(chain.from_iterable(gather_objects(mine, world)))
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See TaskData: ``{"spearman": {SET: -100 to 100}}``."""

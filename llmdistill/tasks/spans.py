@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from llmdistill.data.collate import padded
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.data.windows import NO_ANSWER, EncodedWindow, QuestionExample
 from llmdistill.progress import progress
-from llmdistill.runtime.distributed import World
-from llmdistill.tasks.benchmark import gather
+from llmdistill.runtime.distributed import World, gather_objects
 
 _NO_SPAN = 1e4
 """The null odds of a question of whose context the tokenizer made no token."""
@@ -56,7 +56,7 @@ def predict_spans(
                 mine += zip(indices, found, strict=True)
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
-    for index, (no_answer, score, first, last) in sorted(gather(mine, world)):
+    for index, (no_answer, score, first, last) in sorted(chain.from_iterable(gather_objects(mine, world))):
         window = windows[index]
         question = window.question
         null[question] = min(no_answer, null.get(question, float("inf")))

@@ -50,7 +50,7 @@ def test_ranks_put_their_answers_together(monkeypatch) -> None:
         monkeypatch.setattr(
             dist,
             "all_gather_object",
-            lambda shares, mine: kept.append(mine) or shares.__setitem__(slice(None), [[] for _ in shares]),
+            lambda shares, mine, group: kept.append(mine) or shares.__setitem__(slice(None), [[] for _ in shares]),
         )
         predict(scores, ITEMS, COLLATE, TASKS["STS-B"], batch_size=4, world=world(rank, 2))
         return kept[0]
@@ -58,7 +58,7 @@ def test_ranks_put_their_answers_together(monkeypatch) -> None:
     shares = [share(0), share(1)]
     assert all(shares)
     assert sorted(index for part in shares for index, _ in part) == list(range(len(ITEMS)))
-    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), shares))
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine, group: into.__setitem__(slice(None), shares))
     for rank in (0, 1):
         found = predict(scores, ITEMS, COLLATE, TASKS["STS-B"], batch_size=4, world=world(rank, 2))
         assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
