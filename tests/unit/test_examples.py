@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pages import ROOT
-from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS
@@ -110,6 +111,29 @@ def test_my_own_loss(capsys):
     losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+def test_plain_loop(capsys):
+    """On the embedded world: both students get better at what the training data leave out, and MaKD's more so."""
+    names = run("plain_loop.py", "--steps", "5", "--batch_size", "8", "--output", "student")
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
+    found = {line[0].removesuffix(":"): float(line[-1]) for line in printed}
+    assert 1 < found["teacher"] < found["makd"] < found["kd"] < found["untrained"]
+    # The score again, without padding, from the loss that transformers computes.
+    pairs = [(tokens[None], labels[None], int((labels != -100).sum())) for tokens, labels in names["test"]]
+    with torch.no_grad():
+        sums = [names["teacher"](tokens, labels=labels).loss * count for tokens, labels, count in pairs]
+    expected = torch.stack(sums).sum() / sum(count for *_, count in pairs)
+    assert found["teacher"] == pytest.approx(expected.exp().item(), abs=1e-3)
+    # The student in its folder is the one that was scored.
+    loaded, tokens = AutoModelForCausalLM.from_pretrained("student").eval(), names["test"][0][0][None]
+    assert torch.equal(loaded(tokens).logits, names["student"](tokens).logits)
+
+
+def test_the_plain_loop_is_one_short_file_without_the_engine():
+    text = (ROOT / "scripts/examples/plain_loop.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert not re.search(r"deepspeed|llmdistill\.(run|runtime|config)|llmdistill\.distill\(", text)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
