@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -382,6 +382,8 @@ def draw(rows: Sequence[Mapping[str, Any]], whole: int) -> Figure:
         if row["start"] == "teacher":
             axes.axhline(row["perplexity"], color=INK, linewidth=1, dashes=(4, 3), label="teacher")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("parameters")
     axes.set_ylabel("perplexity")
