@@ -164,8 +164,9 @@ class DataConfig:
     valid: str | None = None
     """Validation set, for choosing settings: its loss is logged, for instructions also ROUGE-L; never trained on."""
     tests: dict[str, str] = field(default_factory=dict)
-    """Test sets of instructions or of pairs of sentences as {name: path}; every model of the final table is scored on
-    each."""
+    """Test sets of instructions or of pairs of sentences as {name: path}, and texts (.txt), whose perplexity is
+    measured in windows (scoring.window, scoring.stride); every model of the final table is scored on each. A text of
+    the name wikitext2 is joined as the papers on SVD do."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
     shuffle_buffer: int = 10_000
@@ -250,7 +251,7 @@ class DataConfig:
     def _check_text(self) -> None:
         if self.max_length < 8:
             raise ValueError(f"data.max_length is {self.max_length}: give 8 or more, the shortest sequence of a text")
-        self._check_unused()
+        self._check_unused("tests")
         if self.train.startswith("embedded:"):
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is text: name a text")
 

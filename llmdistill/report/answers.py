@@ -31,8 +31,9 @@ def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sampl
 
     Args:
         folders: the folder of each model's predictions; the first model with a set decides on its prompts.
-        sets: the names of the sets; NAME.jsonl in a folder holds the answers to one.
+        sets: the names of the sets; NAME.jsonl in a folder holds the answers to one, and a text has no answers.
     """
+    sets = [name for name in sets if any((folder / f"{name}.jsonl").is_file() for folder in folders.values())]
     samples = []
     for number, name in enumerate(sets):
         files = {model: folder / f"{name}.jsonl" for model, folder in folders.items()}

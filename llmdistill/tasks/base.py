@@ -158,7 +158,7 @@ class Task(ABC):
     validation_metric: ClassVar[str | None] = None
     """The name of the score of the validation set, which is better the larger it is; None if only a loss is measured on
     it."""
-    scored: ClassVar[tuple[str, ...]] = ("teacher", "untrained", "student")
+    scored: tuple[str, ...] = ("teacher", "untrained", "student")
     """The models that can be scored on the task."""
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:

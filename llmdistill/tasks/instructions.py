@@ -34,6 +34,7 @@ from llmdistill.tasks.answers import encode_sets, score_sets
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance
+from llmdistill.tasks.windows import TextTests, check_texts, text_tests
 
 VALID = "valid"
 """The name of the validation set in the scores and predictions of a run."""
@@ -76,9 +77,12 @@ class Instructions(Task):
     def check_files(self) -> None:
         """See Task."""
         data = self.config.data
-        for reference in (data.train if self.trains else None, data.valid, *data.tests.values()):
+        texts = text_tests(data.tests)
+        asked = (reference for name, reference in data.tests.items() if name not in texts)
+        for reference in (data.train if self.trains else None, data.valid, *asked):
             if reference is not None:
                 check_first_row(locate(reference))
+        check_texts(texts)
 
     def read(self, models: Models) -> InstructionData:
         """See Task. The examples are only read when they are prepared."""
@@ -89,6 +93,7 @@ class Instructions(Task):
             settings=self.config.data,
             limits=Limits.of(self.config.data, [teacher_tokenizer, tokenizer]),
             scoring=self.config.scoring,
+            texts=TextTests.of(self.config, models),
             trains=self.trains,
             tokenizer=tokenizer,
             teachers_tokenizer=teacher_tokenizer,
@@ -104,6 +109,8 @@ class InstructionData(TaskData):
     settings: DataConfig
     limits: Limits
     scoring: GenerationConfig
+    texts: TextTests
+    """The test sets that are texts."""
     trains: bool
     tokenizer: PreTrainedTokenizerBase
     teachers_tokenizer: PreTrainedTokenizerBase
@@ -116,6 +123,7 @@ class InstructionData(TaskData):
     valid_items: Sequence[Encoded] = ()
     """The validation set, encoded by the student's tokenizer."""
     tests: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+    """The test sets of instructions."""
     report: str
     data_warnings: Sequence[str] = ()
 
@@ -148,11 +156,13 @@ class InstructionData(TaskData):
         """Read and check the sets that are scored, with a warning about the origin of the training set."""
         data = self.settings
         valid = [] if data.valid is None else read_examples(locate(data.valid))
-        tests = {name: read_examples(locate(path)) for name, path in data.tests.items()}
+        asked = {name: path for name, path in data.tests.items() if name not in self.texts.texts}
+        tests = {name: read_examples(locate(path)) for name, path in asked.items()}
         scored = {**({VALID: valid} if valid else {}), **tests}
         shared = self.tokenizer is self.teachers_tokenizer
         for each in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
             encode_sets(scored, each, self.scoring, self.limits)
+        self.texts.check(self.tokenizer, self.teachers_tokenizer)
         if data.streaming:
             check_stream(locate(data.train), self.tokenizer, self.limits)
         warning = None if self.written_by is None else check_teacher(locate(data.train), self.written_by)
@@ -167,7 +177,7 @@ class InstructionData(TaskData):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        return {name: self._asked(name) for name in self._examples()}
+        return {**{name: self._asked(name) for name in self._examples()}, **self.texts.sets}
 
     def _examples(self) -> dict[str, Sequence[Example]]:
         return {**({VALID: self.valid} if self.valid else {}), **self.tests}
@@ -223,6 +233,8 @@ class InstructionData(TaskData):
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See TaskData: ROUGE-L of the generated answers; for the validation set also the comparison with chance."""
+        if name in self.texts.texts:
+            return self.texts.score(name, scored)
         score = self._score(name, scored)
         if name == VALID and scored.world.is_main:
             score |= _chance(scored.predictions / f"{name}.jsonl")
@@ -246,8 +258,11 @@ class InstructionData(TaskData):
         Returns:
             ``{"rougeL": {SET: 0-100}, "rougeL_std": {SET: …}, "generation_tokens_per_second"}``, and
             ``"valid": {"rougeL", "chance", "above_chance"}`` if there is a validation set. Scores of this version also
-            have ``"perplexity": {SET: of the references}`` and ``"examples": {SET: {"scored", "total"}}``.
+            have ``"perplexity": {SET: of the references}`` and ``"examples": {SET: {"scored", "total"}}``. Texts are
+            added by `TextTests.summary`.
         """
+        texts = self.texts.summary(scores)
+        scores = {name: score for name, score in scores.items() if name not in self.texts.texts}
         seconds = sum(score["tokens"] / score["tokens_per_second"] for score in scores.values())
         tokens = sum(score["tokens"] for score in scores.values())
         summary: dict[str, Any] = {
@@ -265,12 +280,14 @@ class InstructionData(TaskData):
             }
         if VALID in scores:
             summary["valid"] = {key: scores[VALID][key] for key in ("rougeL", "chance", "above_chance")}
-        return summary
+        return summary | texts
 
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         shown = "  ".join(f"{name} {value:.1f}" for name, value in summary["rougeL"].items())
         chosen = f"  validation {summary['valid']['rougeL']:.1f}" if VALID in summary else ""
-        return f"ROUGE-L of the {model}: {shown + chosen or 'no test sets'}"
+        texts = self.texts.sentence(summary)
+        perplexity = f"  perplexity {texts}" if texts else ""
+        return f"ROUGE-L of the {model}: {shown + chosen or 'no test sets'}{perplexity}"
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See TaskData: warnings for answers of another teacher, and for a teacher that is not better than chance."""
@@ -294,7 +311,7 @@ class InstructionData(TaskData):
                 rows[name].append(show_perplexity(None if found is None else mean_perplexity(found)))
         counts: Mapping[str, Any] = next((each["examples"] for each in results.values() if "examples" in each), {})
         numbered = (f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in self.tests)
-        return ScoreTable(
+        table = ScoreTable(
             title="ROUGE-L (0-100) on each set",
             columns=[*self.tests, *(["perplexity"] if measured else [])],
             rows=rows,
@@ -304,6 +321,7 @@ class InstructionData(TaskData):
                 + (" Perplexity: of the first references, by token, geometric mean of the sets." if measured else "")
             ),
         )
+        return self.texts.added(table, results)
 
     def after_training(self, loader: Loader) -> str | None:
         """See TaskData: the examples of a streamed set that were left out."""

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
-from llmdistill.config import DataConfig
+from llmdistill.config import DataConfig, RunConfig
 from llmdistill.data.corpus import Corpus, open_corpus, store_corpus, text_files, tokenise
 from llmdistill.data.mixture import MixedSequences
 from llmdistill.data.sampler import SequenceLoader, Share
@@ -24,11 +24,12 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments, is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
-from llmdistill.runtime.distributed import World, on_every
+from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.runtime.turns import made_once
-from llmdistill.tasks.base import Models, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
+from llmdistill.tasks.windows import TextTests, check_texts, text_tests
 
 _VALID = "/"
 """Stands for the validation text among the parts of the training text, none of which can have this name."""
@@ -37,7 +38,18 @@ _VALID = "/"
 class Text(Task):
     """The task of learning a corpus of plain text."""
 
-    scored = ()
+    def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
+        """Raise UserError if a test set is no text."""
+        super().__init__(config, trains=trains, teacher_writes=teacher_writes)
+        tests = config.data.tests
+        other = next((name for name in tests if name not in text_tests(tests)), None)
+        if other is not None:
+            raise UserError(
+                f"data.tests.{other} {tests[other]} is no text, but data.kind is text: give a plain text (.txt), whose "
+                "perplexity is measured"
+            )
+        if not tests:
+            self.scored = ()
 
     def changing_examples(self, *, causal: bool) -> str | None:
         """See Task."""
@@ -71,6 +83,7 @@ class Text(Task):
         for reference in (*(_parts(data).values() if self.trains else ()), data.valid):
             if reference is not None and text_files(locate(reference)) is None:
                 stream_rows(locate(reference))  # which asks the hub for nothing yet
+        check_texts(text_tests(data.tests))
 
     def read(self, models: Models) -> TextData:
         """See Task. The texts are only read when they are tokenised.
@@ -89,6 +102,8 @@ class Text(Task):
             pairs=_reads_pairs(config.data, models),
             next_sentence=models.objective.sequences is not None,
             tokenizer=load_tokenizer(models.tokenizer_path),
+            teachers_tokenizer=load_tokenizer(models.teacher_path),
+            texts=TextTests.of(config, models),
             report="",
         )
 
@@ -106,6 +121,8 @@ class TextData(TaskData):
     next_sentence: bool
     """Whether a pair has the target whether its second segment follows the first."""
     tokenizer: PreTrainedTokenizerBase
+    teachers_tokenizer: PreTrainedTokenizerBase
+    texts: TextTests
     report: str
     train: Mapping[str, Corpus] | None = None
     """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenised."""
@@ -113,8 +130,20 @@ class TextData(TaskData):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        """See TaskData: no sets, because the result is the validation loss in the log."""
-        return {}
+        """See TaskData: the texts whose perplexity is measured; another result is the validation loss in the log."""
+        return self.texts.sets
+
+    def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.teachers_tokenizer
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        return self.texts.score(name, scored)
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        return self.texts.summary(scores)
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        return f"Perplexity of the {model}: {self.texts.sentence(summary)}"
 
     def of(self, models: Models) -> TextData:
         pairs, next_sentence = _reads_pairs(self.settings, models), models.objective.sequences is not None
@@ -127,6 +156,7 @@ class TextData(TaskData):
             UserError: the text cannot be read or is too short.
         """
         settings = self.settings
+        on_main(lambda: self.texts.check(self.tokenizer, self.teachers_tokenizer), world)
 
         def tokenised(reference: str, fraction: float) -> Corpus:
             make = partial(
@@ -216,7 +246,7 @@ class TextData(TaskData):
     def results(
         self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """See TaskData: the validation loss before and after training; None without a validation text."""
+        """See TaskData: the validation loss before and after training, None without a validation text; and texts."""
         losses = [row["valid_loss"] for row in log if "valid_loss" in row]
         params = sizes["student_params"]
         found: dict[str, dict[str, Any]] = {"teacher": {"params": sizes["teacher_params"], "valid_loss": None}}
@@ -224,12 +254,14 @@ class TextData(TaskData):
         found["untrained"] = {"params": params, "valid_loss": losses[0] if started else None}
         if log:
             found["student"] = {"params": params, "valid_loss": losses[-1] if losses else None}
-        return found
+        return {name: {**result, **summaries.get(name, {})} for name, result in found.items()}
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
         if all(result["valid_loss"] is None for result in results.values()):
-            return ScoreTable(title="The method's loss", columns=[], rows={name: [] for name in results}, legend="")
-        return ScoreTable(
+            title = "Perplexity" if self.texts.texts else "The method's loss"
+            empty = ScoreTable(title=title, columns=[], rows={name: [] for name in results}, legend="")
+            return self.texts.added(empty, results)
+        table = ScoreTable(
             title="The method's loss on the validation text",
             columns=["validation loss"],
             rows={
@@ -241,6 +273,7 @@ class TextData(TaskData):
                 "methods."
             ),
         )
+        return self.texts.added(table, results)
 
 
 def _reads_pairs(settings: DataConfig, models: Models) -> bool:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.config import GenerationConfig
+from llmdistill.config import GenerationConfig, RunConfig
+from llmdistill.data.sources import kind_of
 from llmdistill.data.whole_text import TextSet
 from llmdistill.errors import UserError
+from llmdistill.fingerprints import fingerprint
 from llmdistill.models.families import is_causal, max_positions
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
-from llmdistill.tasks.perplexity import perplexity_of
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
+from llmdistill.tasks.instruction_sets import TEXTS
+from llmdistill.tasks.perplexity import perplexity_of, show_perplexity
 from llmdistill.tasks.reference_loss import label_loss
 
 USUAL_WINDOW = 2048
@@ -159,3 +163,88 @@ def windows_of(
     """Read texts and cut them into windows, as the settings say; see `TextSet.read` and `cut_windows`."""
     given: dict[str, Any] = {key: getattr(settings, key) for key in ("window", "stride", "limit")}
     return {name: cut_windows(text.read(), tokenizer, config, name=name, **given) for name, text in texts.items()}
+
+
+def text_tests(tests: Mapping[str, str]) -> dict[str, TextSet]:
+    """Return the texts among the test sets of a run: .txt files, and those named as in TEXTS, with their protocol."""
+    return {
+        name: TextSet(reference, lines=name in TEXTS)
+        for name, reference in tests.items()
+        if name in TEXTS or kind_of(reference) == "text"
+    }
+
+
+def check_texts(texts: Mapping[str, TextSet]) -> None:
+    """Read the texts in files; raise a UserError as `TextSet.read` does."""
+    for text in texts.values():
+        if kind_of(str(text.data)) == "text":
+            text.read()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTests:
+    """The texts among the test sets of a run, which all its models read in the same windows."""
+
+    texts: Mapping[str, TextSet]
+    settings: GenerationConfig
+    models: Models
+
+    @classmethod
+    def of(cls, config: RunConfig, models: Models) -> TextTests:
+        """Choose the windows: as the settings say, else the usual ones, or those that all models have positions for."""
+        usual = min(max_positions(each, USUAL_WINDOW) for each in (models.teacher, models.student))
+        settings = replace(config.scoring, window=config.scoring.window or usual)
+        return cls(texts=text_tests(config.data.tests), settings=settings, models=models)
+
+    def check(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+        """Raise a UserError for a text or windows that a model cannot read; see `cut_windows`."""
+        windows_of(self.texts, student, self.models.student, self.settings)
+        windows_of(self.texts, teacher, self.models.teacher, self.settings)
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See TaskData."""
+        settings = {key: getattr(self.settings, key) for key in ("window", "stride", "limit")}
+        return {
+            name: {"reference": fingerprint(str(text.data)), "lines": text.lines, **settings}
+            for name, text in self.texts.items()
+        }
+
+    def score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See `TaskData.score_set` and `score_windows`."""
+        windows = windows_of({name: self.texts[name]}, scored.tokenizer, scored.model.config, self.settings)[name]
+        return score_windows(
+            scored.model, windows, batch_size=self.settings.batch_size, world=scored.world, name=name
+        )
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the texts' part of `TaskData.summary`: ``{"texts": {NAME: as score_windows}}``, or nothing."""
+        return {"texts": {name: dict(scores[name]) for name in self.texts}} if self.texts else {}
+
+    def sentence(self, summary: Mapping[str, Any]) -> str:
+        """Return the texts' part of `TaskData.sentence`."""
+        shown = (f"{name} {show_perplexity(each['perplexity'])}" for name, each in summary.get("texts", {}).items())
+        return "  ".join(shown)
+
+    def added(self, table: ScoreTable, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        """Return a table with a column for each text."""
+        if not self.texts:
+            return table
+        found = {name: result.get("texts", {}) for name, result in results.items()}
+        rows = {
+            name: [*row, *(show_perplexity(found[name].get(each, {}).get("perplexity")) for each in self.texts)]
+            for name, row in table.rows.items()
+        }
+        read: Mapping[str, Any] = next(filter(None, found.values()), {})
+        counts = (f"{name} {each['windows']:,} of {each['total']:,}" for name, each in read.items())
+        legend = (
+            f"Perplexity of texts (lower is better): windows of {self.settings.window:,} tokens"
+            + ("" if self.settings.stride is None else f", {self.settings.stride:,} from one to the next")
+            + f"; scored: {', '.join(counts)}."
+        )
+        return replace(
+            table,
+            columns=[*table.columns, *(f"{name} perplexity" for name in self.texts)],
+            rows=rows,
+            legend=f"{table.legend} {legend}".strip(),
+        )
