@@ -38,12 +38,14 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
         ),
         *(row for start in study.starts for row in _rows(study, findings, start)),
     ]
-    sets = list(study.recipe.data.tests)
+    texts = {name: (each["windows"], each["total"]) for name, each in findings.base["teacher"].get("texts", {}).items()}
+    sets = [name for name in study.recipe.data.tests if name not in texts]
     printed = paper.get(load_config(teacher).model_type)
     return Comparison(
         title=title,
         sets=sets,
         examples=_examples(findings, sets),
+        texts=texts,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
         beginnings=_beginnings(study, findings),
@@ -157,6 +159,7 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
         settings=dict(trial.settings),
         rouge_l=scores.get("rougeL"),
         perplexity=scores.get("perplexity"),
+        texts={name: each["perplexity"] for name, each in scores.get("texts", {}).items()},
         valid_rouge_l=scores.get("valid", {}).get("rougeL"),
         costs={
             "training_tokens": training.get("tokens"),

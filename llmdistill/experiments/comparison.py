@@ -22,6 +22,8 @@ from llmdistill.methods import METHODS
 from llmdistill.progress import say
 from llmdistill.report.results import check_sets
 from llmdistill.run.plan import make_plan
+from llmdistill.tasks.perplexity import show_perplexity
+from llmdistill.tasks.windows import text_tests
 
 Planned = list[tuple[Variant, Trial]]
 """Trials with their variants."""
@@ -176,7 +178,8 @@ class Study:
         Raises:
             UserError: a setting is invalid; the message names the setting and the remedy.
         """
-        check_sets(list(self.recipe.data.tests))
+        tests = self.recipe.data.tests
+        check_sets([name for name in tests if name not in text_tests(tests)])
         if self.recipe.data.valid is None and any(len(self.points(each)) > 1 for each in self.trained()):
             raise UserError(
                 "data.valid is missing: settings are chosen on the validation set, never on a test set; give one, or "
@@ -331,7 +334,10 @@ def describe_scores(metrics: Mapping[str, Any]) -> str:
     for name, scores in metrics.items():
         if isinstance(scores, dict) and "rougeL" in scores:
             values = {**scores["rougeL"], **({"validation": scores["valid"]["rougeL"]} if "valid" in scores else {})}
-            parts.append(f"{name} " + " ".join(f"{key} {value:.1f}" for key, value in values.items()))
+            shown = [f"{key} {value:.1f}" for key, value in values.items()]
+            texts = scores.get("texts", {})
+            shown += [f"perplexity {text} {show_perplexity(each['perplexity'])}" for text, each in texts.items()]
+            parts.append(f"{name} {' '.join(shown)}")
     return "; ".join(parts)
 
 

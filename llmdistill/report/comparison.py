@@ -48,6 +48,8 @@ def _results(comparison: Comparison) -> dict[str, Any]:
     counts = {name: {"scored": scored, "total": total} for name, (scored, total) in comparison.examples.items()}
     examples = {"examples": counts} if counts else {}
     sets = {"sets": list(comparison.sets), **examples}
+    windows = {name: {"scored": scored, "total": total} for name, (scored, total) in comparison.texts.items()}
+    sets |= {"texts": windows} if windows else {}
     return {"methods": methods, **starts, **sets, "warnings": list(comparison.warnings)}
 
 
@@ -71,6 +73,7 @@ def _result(row: Row, difference: float | None) -> dict[str, Any]:
         "params": row.params,
         "rougeL": rouge_l,
         "perplexity": None if row.perplexity is None else row.perplexity.to_dict(),
+        **({"texts": {name: each.to_dict() for name, each in row.by_text.items()}} if row.by_text else {}),
         "average_std": None if row.average is None else row.average.std,
         "difference_to_teacher": difference,
         "seeds": [run.seed for run in row.ended],
@@ -111,7 +114,8 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
     return {
         "comparison": comparison,
         "finding": " ".join(filter(None, (describe_finding(rows, comparison.sets), comparison.limits))),
-        "best": best_figures(rows, comparison.sets),
+        "best": best_figures(rows, comparison.sets, comparison.texts),
+        "columns": [*comparison.sets, *comparison.texts],
         "differences": differences,
         "best_difference": max((round(each, 1) for each in trained if each is not None), default=None),
         "teacher_params": None if comparison.teacher is None else comparison.teacher.params,
@@ -142,24 +146,31 @@ def _once(runs: Sequence[Run]) -> list[Run]:
     return list({(run.folder, run.command, run.error): run for run in reversed(runs)}.values())[::-1]
 
 
+def _text_cell(spread: Mapping[str, Any]) -> str:
+    shown = show_perplexity(spread["mean"])
+    return shown if spread["std"] is None else f"{shown} ± {show_perplexity(spread['std'])}"
+
+
 def print_comparison(results: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the results.json of a comparison on the terminal, with the standard deviation of several seeds."""
-    sets, rows, most = results["sets"], [], 0
+    sets, texts, rows, most = results["sets"], results.get("texts", {}), [], 0
     for name, method in results["methods"].items():
         scores = method["rougeL"]
         if scores is None:
-            rows.append([name, "failed", *("" for _ in ("to teacher", "perplexity", *sets, "params"))])
+            rows.append([name, "failed", *("" for _ in ("to teacher", "perplexity", *sets, *texts, "params"))])
             continue
         most, several = max(most, len(method["seeds"])), len(method["seeds"]) > 1
         average = plus_minus(scores["average"], method["average_std"] if several else None)
         perplexity = method.get("perplexity")
         rest = [plus_minus(scores[each]["mean"], scores[each]["std"] if several else None) for each in sets]
+        rest += [_text_cell(method["texts"][each]) for each in texts]
         measured = show_perplexity(None if perplexity is None else perplexity["mean"])
         to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"])
         rows.append([name, average, to_teacher, measured, *rest, f"{method['params']:,}"])
     terminal = console or Console()
     counts = results.get("examples", {})
     heads = [f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in sets]
+    heads += [f"{each} (perplexity)" for each in texts]
     title = f"ROUGE-L (0-100), {count_seeds(most)}"
     print_table(title, ["method", "average", "to teacher", "perplexity", *heads, "params"], rows, console=terminal)
     for warning in results["warnings"]:

@@ -13,6 +13,7 @@ from llmdistill.report import plots
 from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
+from llmdistill.report.spread import Spread
 from llmdistill.report.starts import draw_predictions, draw_weighting, plot_sizes
 
 _CURVES = {
@@ -29,7 +30,7 @@ _CURVES = {
 """The learning curves by column of the log, each with its label and caption; the first one with values is drawn."""
 
 
-_OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|curves|(learning_curves|ranks|spectra)(_.+)?")
+_OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|perplexity_.+|curves|(learning_curves|ranks|spectra)(_.+)?")
 """The names of the plots of a report."""
 
 
@@ -51,29 +52,47 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     """Return every plot that has data."""
     rows, drawings = comparison.rows, list[Drawing]()
     styles = row_styles(rows)
-    level = (
-        None if comparison.teacher is None or comparison.teacher.average is None else comparison.teacher.average.mean
-    )
-    dots = [
-        plots.Dots(row.title, styles[row.key], row.average.mean, row.average.std, row.average.values)
-        for row in rows
-        if row.name != TEACHER and row.average is not None
-    ]
-    if any(row.trained and row.average is not None for row in rows):
-        several = any(len(each.values) > 1 for each in dots)
-        of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
-        caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
-        drawings.append(Drawing("scores", "Scores", caption, plots.plot_scores(dots, level)))
+    measures = [None, *comparison.texts]
+    for text in measures:
+        drawings += _scores(comparison, styles, text)
     for start in dict.fromkeys(row.start for row in rows if row.trained):
         drawings += _curves([row for row in rows if row.start == start], start)
     drawings += [terms for row in rows if (terms := _terms(row, styles[row.key])) is not None]
-    drawings += _size(comparison, styles, level)
+    for text in measures:
+        drawings += _size(comparison, styles, text)
     predicted = draw_predictions([each.weighting for each in comparison.beginnings])
     drawings += [] if predicted is None else [predicted]
     for each in comparison.beginnings:
         if each.size == TABLE_SIZE:
             drawings += [_of_start(drawing, each.start) for drawing in draw_weighting(each.weighting)]
     return drawings
+
+
+def _spread(row: Row | None, text: str | None) -> Spread | None:
+    """Return the average score of a row, or its perplexity on a text."""
+    if row is None:
+        return None
+    return row.average if text is None else row.by_text.get(text)
+
+
+def _scores(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
+    """Return the plot of the average scores, or of the perplexity of a text, if a method has any."""
+    found = {row.key: spread for row in comparison.rows if (spread := _spread(row, text)) is not None}
+    if not any(row.trained and row.key in found for row in comparison.rows):
+        return []
+    dots = [
+        plots.Dots(row.title, styles[row.key], *found[row.key])
+        for row in comparison.rows
+        if row.name != TEACHER and row.key in found
+    ]
+    several = any(len(each.values) > 1 for each in dots)
+    of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
+    caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
+    teacher = found.get(TEACHER)
+    figure = plots.plot_scores(dots, None if teacher is None else teacher.mean, text)
+    if text is None:
+        return [Drawing("scores", "Scores", caption, figure)]
+    return [Drawing(f"perplexity_{text}", f"Perplexity of {text}", f"{caption} Lower is better.", figure)]
 
 
 def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
@@ -119,21 +138,26 @@ def _terms(row: Row, style: plots.Style) -> Drawing | None:
     return Drawing(name, f"Terms of the loss: {row.title}", caption, plot_terms(terms, style))
 
 
-def _size(comparison: Comparison, styles: Mapping[str, plots.Style], teacher: float | None) -> list[Drawing]:
-    """Return the plot of quality against size; with starts every method has a panel."""
+def _size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
+    """Return the plot of quality against size, by average score or perplexity; with starts every method has a panel."""
+    of_teacher = _spread(comparison.teacher, text)
+    teacher = None if of_teacher is None else of_teacher.mean
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in comparison.sizes:
-        if row.params is not None and row.average is not None:
-            lines.setdefault(row.key, []).append((row.params, row.average.mean))
+        spread = _spread(row, text)
+        if row.params is not None and spread is not None:
+            lines.setdefault(row.key, []).append((row.params, spread.mean))
     drawn = [row for row in comparison.rows if row.key in lines]
-    title = "Quality against size"
+    name, title = "size", "Quality against size"
+    if text is not None:
+        name, title = f"perplexity_size_{text}", f"Perplexity of {text} against size"
     caption = "Students of several sizes, trained with the settings chosen for the main table"
     if any(row.start for row in drawn):
         starts = plots.method_styles(list(dict.fromkeys(row.start for row in drawn)))
         panels: dict[str, list[tuple[str, plots.Style, list[tuple[int, float]]]]] = {}
         for row in drawn:
             panels.setdefault(row.label, []).append((row.start, starts[row.start], lines[row.key]))
-        return [Drawing("size", title, f"{caption}; a line is a start.", plot_sizes(panels, teacher))]
+        return [Drawing(name, title, f"{caption}; a line is a start.", plot_sizes(panels, teacher, text))]
     points = [(row.title, styles[row.key], lines[row.key]) for row in drawn]
-    made = [plots.plot_size(points, teacher)] if any(row.trained for row in drawn) else []
-    return [Drawing("size", title, f"{caption}.", each) for each in made]
+    made = [plots.plot_size(points, teacher, text)] if any(row.trained for row in drawn) else []
+    return [Drawing(name, title, f"{caption}.", each) for each in made]

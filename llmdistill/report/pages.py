@@ -34,8 +34,10 @@ def rendered(template: str, **values: Any) -> str:
     return environment.get_template(template).render(values)
 
 
-def figure(value: float | None) -> str:
-    """Format a score with one decimal, or as a dash if it is None."""
+def figure(value: float | None, of_text: bool = False) -> str:
+    """Format a score with one decimal, the perplexity of a text as everywhere, or None as a dash."""
+    if of_text:
+        return show_perplexity(value)
     return "–" if value is None else f"{value:.1f}"
 
 

@@ -19,6 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from llmdistill.tasks.perplexity import show_perplexity
+
 STYLE = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 """The style of all figures."""
 
@@ -121,8 +123,12 @@ def is_line(curve: Curve | None) -> TypeGuard[Curve]:
 
 
 @rc_context(STYLE)
-def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
-    """Plot the average ROUGE-L of each student with its standard deviation and seeds, and the teacher as a line."""
+def plot_scores(dots: Sequence[Dots], teacher: float | None, text: str | None = None) -> Figure:
+    """Plot the average ROUGE-L of each student with its standard deviation and seeds, and the teacher as a line.
+
+    With the name of a text: plot its perplexity.
+    """
+    show = show_perplexity if text else "{:.1f}".format
     figure = new_figure(WIDTH, 0.9 + 0.36 * max(len(dots), 2))
     axes = figure.subplots()
     for line, item in enumerate(dots):
@@ -136,13 +142,11 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
             capsize=3,
             markersize=5,
         )
-        axes.annotate(
-            f"{item.mean:.1f}", (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8
-        )
+        axes.annotate(show(item.mean), (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8)
     if teacher is not None:
         axes.axvline(teacher, color=INK, linewidth=1, dashes=(4, 3))
         axes.annotate(
-            f"teacher {teacher:.1f}",
+            f"teacher {show(teacher)}",
             (teacher, 1.0),
             (0, 3),
             xycoords=("data", "axes fraction"),
@@ -155,7 +159,8 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None) -> Figure:
     axes.margins(x=0.08)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("ROUGE-L, average of the test sets")
+    scores = [value for item in dots for value in item.values]
+    _scale_scores(axes, "x", scores if teacher is None else [*scores, teacher], text)
     return figure
 
 
@@ -175,8 +180,13 @@ def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figu
 
 
 @rc_context(STYLE)
-def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None) -> Figure:
-    """Plot the average ROUGE-L over the number of parameters, one line per method, the teacher as a dashed line."""
+def plot_size(
+    points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None, text: str | None = None
+) -> Figure:
+    """Plot the average ROUGE-L, or the perplexity of a text, over the number of parameters.
+
+    There is one line per method, and a dashed line for the teacher.
+    """
     figure = new_figure(WIDTH, 3.2)
     axes = figure.subplots()
     for label, style, pairs in points:
@@ -185,7 +195,8 @@ def plot_size(points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teac
     if teacher is not None:
         axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
     axes.set_xlabel("parameters")
-    axes.set_ylabel("ROUGE-L, average of the test sets")
+    scores = [score for _, _, pairs in points for _, score in pairs]
+    _scale_scores(axes, "y", scores if teacher is None else [*scores, teacher], text)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     last = [sorted(pairs)[-1][1] for _, _, pairs in points]
@@ -304,12 +315,28 @@ def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = 
     if not log or low <= 0 or high / low <= 10:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks))
         return
-    axes.set_yscale("log")
-    subs = (1.0,) if high / low > 100 else (1.0, 3.0)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _log_scale(axes, "y", high / low)
+
+
+def score_label(text: str | None) -> str:
+    """Return the label of an axis of average scores, or of the perplexity of a text."""
+    return "ROUGE-L, average of the test sets" if text is None else f"perplexity of {text}, lower is better"
+
+
+def _scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float], text: str | None) -> None:
+    """Label an axis of scores; that of a perplexity is logarithmic if the scores span more than a factor of 10."""
+    axes.set(**{f"{which}label": score_label(text)})
+    if text is not None and max(scores) / min(scores) > 10:
+        _log_scale(axes, which, max(scores) / min(scores))
+
+
+def _log_scale(axes: Axes, which: Literal["x", "y"], ratio: float) -> None:
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0,) if ratio > 100 else (1.0, 3.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
 
 
 def legend_columns(labels: Sequence[str]) -> int:

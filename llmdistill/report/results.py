@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class Run:
     """ROUGE-L by test set; None if the run was not scored on the test sets."""
     perplexity: Mapping[str, float] | None = None
     """Perplexity of the references by test set; None if it was not measured."""
+    texts: Mapping[str, float] = field(default_factory=dict)
+    """Perplexity by text."""
     valid_rouge_l: float | None = None
     costs: Mapping[str, float | None] = field(default_factory=dict)
     """The values of COSTS."""
@@ -127,6 +129,12 @@ class Row:
         return {name: spread([each[name] for each in scores]) for name in (scores[0] if scores else ())}
 
     @property
+    def by_text(self) -> dict[str, Spread]:
+        """The perplexity over seeds by text."""
+        found = [run.texts for run in self.ended]
+        return {name: spread([each[name] for each in found]) for name in (found[0] if found else ())}
+
+    @property
     def average(self) -> Spread | None:
         """The mean over the test sets, over seeds; None if every run failed."""
         scores = self.scores
@@ -181,6 +189,8 @@ class Comparison:
     sets: Sequence[str]
     examples: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By test set, how many of its examples are scored, and how many it has; without the sets of older runs."""
+    texts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By text whose perplexity is measured, how many of its windows are scored, and how many it has."""
     rows: Sequence[Row]
     """The teacher, then for each start the untrained student and the methods in the given order."""
     sizes: Sequence[Row] = ()
@@ -201,7 +211,13 @@ class Comparison:
         assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
 
     def heading(self, name: str) -> str:
-        """Return the head of a test set's column: how many of its examples are scored, such as ``n = 20 of 60``."""
+        """Return the head of a test set's column: how many of its examples are scored, such as ``n = 20 of 60``.
+
+        For a text: ``perplexity``, or ``perplexity, 24 of 141 windows``.
+        """
+        if name in self.texts:
+            scored, total = self.texts[name]
+            return "perplexity" + (f", {scored:,} of {total:,} windows" if scored < total else "")
         if name not in self.examples:
             return ""
         scored, total = self.examples[name]
@@ -243,12 +259,16 @@ def check_sets(sets: Sequence[str]) -> None:
         raise UserError("data.tests has a set of the name average, which is the mean of all sets: call it otherwise")
 
 
-def best_figures(rows: Sequence[Row], sets: Sequence[str]) -> dict[str, float]:
-    """Return the best method's score in each column, rounded as in the table, so that equal entries count as equal."""
+def best_figures(rows: Sequence[Row], sets: Sequence[str], texts: Iterable[str] = ()) -> dict[str, float]:
+    """Return the best method's score in each column, rounded as in the table, so that equal entries count as equal.
+
+    The lowest perplexity of a text is the best one; it is not rounded.
+    """
     trained = [row for row in rows if row.trained and row.average is not None]
     if not trained:
         return {}
     best = {name: max(round(row.by_set[name].mean, 1) for row in trained) for name in sets}
+    best |= {name: min(row.by_text[name].mean for row in trained) for name in texts}
     return {**best, "average": max(round(row.average.mean, 1) for row in trained if row.average is not None)}
 
 

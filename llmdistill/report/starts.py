@@ -18,7 +18,17 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from llmdistill.artifacts import read_record
 from llmdistill.config.student import Form
 from llmdistill.factorize.forms import factor_params
-from llmdistill.report.plots import INK, STYLE, WIDTH, Drawing, Style, legend_columns, new_figure, short_number
+from llmdistill.report.plots import (
+    INK,
+    STYLE,
+    WIDTH,
+    Drawing,
+    Style,
+    legend_columns,
+    new_figure,
+    score_label,
+    short_number,
+)
 
 WEIGHTING_FILE = "weighting.json"
 """The file of a run's folder with the ranks, costs and spectra of its student."""
@@ -101,9 +111,13 @@ def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
 
 @rc_context(STYLE)
 def plot_sizes(
-    panels: Mapping[str, Sequence[tuple[str, Style, list[tuple[int, float]]]]], teacher: float | None
+    panels: Mapping[str, Sequence[tuple[str, Style, list[tuple[int, float]]]]],
+    teacher: float | None,
+    text: str | None = None,
 ) -> Figure:
     """Plot the average ROUGE-L over the number of parameters, a panel for each method and a line for each start.
+
+    With the name of a text: plot its perplexity.
 
     Args:
         panels: by title, the lines as (label, style, [(parameters, score)]); all panels have lines of the same labels.
@@ -129,7 +143,7 @@ def plot_sizes(
     for axes in grid[max(0, len(panels) - columns) : len(panels)]:
         axes.tick_params(labelbottom=True)  # a panel above an empty cell is the last of its column
     figure.supxlabel("parameters", fontsize=9)
-    figure.supylabel("ROUGE-L, average of the test sets", fontsize=9)
+    figure.supylabel(score_label(text), fontsize=9)
     handles, labels = grid[0].get_legend_handles_labels()
     # Below, the legend would lie upon the label of the axis.
     figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)

@@ -213,9 +213,7 @@ class TextTests:
     def score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See `TaskData.score_set` and `score_windows`."""
         windows = windows_of({name: self.texts[name]}, scored.tokenizer, scored.model.config, self.settings)[name]
-        return score_windows(
-            scored.model, windows, batch_size=self.settings.batch_size, world=scored.world, name=name
-        )
+        return score_windows(scored.model, windows, batch_size=self.settings.batch_size, world=scored.world, name=name)
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the texts' part of `TaskData.summary`: ``{"texts": {NAME: as score_windows}}``, or nothing."""

@@ -14,6 +14,9 @@ pytestmark = pytest.mark.dist
 def command(settings: list[str], folder: Path) -> list[str]:
     arguments = ["--methods", "none,sft,seqkd", "--seeds", "1", "--learning_rates", "1e-3"]
     scoring = ["--scoring.limit", "6", "--scoring.decoding", "greedy", "--data.tests.seen", "embedded:seen"]
+    text = folder.with_name("towns.txt")
+    text.write_text("Town 1 lies by a lake. " * 100)
+    scoring += ["--data.tests.towns", str(text), "--scoring.window", "64"]
     words = [*settings, *arguments, *scoring, "--data.max_prompt_length", "96", "--data.max_length", "104"]
     return ["compare", *words, "--output_dir", str(folder)]
 
@@ -30,8 +33,11 @@ def test_killed_comparison_goes_on_and_ends_with_the_same_results(rank_server, l
     methods = json.loads(expected)["methods"]
     assert list(methods) == ["teacher", "none", "sft", "seqkd"]
     assert all(0 <= method["rougeL"]["seen"]["mean"] <= 100 for method in methods.values())
+    for name, model in (("teacher", "teacher"), ("none", "untrained"), ("sft", "student")):
+        run = json.loads((folder / methods[name]["runs"][0] / "metrics.json").read_text())
+        assert methods[name]["texts"]["towns"]["mean"] == run[model]["texts"]["towns"]["perplexity"]
     assert (folder / "report.html").is_file()
-    assert (folder / "report.md").is_file()
+    assert "towns (perplexity, 6 of" in (folder / "report.md").read_text()
     costs = json.loads((folder / "costs.json").read_text())
     # The teacher of this test is random, so its answers end late and take other lengths than the references.
     assert costs["seqkd"]["training_tokens"] == pytest.approx(costs["sft"]["training_tokens"], rel=0.15)

@@ -43,6 +43,7 @@ def make_run(method, seed, scores=None, **more):
         "settings": {"train.learning_rate": 0.003},
         "rouge_l": rouge_l,
         "perplexity": None if scores is None else {"seen": 2.0 + seed, "unseen": 8.0 + 4 * seed},
+        "texts": {"wikitext2": (30.0 if method == "sft" else 40.0) + seed},
         "valid_rouge_l": 45.0 + seed,
         "costs": {
             "training_tokens": 1000 * (seed + 1) ** 2,
@@ -70,6 +71,7 @@ def make_comparison():
         title="Two methods",
         sets=SETS,
         examples={"seen": (20, 60), "unseen": (60, 60)},
+        texts={"wikitext2": (24, 141)},
         rows=[
             make_row("teacher", "Teacher", [(80.0, 70.0)], params=1000),
             make_row("none", "Untrained", [(5.0, 4.0)]),
@@ -208,7 +210,7 @@ def test_results_hold_no_times_and_no_absolute_path(tmp_path, comparison):
 def test_two_writes_give_equal_bytes(report, tmp_path, comparison):
     write_comparison(tmp_path, comparison)
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    plots = ("scores", "learning_curves", "terms_makd", "size")
+    plots = ("scores", "learning_curves", "terms_makd", "size", "perplexity_wikitext2", "perplexity_size_wikitext2")
     assert {str(file) for file in files} == {
         *("results.json", "costs.json", "report.md", "report.html"),
         *(f"plots/{name}.{kind}" for name in plots for kind in ("png", "svg")),
@@ -220,7 +222,7 @@ def test_two_writes_give_equal_bytes(report, tmp_path, comparison):
 def test_page_stands_alone(report):
     text = (report / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 6
     assert "script" not in page.tags
     assert "link" not in page.tags
     assert not re.search(r"https?:|//\w|@import|url\((?!#)", text)
@@ -240,10 +242,12 @@ def test_only_the_best_method_is_bold_and_ties_are_all(report):
     assert sft[1].split() == ["36.1", "±", "0.9"]
     assert sft[4].split() == ["41.0", "±", "1.0"]
     # Both are 31.2 on the second set; the teacher is better everywhere and the chosen grid point's score is bold, too.
-    assert [text for text in page.bold if text] == ["31.2", "41.2", "−33.8", "51.2", "31.2", "45.0"]
+    # Of perplexities the lowest is the best.
+    assert [text for text in page.bold if text] == ["31.2", "31", "41.2", "−33.8", "51.2", "31.2", "45.0"]
     text = (report / "report.md").read_text(encoding="utf-8")
     assert "**[51.2](cells/makd-seed0)** ± 1.3" in text
     assert "[41.0](cells/sft-seed0) ± 1.0" in text
+    assert "**[31](cells/sft-seed0)** ± 1 " in text
     assert "**[41.0]" not in text
     assert "**[80.0]" not in text
 
@@ -369,9 +373,10 @@ def test_older_results_are_printed_too(comparison, report, capsys):
     print_comparison(results, Console(width=200))
     new = capsys.readouterr().out
     teacher = next(line for line in new.splitlines() if line.split()[:1] == ["teacher"])
-    assert teacher.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "1,000"]
+    assert teacher.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "40", "1,000"]
     assert "seen (n = 20)" in new
-    del results["examples"]
+    assert "wikitext2 (perplexity)" in new
+    del results["examples"], results["texts"]
     for method in results["methods"].values():
         del method["perplexity"]
         if len(method["seeds"]) == 1:

@@ -10,6 +10,9 @@ from llmdistill.data.pairs import EncodedPair
 from llmdistill.tasks.glue import GlueData
 from llmdistill.tasks.instructions import InstructionData
 from llmdistill.tasks.text import TextData
+from llmdistill.tasks.windows import TextTests
+
+NO_TEXTS = TextTests(texts={}, settings=GenerationConfig(), models=None)
 
 
 @pytest.fixture
@@ -17,6 +20,7 @@ def instructions():
     return InstructionData(
         settings=DataConfig(),
         limits=Limits(),
+        texts=NO_TEXTS,
         scoring=GenerationConfig(decoding="greedy"),
         trains=True,
         tokenizer=None,
@@ -32,7 +36,8 @@ def instructions():
 def text():
     settings = DataConfig(kind="text", train="a.txt")
     kind = {"causal": True, "pairs": False, "next_sentence": False}
-    return TextData(settings=settings, seed=0, trains=True, tokenizer=None, report="", **kind)
+    own = {"tokenizer": None, "teachers_tokenizer": None, "texts": NO_TEXTS}
+    return TextData(settings=settings, seed=0, trains=True, report="", **own, **kind)
 
 
 def test_a_teacher_at_chance_is_warned_of(instructions):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 import llmdistill
+from llmdistill.config import GenerationConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.errors import UserError
@@ -25,6 +27,7 @@ from llmdistill.methods import METHODS
 from llmdistill.run.plan import make_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.text import TextData
+from llmdistill.tasks.windows import TextTests
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENS = [f"w{number}" for number in range(20)]
@@ -147,6 +150,7 @@ def test_without_a_validation_text_the_table_has_no_column_for_it():
     """The report then shows the last loss of the training."""
     losses = dict.fromkeys(("teacher", "untrained", "student"))
     without = {name: {"params": 1, "valid_loss": loss} for name, loss in losses.items()}
-    table = TextData.table(None, without)
+    data = SimpleNamespace(texts=TextTests(texts={}, settings=GenerationConfig(), models=None))
+    table = TextData.table(data, without)
     assert (table.columns, table.rows) == ([], {name: [] for name in losses})
-    assert TextData.table(None, {**without, "student": {"params": 1, "valid_loss": 1.5}}).rows["student"] == ["1.5000"]
+    assert TextData.table(data, {**without, "student": {"params": 1, "valid_loss": 1.5}}).rows["student"] == ["1.5000"]
