@@ -21,7 +21,7 @@ from llmdistill.config import command_line
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable
 from llmdistill.methods import METHODS
-from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node, split_launcher_flags
+from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node, local_ranks, split_launcher_flags
 from llmdistill.runtime.terminal import exit_code
 
 # All other modules are imported where they are used, so that --help and argument errors do not wait for torch, and a
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
     if launcher and not flags.dry_run:
         typed = " ".join(launcher)
         raise UserError(f"{launcher[0]} is the launcher's: give it to deepspeed ({typed} {script}) or llmdistill train")
-    plans = make_plans(config)
+    plans = make_plans(config, local_ranks(launcher) if launcher else None)
     tasks = second_stage(plans)
     if flags.dry_run:
         from llmdistill.run.dry_run import show
@@ -57,8 +57,8 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
     train(plans, tasks, command_line.typed_command(script, arguments), command_line.about_recipe(flags.recipe))
 
 
-def make_plans(config: RunConfig) -> list[Plan]:
-    """Load the modules that planning needs and return the runs that a configuration describes."""
+def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
+    """Load the modules that planning needs and return the runs that a configuration describes; see `plan.make_plans`."""
     # This import loads thousands of modules, none of which is garbage; garbage collection would take a sixth of the
     # time of a dry run.
     collects = gc.isenabled()
@@ -66,7 +66,7 @@ def make_plans(config: RunConfig) -> list[Plan]:
     try:
         from llmdistill.run import plan
 
-        return plan.make_plans(config)
+        return plan.make_plans(config, ranks)
     finally:
         if collects:
             gc.enable()

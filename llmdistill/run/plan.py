@@ -167,7 +167,11 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, before: Plan | None = None, *, pending: Mapping[str, PreTrainedConfig] | None = None
+    config: RunConfig,
+    before: Plan | None = None,
+    *,
+    pending: Mapping[str, PreTrainedConfig] | None = None,
+    ranks: int | None = None,
 ) -> Plan:
     """Resolve and check the settings of a run before any expensive work.
 
@@ -175,11 +179,12 @@ def make_plan(
         config: the run.
         before: the plan of the run whose student is this run's teacher; this student may not exist yet.
         pending: the configurations of other models that may not exist yet, by path.
+        ranks: the number of ranks; by default that of the launcher of this process.
 
     Raises UserError if the settings are invalid or contradict each other.
     """
     pending = pending or {}
-    world_size = launched_ranks()
+    world_size = launched_ranks() if ranks is None else ranks
     ds_config = read_ds_config(config.ds_config)
     split = split_batch(config.train.global_batch_size, config.train.micro_batch_size, world_size)
     resolved = student_ds_config(ds_config, config.ds_config, config.train, split, output_dir=str(config.output_dir))
@@ -244,8 +249,10 @@ def make_plan(
     return planned
 
 
-def make_plans(config: RunConfig) -> list[Plan]:
+def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     """Return the plans of a configuration in order: one for each assistant (MiniLM §3.3), then the run itself.
+
+    `ranks` is as in `make_plan`.
 
     Raises UserError if the settings of one of these runs are invalid or contradict each other.
     """
@@ -261,7 +268,7 @@ def make_plans(config: RunConfig) -> list[Plan]:
         before = plans[-1] if plans else None
         if before is not None:
             each = replace(each, teacher=replace(each.teacher, model=str(before.folder / "student"), cache=None))
-        plans.append(make_plan(each, before))
+        plans.append(make_plan(each, before, ranks=ranks))
     return plans
 
 

@@ -133,8 +133,8 @@ def test_dry_run_tells_what_is_missing_after_what_would_run(tmp_path, capsys, mo
 
 @pytest.mark.parametrize("run", [train_main, lambda words: main(["train", *words])])
 def test_dry_run_takes_the_launcher_s_flags(capsys, run):
-    assert run(["--num_gpus", "2", "--ds_config", "zero2", "--dry_run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["student_params"] > 0
+    assert run(["--num_gpus", "2", "--ds_config", "zero2", "--dry_run"]) == 0
+    assert "x 2 rank(s)" in capsys.readouterr().out
     assert run(["--num_gpus", "0", "--ds_config", "zero2", "--dry_run"]) == 2
     assert "--num_gpus 0: give the number of ranks, 1 or more" in capsys.readouterr().err
 
