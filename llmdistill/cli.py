@@ -58,7 +58,7 @@ def train(arguments: Sequence[str]) -> None:
         launch(launcher, "llmdistill.train", *words)
     from llmdistill.train import run
 
-    run(words)
+    run(arguments if "--dry_run" in words else words)
 
 
 def launch(flags: Sequence[str], module: str, *arguments: str) -> None:

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
 
 
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
-    """Load the modules that planning needs and return the runs that a configuration describes; see `plan.make_plans`."""
+    """Load the modules that planning needs and return the runs that a configuration describes, on so many ranks."""
     # This import loads thousands of modules, none of which is garbage; garbage collection would take a sixth of the
     # time of a dry run.
     collects = gc.isenabled()
