@@ -123,6 +123,8 @@ def run_ranks(command: Sequence[str], count: int) -> None:
                 signal.signal(each, handler)
     code = code or _first_code(ranks)
     if code < 0 and caught:
+        if ranks[0].returncode > 0:
+            raise SystemExit(128 + caught[0])  # rank 0 was ready for the signal, and has said so
         raise Stopped(caught[0])
     raise SystemExit(code if code >= 0 else 128 - code)
 

@@ -228,6 +228,15 @@ def test_a_signal_reaches_ranks_that_are_not_ready_for_it(number):
     assert (job.returncode, said) == (128 + number, f"error: {Stopped(number)}\n")
 
 
+def test_a_stop_that_rank_0_has_said_is_not_said_again():
+    says = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit('stopped')))"
+    job = start_ranks(f"if rank == 0:\n    {says}\nprint('ready\\n', end='', flush=True)\n{FOREVER}")
+    assert [job.stdout.readline(), job.stdout.readline()] == ["ready\n", "ready\n"]
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=PATIENCE)
+    assert (job.returncode, said) == (143, "stopped\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "count"),
     [
