@@ -92,6 +92,7 @@ class Settings:
     device: str
     threads: int
     repeats: int
+    clock: str = "wall"
 
 
 class RowFailed(RuntimeError):
@@ -104,6 +105,7 @@ class _Row:
     def __init__(self, script: str, row: Mapping[str, Any], settings: Settings, python: str, *, mapped: bool) -> None:
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
         arguments = ["--row", json.dumps(row), "--device", settings.device, "--threads", str(settings.threads)]
+        arguments += ["--clock", settings.clock]
         pinned = {name: str(settings.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
             [python, str(Path(script).resolve()), *arguments],
@@ -211,7 +213,7 @@ def _started(
             started.close()
 
 
-def serve(build: Build, row: dict[str, Any], device: str, threads: int) -> None:
+def serve(build: Build, row: dict[str, Any], device: str, threads: int, clock: str = "wall") -> None:
     """Build a row, warm up, and do what standard input says, until it ends."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -225,7 +227,7 @@ def serve(build: Build, row: dict[str, Any], device: str, threads: int) -> None:
     say(facts)
     for order in sys.stdin:
         assert work.call is not None, "a row of facts alone has nothing to measure"
-        say({"seconds": _seconds(work.call, on)} if order.strip() == "time" else {"bytes": _peak(work.call, on)})
+        say({"seconds": _seconds(work.call, on, clock)} if order.strip() == "time" else {"bytes": _peak(work.call, on)})
 
 
 def say(answer: Mapping[str, Any]) -> None:
@@ -248,12 +250,13 @@ def heard(line: str) -> dict[str, Any] | None:
     return answer
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
+def _seconds(call: Callable[[], object], device: torch.device, clock: str) -> float:
+    now = time.process_time if clock == "processor" else time.perf_counter
     wait(device)
-    begun = time.perf_counter()
+    begun = now()
     call()
     wait(device)
-    return time.perf_counter() - begun
+    return now() - begun
 
 
 def wait(device: torch.device) -> None:
@@ -299,6 +302,8 @@ def parse(
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of each row; all by default")
     parser.add_argument("--repeats", type=positive, help="timed rounds: 7, or 3 with --quick")
+    clocks = "processor: the time of the processors on the row, with --threads 1 on a machine that others use too"
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall", help=clocks)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     if add is not None:
@@ -307,10 +312,10 @@ def parse(
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
     if arguments.row is not None:
-        serve(build, json.loads(arguments.row), arguments.device, arguments.threads)
+        serve(build, json.loads(arguments.row), arguments.device, arguments.threads, arguments.clock)
         sys.exit(0)
     repeats = arguments.repeats or (3 if arguments.quick else 7)
-    return Settings(arguments.quick, arguments.device, arguments.threads, repeats), arguments
+    return Settings(arguments.quick, arguments.device, arguments.threads, repeats, arguments.clock), arguments
 
 
 def positive(text: str) -> int:

@@ -40,7 +40,8 @@ class Table:
         self._settings, self._silent = settings, silent
         where = torch.cuda.get_device_name() if settings.device == "cuda" else f"{settings.threads} threads"
         sizes = "quick sizes, for which the targets are not meant" if settings.quick else "full sizes"
-        self.say(f"torch {torch.__version__}, {settings.device} ({where}), {sizes}, median of {settings.repeats}")
+        times = f"median of {settings.repeats} by {settings.clock} time"
+        self.say(f"torch {torch.__version__}, {settings.device} ({where}), {sizes}, {times}")
         self.say(f"{'measure':<58} {'value':>9} {'target':>9} {'':<5} detail")
 
     def say(self, text: str) -> None:

@@ -13,7 +13,7 @@ import torch
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 BENCHES = (
     *("bench_step", "bench_losses", "bench_factorize", "bench_students"),
-    *("bench_calibration", "bench_cache", "bench_scale"),
+    *("bench_calibration", "bench_cache", "bench_scale", "bench_serve"),
 )
 
 TINY = {"width": 16, "heads": 2, "vocabulary": 40, "layers": 4, "student_layers": 4, "batch": 2, "tokens": 12}
@@ -258,3 +258,41 @@ def test_growth_is_the_ratio_of_the_rounds_over_that_of_the_products(benching):
     start = benching.Measured(seconds=[1.0, 2.0, 4.0], facts={"multiply_adds": 10})
     larger = benching.Measured(seconds=[3.0, 5.0, 12.0], facts={"multiply_adds": 20})
     assert grew(start, larger) == {"time": 3.0, "multiply_adds": 2.0, "time_over_multiply_adds": 1.5}
+
+
+def test_serving_counts_the_products_of_a_runtime(tmp_path):
+    from bench_serve import multiply_adds
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import llmdistill
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    teacher = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=40))
+    teacher.save_pretrained(tmp_path / "teacher")
+    llmdistill.compress(str(tmp_path / "teacher"), ranks={"*.mlp.*": 2}).save_pretrained(tmp_path / "student")
+    attention, dense, factors = 2 * 16 * 16 + 2 * 16 * 8, 3 * 16 * 24, 3 * 2 * (16 + 24)
+    for name, feed_forward in (("teacher", dense), ("student", factors)):
+        layers = 3 * (attention + feed_forward) + 4  # and the angles of the positions: half of a head's width
+        found = multiply_adds(str(tmp_path / name), 5, 4, all_logits=True)
+        assert found["prefill"] == 5 * (layers + 16 * 40) + 3 * 2 * 16 * 5 * 5
+        assert found["generate"] == 4 * (layers + 16 * 40) + 3 * 2 * 16 * (6 + 7 + 8 + 9)
+        assert found["prefill"] - multiply_adds(str(tmp_path / name), 5, 4, all_logits=False)["prefill"] == 4 * 16 * 40
+
+
+def test_runtimes_write_the_same_tokens(tmp_path):
+    pytest.importorskip("onnxruntime")
+    from bench_serve import build, files, small
+    from transformers import AutoModelForCausalLM
+
+    folder = small(tmp_path)["student"]
+    row = {"vocabulary": 512, "tokens": 9, "new": 6, "work": "generate"}
+    calls = []
+    for runtime in ("transformers", "onnx"):
+        file, size = files(runtime, folder, "student", tmp_path)
+        assert size > 0
+        calls.append(build({**row, "runtime": runtime, "model": file}, torch.device("cpu")).call)
+    prompt = torch.randint(512, (1, 9), generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    whole = model.generate(prompt, max_new_tokens=7, do_sample=False, eos_token_id=[], pad_token_id=0)
+    # The first new token is the prompt's; the second call has the past of the first one again.
+    assert all(call() == whole[0, 10:].tolist() for call in calls * 2)

@@ -1,0 +1,280 @@
+"""How fast a teacher and its students are served, and how much of the saved multiply-adds arrives as speed.
+
+    python scripts/bench_serve.py --teacher DIR --student NAME=DIR --student NAME=DIR --graphs FOLDER
+    python scripts/bench_serve.py --quick   # a random Llama and a student of it, about a minute
+
+--student is repeated for several students. --graphs keeps the ONNX of every model, which the first run writes.
+transformers is torch without a compiler in fp32; onnx and onnx_int8 are the files of `llmdistill export --to onnx
+--int8` in ONNX Runtime. vllm runs in an interpreter of its own, --vllm-python, where vLLM and llmdistill are
+installed; without it vLLM is left out.
+
+prefill reads a prompt of one sequence and gives the logits of its end. generate writes tokens greedily after such a
+prompt, whose keys and values are there already. Models of one runtime take turns. Multiply-adds are those of the matrix
+products that a runtime carries out, counted by torch on the meta device: the graph of ONNX makes the logits of every
+token of a prompt, transformers and vLLM those of the last one. The share of the saved multiply-adds that arrives as
+speed is
+
+    ((t_teacher - t_student) / t_teacher) / ((m_teacher - m_student) / m_teacher)
+
+with times t of a call, whose ratio is the median over the rounds, and multiply-adds m of a call. The target in ONNX
+Runtime is 0.8. Bytes are those of the weights on disk, in ONNX of the graph.
+
+The last line is JSON: {"onnx": {"prefill": {NAME: {"tokens_per_second": ..., "multiply_adds_per_token": ...,
+"bytes": ..., "share": ...}}}}; the teacher has no share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from benching import Settings, Work, measure, parse, positive, time_ratio
+from benching_table import Line, Table
+
+SHARE = 0.8
+RUNTIMES = ("transformers", "onnx", "onnx_int8", "vllm")
+WORKS = ("prefill", "generate")
+TEACHER = "teacher"
+
+
+def build(row: dict[str, Any], device: torch.device) -> Work:
+    """One row: a model in a runtime, and one call of its work, which returns the tokens it writes."""
+    ids = torch.randint(row["vocabulary"], (1, row["tokens"]), generator=torch.Generator().manual_seed(1))
+    make = {"transformers": _transformers, "vllm": _vllm}.get(row["runtime"], _onnx)
+    return Work(make(row, ids))
+
+
+def _transformers(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    import llmdistill  # noqa: F401  # lets transformers load students
+
+    model: Any = AutoModelForCausalLM.from_pretrained(row["model"], dtype=torch.float32).eval()
+
+    def prefill() -> list[int]:
+        return model(input_ids=ids, logits_to_keep=1, use_cache=True).logits[0].argmax(-1).tolist()
+
+    with torch.inference_mode():
+        outputs = model(input_ids=ids, logits_to_keep=1, use_cache=True)
+    cache, first = outputs.past_key_values, outputs.logits.argmax(-1)
+
+    def generate() -> list[int]:
+        token, written = first, []
+        for _ in range(row["new"]):
+            token = model(input_ids=token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            written.append(int(token))
+        cache.crop(ids.shape[1])
+        return written
+
+    return torch.inference_mode()(prefill if row["work"] == "prefill" else generate)
+
+
+def _onnx(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
+    import numpy as np
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+    session = onnxruntime.InferenceSession(row["model"], options, providers=["CPUExecutionProvider"])
+    pasts = [each for each in session.get_inputs() if each.name.startswith("past_")]
+    presents = [each.name.replace("past_key_values", "present") for each in pasts]
+    empty = {each.name: np.zeros((1, each.shape[1], 0, each.shape[3]), np.float32) for each in pasts}
+
+    def step(tokens: Any, past: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The next token, and the past for it."""
+        before = next(iter(past.values())).shape[2]
+        places = np.arange(before, before + tokens.shape[1])[None]
+        feed = {
+            "input_ids": tokens,
+            "position_ids": places,
+            "attention_mask": np.ones((1, places[0, -1] + 1), np.int64),
+        }
+        logits, *after = session.run(["logits", *presents], {**feed, **past})
+        return logits[:, -1:].argmax(-1), dict(zip(empty, after, strict=True))
+
+    prompt = ids.numpy()
+    first, cache = step(prompt, empty)
+
+    def prefill() -> list[int]:
+        return [int(step(prompt, empty)[0])]
+
+    def generate() -> list[int]:
+        token, past, written = first, cache, []
+        for _ in range(row["new"]):
+            token, past = step(token, past)
+            written.append(int(token))
+        return written
+
+    return prefill if row["work"] == "prefill" else generate
+
+
+def _vllm(row: dict[str, Any], ids: torch.Tensor) -> Callable[[], list[int]]:
+    # This process runs the model, on as many threads as the other rows have.
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    from vllm import LLM, SamplingParams
+
+    generates = row["work"] == "generate"
+    # The cache of prefixes keeps the prompt for generate, all but its last 16 tokens, which the first step reads.
+    model = LLM(
+        row["model"],
+        dtype="float32",
+        max_model_len=row["tokens"] + row["new"],
+        max_num_seqs=1,
+        enable_prefix_caching=generates,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    new = row["new"] if generates else 1
+    sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=0, ignore_eos=True, detokenize=False)
+    prompt: Any = {"prompt_token_ids": ids[0].tolist()}
+
+    def work() -> list[int]:
+        (answer,) = model.generate(prompt, sampling, use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) == new, "an answer ended early"
+        return list(answer.outputs[0].token_ids)
+
+    return work
+
+
+def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> dict[str, float]:
+    """Multiply-adds of a call of each work, counted on the meta device; those of a step grow by as many each time."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from llmdistill.factorize.counting import build_reference
+    from llmdistill.models.configs import load_config
+
+    model: Any = build_reference(load_config(folder), "lm_head").eval()
+
+    def of_call(count: int, cache: Any, keep: int) -> tuple[float, Any]:
+        ids = torch.zeros(1, count, dtype=torch.long, device="meta")
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            outputs = model(input_ids=ids, past_key_values=cache, logits_to_keep=keep, use_cache=True)
+        return counter.get_total_flops() / 2, outputs.past_key_values
+
+    prefill, cache = of_call(tokens, None, 0 if all_logits else 1)
+    first, _ = of_call(1, cache, 1)
+    _, cache = of_call(tokens + new - 1, None, 1)
+    last, _ = of_call(1, cache, 1)
+    return {"prefill": prefill, "generate": new * (first + last) / 2}
+
+
+def graph(model: str, folder: Path) -> Path:
+    """The folder of a model's ONNX, written unless it is there."""
+    if not folder.exists():
+        from llmdistill.factorize.onnx_export import export_onnx
+
+        export_onnx(model, folder, int8=True)
+    return folder
+
+
+def files(runtime: str, model: str, name: str, graphs: Path) -> tuple[str, int]:
+    """What a runtime opens, and its bytes."""
+    if not runtime.startswith("onnx"):
+        return model, sum(each.stat().st_size for each in Path(model).glob("*.safetensors"))
+    file = graph(model, graphs / name) / {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}[runtime]
+    return str(file), sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*"))
+
+
+def compare(
+    settings: Settings, table: Table, runtime: str, models: dict[str, str], row: dict[str, Any], arguments: Any
+) -> dict[str, Any]:
+    """All models in one runtime."""
+    opened = {name: files(runtime, model, name, arguments.graphs) for name, model in models.items()}
+    sizes = {"tokens": row["tokens"], "new": row["new"], "all_logits": runtime.startswith("onnx")}
+    products = {name: multiply_adds(model, **sizes) for name, model in models.items()}
+    figures: dict[str, Any] = {}
+    for work in WORKS:
+        rows = {name: {**row, "runtime": runtime, "work": work, "model": file} for name, (file, _) in opened.items()}
+        pythons = dict.fromkeys(rows, arguments.vllm_python) if runtime == "vllm" else None
+        found = measure(__file__, rows, settings, weighed=(), pythons=pythons)
+        tokens = row["tokens"] if work == "prefill" else row["new"]
+        figures[work] = {}
+        for name, measured in found.items():
+            speed, adds = tokens / measured.median, products[name][work] / tokens
+            figures[work][name] = {
+                "tokens_per_second": speed,
+                "multiply_adds_per_token": adds,
+                "bytes": opened[name][1],
+            }
+            detail = (
+                f"{speed:.1f} tokens/s, {adds / 1e6:.1f} million multiply-adds a token, {opened[name][1] / 1e6:.1f} MB"
+            )
+            if name == TEACHER:
+                table.say(f"{runtime}, {work}: {name}: {detail}")
+                continue
+            saved = 1 - products[name][work] / products[TEACHER][work]
+            share = (1 - time_ratio(measured, found[TEACHER])) / saved
+            figures[work][name]["share"] = share
+            target = SHARE if runtime.startswith("onnx") else None
+            table.add(Line(f"{runtime}, {work}: {name}: share of the saved", share, target, detail, at_least=True))
+    return figures
+
+
+def small(folder: Path) -> dict[str, str]:
+    """A random Llama and a student of it, for --quick."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import llmdistill
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=512, max_position_embeddings=128)
+    LlamaForCausalLM(config).save_pretrained(folder / TEACHER)
+    llmdistill.compress(str(folder / TEACHER), rank=12).save_pretrained(folder / "student")
+    return {name: str(folder / name) for name in (TEACHER, "student")}
+
+
+def named(text: str) -> tuple[str, str]:
+    """NAME=DIR of the command line."""
+    name, separator, folder = text.partition("=")
+    if not (name and separator and Path(folder).is_dir()):
+        raise argparse.ArgumentTypeError(f"{text}: give NAME=DIR with the folder of a student")
+    return name, folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this bench has beside the others."""
+    parser.add_argument("--teacher", help="model folder or package:NAME, without --quick")
+    parser.add_argument("--student", type=named, action="append", default=[], help="NAME=DIR; may be repeated")
+    parser.add_argument("--graphs", type=Path, help="folder that keeps the ONNX, without --quick")
+    parser.add_argument("--only", choices=RUNTIMES, action="append", help="one of the runtimes alone; may be repeated")
+    parser.add_argument("--vllm-python", help="interpreter with vLLM and llmdistill")
+    parser.add_argument("--tokens", type=positive, default=256, help="of the prompt")
+    parser.add_argument("--new", type=positive, default=64, help="tokens that are generated")
+
+
+def main() -> None:
+    settings, arguments = parse(__doc__, build, add=add_arguments)
+    if not settings.quick and (arguments.teacher is None or arguments.graphs is None or not arguments.student):
+        raise SystemExit("give --teacher, --student and --graphs, or --quick")
+    table = Table(settings, silent=arguments.json)
+    with TemporaryDirectory() as scratch:
+        if settings.quick:
+            arguments.graphs, arguments.tokens, arguments.new = Path(scratch) / "graphs", 32, 8
+            models = small(Path(scratch))
+        else:
+            from llmdistill.embedded import locate
+
+            models = {TEACHER: str(locate(arguments.teacher)), **dict(arguments.student)}
+        arguments.graphs.mkdir(exist_ok=True)
+        from llmdistill.models.configs import load_config
+
+        row = {"vocabulary": load_config(models[TEACHER]).vocab_size, "tokens": arguments.tokens, "new": arguments.new}
+        figures = {
+            runtime: compare(settings, table, runtime, models, row, arguments)
+            for runtime in arguments.only or RUNTIMES
+            if runtime != "vllm" or arguments.vllm_python is not None
+        }
+    table.finish(figures)
+
+
+if __name__ == "__main__":
+    main()
