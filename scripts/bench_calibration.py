@@ -253,11 +253,13 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
             world=World.alone(),
         )
         calibration = CalibrationConfig(examples=count)
-        chosen = FactorizeConfig(target_params=target, weighting="gradients", allocation="loss", calibration=calibration)
+        chosen = FactorizeConfig(
+            target_params=target, weighting="gradients", allocation="loss", calibration=calibration
+        )
         return weigh.weigh(source, chosen)
 
-    # A narrow model first, so that what is imported and built on the way is no part of the peak. Nearly all of it is the
-    # token embedding, which stays whole.
+    # A narrow model first, so that what is imported and built on the way is no part of the peak. Nearly all of it is
+    # the token embedding, which stays whole.
     config = AutoConfig.from_pretrained(arguments.model)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
     narrow = type(config)(**config.to_dict() | sizes | {"head_dim": 32, "num_hidden_layers": 1, "layer_types": None})
