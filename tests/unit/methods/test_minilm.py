@@ -29,24 +29,25 @@ LAYERS = {
 def naive(pair, models, names, layers: list[tuple[int, int]], projectors=None, scale="token") -> dict[str, float]:
     """MiniLM §3.1 and §3.2, and the ablations' terms, token by token and head by head, in fp64."""
     student, teacher = pair.seen()
+    heads = student.heads
 
     def attention(b: int, i: int) -> float:
         keys = student.keys_of(pair.batch, b, i)
         rows = [(teacher.attentions[t][b, :, i, keys], student.attentions[s][b, :, i, keys]) for s, t in layers]
-        return sum(models.kl(p[h], q[h]) / 4 for p, q in rows for h in range(4))
+        return sum(models.kl(p[h], q[h]) / heads for p, q in rows for h in range(heads))
 
     def value_relation(b: int, i: int) -> float:
         keys, result = student.keys_of(pair.batch, b, i), 0.0
         for s, t in layers:
-            for h in range(4):
+            for h in range(heads):
                 p, q = (
                     torch.stack([head[b, i, h] @ head[b, j, h] / seen.width**0.5 for j in keys]).softmax(0)
                     for seen, head in (
-                        (teacher, teacher.per_head("value", t, 4)),
-                        (student, student.per_head("value", s, 4)),
+                        (teacher, teacher.per_head("value", t, heads)),
+                        (student, student.per_head("value", s, heads)),
                     )
                 )
-                result += models.kl(p, q) / 4
+                result += models.kl(p, q) / heads
         return result
 
     def squares(aspect: str):
@@ -64,15 +65,15 @@ def naive(pair, models, names, layers: list[tuple[int, int]], projectors=None, s
     def hidden_relation(b: int, i: int) -> float:
         keys, result = student.keys_of(pair.batch, b, i), 0.0
         for s, t in layers:
-            for h in range(4):  # as many parts as heads
+            for h in range(heads):  # as many parts as heads
                 p, q = (
                     torch.stack([part[i, h] @ part[j, h] / part.shape[-1] ** 0.5 for j in keys]).softmax(0)
                     for part in (
-                        teacher.flat["hidden", t][b].unflatten(-1, (4, -1)),
-                        student.flat["hidden", s][b].unflatten(-1, (4, -1)),
+                        teacher.flat["hidden", t][b].unflatten(-1, (heads, -1)),
+                        student.flat["hidden", s][b].unflatten(-1, (heads, -1)),
                     )
                 )
-                result += models.kl(p, q) / 4
+                result += models.kl(p, q) / heads
         return result
 
     losses = {"attention": attention, "value_relation": value_relation, "value_mse": squares("value")}
@@ -90,6 +91,12 @@ def test_terms_equal_the_naive_loop(pair, models, settings: MinilmConfig, layers
     assert set(method.positions.values()) == {"tokens"}
     expected = naive(pair, models, method.weights, layers, projectors, settings.scale)
     assert pair.means(method) == pytest.approx(expected, rel=1e-4)
+
+
+def test_value_heads_that_do_not_divide_each_other(models) -> None:
+    pair = models.Pair(models.llama(3, 24, 6, 3), models.llama(2, 12, 6, 2))
+    method = build_minilm(MinilmConfig(), pair.teacher_config, pair.student_config)
+    assert pair.means(method) == pytest.approx(naive(pair, models, method.weights, [(1, 2)]), rel=1e-4)
 
 
 def test_values_of_the_same_width_need_no_matrix(models) -> None:
