@@ -25,8 +25,8 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.factorize.convert import compress_model
-from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import needs_search, search
+from llmdistill.factorize.sizes import summarise
 from llmdistill.factorize.weighted import check_calibration_data
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
@@ -129,7 +129,7 @@ def sizes(
     search runs on `device`.
 
     Returns:
-        teacher_params, student_params, their ratio and more (see `factorize.plan.summarise`); after a search also the
+        teacher_params, student_params, their ratio and more (see `factorize.sizes.summarise`); after a search also the
         `candidates`, best first, and the `settings` with which `compress` makes the best one.
 
     Raises:
@@ -241,7 +241,7 @@ def distill(
         UserError: a setting, a model or a row is invalid; this is raised before training starts.
     """
     # Imported here, because the other functions do not need the libraries of training and reports.
-    from llmdistill.experiments.distillation import distil as distil_plans
+    from llmdistill.experiments.distillation import distill_plans
 
     check_models(teacher=teacher, student=student)
     given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
@@ -251,7 +251,7 @@ def distill(
         config = on_main(lambda: given.saved(config), world)
         quiet_libraries()
         plans = make_plans(config)
-        distil_plans(plans, plans[0].task.read_on_all(plans[0].models, world), world)
+        distill_plans(plans, plans[0].task.read_on_all(plans[0].models, world), world)
         folder = Path(str(config.output_dir))
         trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
     return Distilled(

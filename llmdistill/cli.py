@@ -278,7 +278,7 @@ def _readable(value: Any) -> str:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
-    "train": ("distil a teacher into a smaller student (the main job)", train),
+    "train": ("distill a teacher into a smaller student (the main job)", train),
     "plan": ("forecast memory and time of a training on GPUs, and propose settings that fit", plan),
     "doctor": ("check this machine, and a run on one batch of its data, before the launch", doctor),
     "compare": ("train by several methods under equal conditions and report how they compare", compare),

@@ -1,6 +1,6 @@
 """The main job: ``deepspeed llmdistill/train.py --ds_config ds_configs/zero2.json``.
 
-The job creates a smaller student from a teacher, distils the teacher into the student, and reports the scores of both,
+The job creates a smaller student from a teacher, distills the teacher into the student, and reports the scores of both,
 before and after training, in a table.
 """
 
@@ -28,7 +28,7 @@ from llmdistill.runtime.terminal import exit_code
 # dry run does not wait for DeepSpeed or the libraries of the reports.
 if TYPE_CHECKING:
     from llmdistill.config import RunConfig
-    from llmdistill.experiments.two_stages.plan import TasksPlan
+    from llmdistill.experiments.two_stages.second_stage import TasksPlan
     from llmdistill.run.plan import Plan
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> None:
-    """Resolve and check the settings, then distil; a dry run only says what would run. Reports name the script."""
+    """Resolve and check the settings, then distill; a dry run only says what would run. Reports name the script."""
     launcher, words = split_launcher_flags(arguments)
     config, flags = command_line.parse_run(words, METHODS)
     if launcher and not flags.dry_run:
@@ -86,14 +86,14 @@ def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
     """Return the plan of the second stage, the training on tasks; None if no tasks are set."""
     if not plans[-1].config.tasks.names:
         return None
-    from llmdistill.experiments.two_stages.plan import plan_tasks  # imported only by runs with tasks
+    from llmdistill.experiments.two_stages.second_stage import plan_tasks  # imported only by runs with tasks
 
     return plan_tasks(plans)
 
 
 def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str, first_line: str) -> None:
     """Execute the plans in a new process group; `command` is the command line that the user typed."""
-    from llmdistill.experiments.distillation import distil
+    from llmdistill.experiments.distillation import distill_plans
     from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.terminal import print_main, quiet_libraries
 
@@ -105,7 +105,7 @@ def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str, first_li
         data = plans[0].task.read_on_all(plans[0].models, world)
         if tasks is not None:
             tasks.check_data(world)
-        distil(plans, data, world, then=None if tasks is None else tasks.run)
+        distill_plans(plans, data, world, then=None if tasks is None else tasks.run)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def main() -> None:
     """Measure the rows and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5,000 examples")
-    parser.add_argument("--data", choices=["instructions", *TASKS], default="instructions", help="kind of examples")
+    parser.add_argument(
+        "--data", choices=["instructions", *TASK_KINDS], default="instructions", help="kind of examples"
+    )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -153,7 +155,7 @@ def task_of(kind: str, folder: Path) -> tuple[Any, Any]:
     from llmdistill.tasks import make_task
     from llmdistill.tasks.base import Models
 
-    config, path, (name, length) = BertConfig(), locate("embedded:teacher"), TASKS[kind]
+    config, path, (name, length) = BertConfig(), locate("embedded:teacher"), TASK_KINDS[kind]
     data = DataConfig(kind="task", max_length=length, task=TaskConfig(name=name, dir=str(folder)))
     models = Models(
         teacher=config, student=config, teacher_path=path, tokenizer_path=path, causal=False, objective=Objective()
@@ -169,7 +171,7 @@ def task_lists(kind: str, folder: Path) -> dict[str, float]:
     (task, _), (tokenizer, _) = task_of(kind, folder), setting()
 
     def read() -> object:
-        files, length = task.read_files(), TASKS[kind][1]
+        files, length = task.read_files(), TASK_KINDS[kind][1]
         if kind == "pairs":
             return files, encode_pairs(files.train, tokenizer, length)
         return files, encode_windows(files.train, tokenizer, WindowLimits(length, 128, 64), learnt=True)
@@ -208,13 +210,13 @@ def stream(folder: Path, rank: int, size: int, port: int) -> dict[str, float]:
     return {key: found[key] for key in ("seconds", "cpu")}
 
 
-TASKS = {"pairs": ("rte", 128), "questions": ("squad1", 384)}
+TASK_KINDS = {"pairs": ("rte", 128), "questions": ("squad1", 384)}
 """A task of each kind of data, and its largest number of tokens."""
 TITLES = {"lists": "Python lists", "mapped-0": "mapped, first start", "mapped-1": "mapped, next start"}
 ROWS: dict[str, Callable[..., dict[str, float]]] = {
     **{"lists": lists, "mapped": mapped, "stream": stream},
-    **{f"{kind}_lists": partial(task_lists, kind) for kind in TASKS},
-    **{f"{kind}_mapped": partial(task_mapped, kind) for kind in TASKS},
+    **{f"{kind}_lists": partial(task_lists, kind) for kind in TASK_KINDS},
+    **{f"{kind}_mapped": partial(task_mapped, kind) for kind in TASK_KINDS},
 }
 
 

@@ -118,7 +118,7 @@ def bert_row(row: dict[str, Any], device: torch.device) -> Work:
 
     from llmdistill.config import FactorizeConfig
     from llmdistill.factorize.convert import factorize
-    from llmdistill.factorize.plan import plan
+    from llmdistill.factorize.sizes import plan
 
     torch.manual_seed(0)
     model = BertModel(BertConfig(num_hidden_layers=row["layers"]))

@@ -121,7 +121,7 @@ def _factorize(model: PreTrainedModel, row: dict[str, Any]) -> None:
         return
     from llmdistill.config import FactorizeConfig
     from llmdistill.factorize.install import install
-    from llmdistill.factorize.plan import plan
+    from llmdistill.factorize.sizes import plan
 
     factorize = row["factorize"]
     install(model, plan(model, FactorizeConfig(**factorize), "kronecker" if "shapes" in factorize else "svd"))

@@ -31,7 +31,7 @@ from llmdistill.models.taps import Recorder
 from llmdistill.run.assemble import request_of
 from llmdistill.run.forecast.cached import trace_cache
 from llmdistill.run.forecast.memory import CACHED, Sizes, Zero, peak_memory
-from llmdistill.run.forecast.step import Models, trace_step
+from llmdistill.run.forecast.step import ForecastModels, trace_step
 from llmdistill.run.log import Stopwatch
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.devices import TORCH_DTYPES
@@ -283,7 +283,7 @@ def forecast(setting: Setting, ranks: int) -> dict[str, float]:
     ds_config, _ = ds_config_of(setting, ranks)
     with torch.device("meta"):
         projectors = add_projectors(student, method.projections, seed=0)
-    models = Models(
+    models = ForecastModels(
         student=student, projectors=projectors, teacher=teacher if method.needs_teacher else None, method=method
     )
     batch = batch_of(setting).with_label_rows(shift=method.shift).to("meta")

@@ -74,7 +74,7 @@ def low_rank(model: PreTrainedModel, factorize: FactorizeConfig) -> None:
     """Factorized modules of random weights: a step costs the same whatever they hold."""
     from llmdistill.factorize.install import install
     from llmdistill.factorize.modules import LowRankLinear
-    from llmdistill.factorize.plan import plan
+    from llmdistill.factorize.sizes import plan
 
     install(model, plan(model, factorize))
     for module in model.modules():

@@ -22,8 +22,8 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
-    from llmdistill.run.forecast.cached import Counts
-    from llmdistill.run.forecast.choices import Choice
+    from llmdistill.run.forecast.cached import BatchSize
+    from llmdistill.run.forecast.choices import LayoutChoice
     from llmdistill.run.forecast.making import CacheForecast
     from llmdistill.run.plan import Plan
 
@@ -130,7 +130,7 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
     return make_plan(config, pending={name: load_config(locate(name)) for name in named})
 
 
-def count_data(plan: Plan) -> Counts | None:
+def count_data(plan: Plan) -> BatchSize | None:
     """Read and count the training set of a run; None if the run can have no cache.
 
     Raises:
@@ -138,13 +138,13 @@ def count_data(plan: Plan) -> Counts | None:
     """
     from llmdistill.run.cache import count_examples
     from llmdistill.run.checks import can_cache
-    from llmdistill.run.forecast.cached import Counts
+    from llmdistill.run.forecast.cached import BatchSize
     from llmdistill.runtime.distributed import World
 
     if not can_cache(plan):
         return None
     data = plan.task.read(plan.models).prepared(World.alone())
-    return Counts(**count_examples(plan, data))
+    return BatchSize(**count_examples(plan, data))
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -163,7 +163,7 @@ def launcher_words(machine: MachineConfig) -> list[str]:
     return [*nodes, *(["--num_gpus", str(machine.gpus)] if machine.gpus else [])]
 
 
-def launch_words(choice: Choice, words: Sequence[str], machine: MachineConfig, ds_config: str) -> list[str]:
+def launch_words(choice: LayoutChoice, words: Sequence[str], machine: MachineConfig, ds_config: str) -> list[str]:
     """Return the command line that launches a training with a choice; its settings stand last, so they win."""
     settings = [
         f"--{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in choice.overrides.items()
@@ -180,7 +180,7 @@ def cache_words(cache: CacheForecast, words: Sequence[str], machine: MachineConf
     return ["llmdistill", "cache", *launcher_words(machine), *run, *settings, "--output", cache.folder]
 
 
-def first_words(choice: Choice, words: Sequence[str], machine: MachineConfig) -> list[str] | None:
+def first_words(choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> list[str] | None:
     """Return the command line that must run before the training; None if there is none."""
     if choice.cache is None or choice.cache.is_there:
         return None
@@ -188,7 +188,7 @@ def first_words(choice: Choice, words: Sequence[str], machine: MachineConfig) ->
 
 
 def described(
-    plan: Plan, machine: MachineConfig, choices: Sequence[Choice], best: Choice | None, words: Sequence[str]
+    plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], best: LayoutChoice | None, words: Sequence[str]
 ) -> dict[str, Any]:
     """Return the forecast as plain JSON values."""
     values = {id(choice): _as_json(choice) for choice in choices}
@@ -206,12 +206,12 @@ def described(
     }
 
 
-def _cache_of(choices: Sequence[Choice]) -> CacheForecast | None:
+def _cache_of(choices: Sequence[LayoutChoice]) -> CacheForecast | None:
     """The cache that some of the choices read."""
     return next((choice.cache for choice in choices if choice.cache is not None), None)
 
 
-def _as_json(choice: Choice) -> dict[str, Any]:
+def _as_json(choice: LayoutChoice) -> dict[str, Any]:
     return {
         "ds_config": choice.ds_config,
         "accumulation_steps": choice.accumulation_steps,
@@ -230,7 +230,7 @@ def _as_json(choice: Choice) -> dict[str, Any]:
     }
 
 
-def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[Choice], *, every: bool) -> None:
+def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], *, every: bool) -> None:
     """Print the run, the choices, and of the best choice of each ds_config the memory by part and the step."""
     from llmdistill.report.tables import print_table
     from llmdistill.run.forecast.choices import best_of_each, gigabytes
@@ -302,7 +302,7 @@ def about_cache(cache: CacheForecast) -> str:
     return f"{said}\n           made in {cache.seconds:,.3g} s by the teacher {cache.sharding}"
 
 
-def print_proposal(choice: Choice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:
+def print_proposal(choice: LayoutChoice, reason: str, words: Sequence[str], machine: MachineConfig) -> None:
     """Print a proposal, its reason, and the command that takes it."""
     first = first_words(choice, words, machine)
     print(f"\nProposal   {choice.described()}\nReason     {reason}")
@@ -311,7 +311,7 @@ def print_proposal(choice: Choice, reason: str, words: Sequence[str], machine: M
     print(f"Launch     {shlex.join(launch_words(choice, words, machine, choice.ds_config))}")
 
 
-def write(folder: Path, choice: Choice, words: Sequence[str], machine: MachineConfig) -> None:
+def write(folder: Path, choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> None:
     """Write the DeepSpeed configuration of a choice, and a script that launches the training with it.
 
     The script makes the teacher's cache first if the choice has one that is not there.

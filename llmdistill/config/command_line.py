@@ -53,7 +53,7 @@ def _run_parser(methods: tuple[tuple[str, MethodInfo], ...]) -> ArgumentParser:
         prog="llmdistill/train.py",
         usage="deepspeed [--num_gpus N] llmdistill/train.py [--ds_config FILE] [--recipe NAME] [--KEY VALUE ...]",
         exit_on_error=False,
-        description="Distil a teacher into a smaller student under DeepSpeed. "
+        description="Distill a teacher into a smaller student under DeepSpeed. "
         "Every setting below can be given in a recipe (YAML) or on the command line, which has priority.",
     )
     text = f"A shipped recipe's name or a YAML file. Default: {DEFAULT_RECIPE}, the embedded example; for a teacher or "

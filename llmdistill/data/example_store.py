@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.data.collate import Encoded
 from llmdistill.data.columns import MappedItems, in_pieces
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
-from llmdistill.data.instruct import Counts, Limits, encode, none_left
+from llmdistill.data.instruct import EncodedCounts, Limits, encode, none_left
 from llmdistill.data.prompts import PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, render_prompt
 from llmdistill.data.sources import READERS, no_example, open_rows, read_examples, unreadable
 from llmdistill.data.store import ArrayWriter, mapped, store, store_folder, token_dtype, tokenizer_fingerprint
@@ -67,7 +67,7 @@ class StoredExamples:
     """An instruction set that is mapped into memory."""
 
     items: MappedExamples
-    counts: Counts
+    counts: EncodedCounts
 
 
 def store_examples(
@@ -110,7 +110,7 @@ def store_examples(
 def open_examples(folder: Path) -> StoredExamples:
     """Map an instruction set into memory. Raises UserError if it is damaged."""
     meta, arrays = mapped(folder)
-    return StoredExamples(MappedExamples(arrays["tokens"], arrays["bounds"]), Counts(*meta["counts"]))
+    return StoredExamples(MappedExamples(arrays["tokens"], arrays["bounds"]), EncodedCounts(*meta["counts"]))
 
 
 def _content(reference: str | Path) -> list[str]:
@@ -145,9 +145,9 @@ def _write(
     reference: str | Path,
     tokenizer: PreTrainedTokenizerBase,
     limits: Limits,
-) -> Counts:
+) -> EncodedCounts:
     """Write the examples of a set piece by piece, so that it may be larger than memory; return how many they are."""
-    counts, read, start, has_answers = Counts(), 0, 0, False
+    counts, read, start, has_answers = EncodedCounts(), 0, 0, False
     rows = open_rows(reference, streaming=False)
     for examples in in_pieces((parse_row(row, source) for row, source in rows), _AT_ONCE):
         try:

@@ -60,7 +60,7 @@ class EncodedPrompts:
     truncated: int
 
 
-class Counts(NamedTuple):
+class EncodedCounts(NamedTuple):
     """How many examples there are, and how many were dropped or cut; see InstructData."""
 
     examples: int = 0
@@ -68,9 +68,9 @@ class Counts(NamedTuple):
     truncated_prompts: int = 0
     truncated_responses: int = 0
 
-    def plus(self, other: Counts) -> Counts:
+    def plus(self, other: EncodedCounts) -> EncodedCounts:
         """Return the counts of two parts together."""
-        return Counts(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return EncodedCounts(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def report(self) -> str:
         """Report all counts in one sentence."""
@@ -93,9 +93,9 @@ class InstructData:
     truncated_responses: int
     """Number of responses cut at the maximum length; these have no end token."""
 
-    def counts(self) -> Counts:
+    def counts(self) -> EncodedCounts:
         """Return all counts."""
-        return Counts(len(self.items), self.dropped, self.truncated_prompts, self.truncated_responses)
+        return EncodedCounts(len(self.items), self.dropped, self.truncated_prompts, self.truncated_responses)
 
     def report(self) -> str:
         """Report all counts in one sentence."""

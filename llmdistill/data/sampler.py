@@ -172,7 +172,7 @@ class TrainLoader(StepLoader[Item]):
         return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps, length=self._length)
 
 
-class Sequences(Protocol):
+class SequenceSource(Protocol):
     """The sequences of a training set, each made anew in every epoch, with masks or pairs of its own.
 
     They are counted through the epochs without end: a place is epoch * number of sequences + index.
@@ -197,7 +197,7 @@ class SequenceLoader(StepLoader[int]):
     Each epoch has its own order of the sequences. A batch may contain sequences of two epochs.
     """
 
-    def __init__(self, sequences: Sequences, share: Share) -> None:
+    def __init__(self, sequences: SequenceSource, share: Share) -> None:
         super().__init__(share, lambda places: sequences.batch(places, share.seed))
         self.sequences = sequences
 

@@ -14,7 +14,7 @@ from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded
 from llmdistill.data.example_store import MappedExamples, to_arrays
 from llmdistill.data.examples import Example, all_empty, no_answer, parse_row
-from llmdistill.data.instruct import Counts, Limits, encode, none_left
+from llmdistill.data.instruct import EncodedCounts, Limits, encode, none_left
 from llmdistill.data.sampler import Share, StepLoader, bucket
 from llmdistill.data.sources import no_example, stream_rows
 from llmdistill.errors import UserError
@@ -114,7 +114,7 @@ class _Tokens(NamedTuple):
     """See MappedExamples."""
     kept: list[int]
     """The places in the block of the examples that are not dropped."""
-    counts: Counts
+    counts: EncodedCounts
 
 
 class StreamLoader(StepLoader[Encoded]):
@@ -179,7 +179,7 @@ class StreamLoader(StepLoader[Encoded]):
         self._epoch = _Epoch(0, 0, 0)
         self._unanswered: int | None = 0
         """The number of examples that were read, if none of them had an answer; None as soon as one had."""
-        self.counts = Counts()
+        self.counts = EncodedCounts()
 
     def _read_window(self, number: int) -> list[Encoded]:
         """The examples of the steps that are sorted together, over all ranks; kept until other steps are requested."""

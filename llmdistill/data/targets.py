@@ -177,7 +177,7 @@ class MaskedTargets:
         return len(self.items)
 
     def length(self, place: int) -> int:
-        """See `sampler.Sequences`."""
+        """See `sampler.SequenceSource`."""
         return len(self.items[place % len(self)])
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:

@@ -84,7 +84,7 @@ class TextSequences:
         return len(self.layout)
 
     def length(self, place: int) -> int:
-        """See `sampler.Sequences`: nearly all sequences are as long as they may be."""
+        """See `sampler.SequenceSource`: nearly all sequences are as long as they may be."""
         return self.max_length
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:

@@ -16,7 +16,9 @@ from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import TaskData
 
 
-def distil(plans: Sequence[Plan], data: TaskData, world: World, *, then: Callable[[World], None] | None = None) -> None:
+def distill_plans(
+    plans: Sequence[Plan], data: TaskData, world: World, *, then: Callable[[World], None] | None = None
+) -> None:
     """Execute the runs of a configuration in an existing process group; every rank must call this function.
 
     Finished runs are not repeated. `then` is called after the runs, while the folder is claimed, such as for the second

@@ -8,7 +8,7 @@ from typing import Any
 from llmdistill.config import RunConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.factorize.plan import summarise
+from llmdistill.factorize.sizes import summarise
 
 
 def is_rank(size: str) -> bool:

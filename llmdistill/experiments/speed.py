@@ -25,7 +25,7 @@ from llmdistill.report.tables import Texts, print_table
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches
-from llmdistill.tasks.glue_files import TASKS, read_split
+from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 
 
 def evaluate(config: SpeedConfig, *, command: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _examples(config: SpeedConfig) -> list[Any] | None:
     """Return the examples of the task, as many as the batches hold; None without a task."""
     if config.task is None:
         return None
-    names, needed = {glue.hub: name for name, glue in TASKS.items()}, config.batches * config.batch_size
+    names, needed = {glue.hub: name for name, glue in GLUE_TASKS.items()}, config.batches * config.batch_size
     if config.task not in names:
         raise UserError(f"--task {config.task}: take the examples of a task of GLUE ({', '.join(names)})")
     examples = read_split(names[config.task], "train", config.data_dir)[:needed]

@@ -1,4 +1,4 @@
-"""Runs the rows of a table of encoders: distils the student of each recipe, and fine-tunes every model on the tasks.
+"""Runs the rows of a table of encoders: distills the student of each recipe, and fine-tunes every model on the tasks.
 
 Each row is what a user would run for it alone: its recipe as a run of the main job, and then a study of fine-tuning
 over its student, or the recipe's own second stage. The rows of other tables are scored side by side as they are. What
@@ -24,7 +24,7 @@ from llmdistill.config.tasks import GridConfig
 from llmdistill.data.corpus import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.experiments.fine_tuning.protocols import Protocol, protocol_of
+from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, protocol_of
 from llmdistill.experiments.launcher import Launcher, shown_command
 from llmdistill.experiments.table_suites import TABLE_SUITES, data_file
 from llmdistill.experiments.tables import PublishedTable, TableRow
@@ -91,7 +91,7 @@ class TableStudy:
         """Return the keys of the rows whose students are trained."""
         return [key for key in self.configs if key not in self.models]
 
-    def protocols(self) -> dict[str, Protocol]:
+    def protocols(self) -> dict[str, FineTuningProtocol]:
         """Return the settings of fine-tuning that are tried, by the title of the task."""
         return {title: protocol_of(self.tasks, title) for title in self.titles()}  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ from llmdistill.factorize.counting import build_reference, count_parameters, lay
 from llmdistill.factorize.install import is_factorized, token_embedding
 from llmdistill.factorize.kronecker import dense_flops
 from llmdistill.factorize.options import Group, Options, Table, make_groups, undominated
-from llmdistill.factorize.plan import DENSE, check_settings, parse_target, plan_embedding
+from llmdistill.factorize.sizes import DENSE, check_settings, parse_target, plan_embedding
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model
 from llmdistill.progress import progress

@@ -21,7 +21,7 @@ from llmdistill.factorize.install import token_embedding
 from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.measure import Measurement
 from llmdistill.factorize.moments import graph_tokens
-from llmdistill.factorize.plan import check_settings, plan, plan_embedding, rank_budget
+from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, rank_budget
 from llmdistill.factorize.weighted import FittedOnce, Weighted, WeightedSVD, allocate
 from llmdistill.models.families import base_name
 from llmdistill.models.passes import in_parts

@@ -1,4 +1,4 @@
-"""MiniLM: distils the self-attention of the last layer, that is, its attention and the relations between its values."""
+"""MiniLM: distills the self-attention of the last layer, its attention and the relations between its values."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _LOWER = "give the same command with a lower train.learning_rate, which goes on 
 _SHOWN_SAMPLES = 4
 
 
-class Terms(NamedTuple):
+class StepTerms(NamedTuple):
     """The figures of one step, the same on every rank."""
 
     step: int
@@ -83,7 +83,7 @@ class FiniteSteps:
     in_a_row: int = 0
     _last: _Step | None = None
 
-    def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> Terms | None:
+    def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Report a step that DeepSpeed has skipped, because its gradient is not finite; the student is unchanged.
 
         Returns the figures of the applied step before it, if they were not read yet.
@@ -103,7 +103,7 @@ class FiniteSteps:
         warn_main(f"{found}; the student is unchanged", self.world)
         return before
 
-    def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> Terms | None:
+    def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Remember an applied step, and check the one before it; return the figures of that one if there is one.
 
         Args:
@@ -124,7 +124,7 @@ class FiniteSteps:
         self._last = _Step(step, batches, losses, to_host_later(figures))
         return before
 
-    def settle(self) -> Terms | None:
+    def settle(self) -> StepTerms | None:
         """Check the last applied step now, before its student is used; return its figures if they were not read yet.
 
         Raises:
@@ -136,7 +136,7 @@ class FiniteSteps:
         *values, norm = step.figures()
         terms = dict(zip(self.terms, values, strict=True))
         if all(map(math.isfinite, (*values, norm))):
-            return Terms(step.number, terms)
+            return StepTerms(step.number, terms)
         named = (*((f"term {name}", value) for name, value in terms.items()), ("norm of the gradient", norm))
         name, value = next((name, value) for name, value in named if not math.isfinite(value))
         found = self._report(step, f"the {name} is {value} at step {step.number}")

@@ -17,7 +17,7 @@ from llmdistill.embedded import locate
 from llmdistill.factorize.counting import build_reference, count_parameters, forward_flops
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import kind_of
-from llmdistill.factorize.plan import plan_embedding, summarise
+from llmdistill.factorize.sizes import plan_embedding, summarise
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of

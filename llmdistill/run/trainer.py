@@ -22,7 +22,7 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.progress import progress
 from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
-from llmdistill.run.finite import FiniteSteps, Terms
+from llmdistill.run.finite import FiniteSteps, StepTerms
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.loss_check import Ways, check_losses, set_ways
 from llmdistill.run.loss_watch import LossWatch, uneven_terms
@@ -222,7 +222,7 @@ class Trainer:
     def _taught(self, batch: Batch) -> Outputs | None:
         return None if self.teacher is None else self.teacher.teach(batch, lm_head=self.method.taught_positions)
 
-    def _note(self, terms: Terms | None, watch: LossWatch, since: _Since) -> None:
+    def _note(self, terms: StepTerms | None, watch: LossWatch, since: _Since) -> None:
         """Hand on the terms of a step that was checked, if there is one, and say what is strange about them."""
         if terms is not None:
             since.add_terms(terms.values)

@@ -19,7 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, gather_objects
-from llmdistill.tasks.glue_files import BEST_SCORE, TABLES, TASKS, GlueTask, Metric
+from llmdistill.tasks.glue_files import BEST_SCORE, GLUE_TASKS, TABLES, GlueTask, Metric
 
 
 def predict(
@@ -103,7 +103,7 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
     Raises:
         ValueError: predictions and targets differ in length or are empty, or a target is unknown.
     """
-    task = TASKS[task_name]
+    task = GLUE_TASKS[task_name]
     if predictions.shape != targets.shape or predictions.ndim != 1 or len(targets) == 0:
         raise ValueError(f"predictions of shape {predictions.shape} but targets of shape {targets.shape}")
     if not (np.isin(targets, range(len(task.classes))) if task.classes else np.isfinite(targets)).all():
@@ -141,7 +141,7 @@ def targets_of(examples: Sequence[PairExample | EncodedPair]) -> np.ndarray:
 
 def chance_score(task: str, examples: Sequence[PairExample | EncodedPair], metric: Metric) -> float:
     """Return the metric of the best constant prediction."""
-    named, targets = TASKS[task], targets_of(examples)
+    named, targets = GLUE_TASKS[task], targets_of(examples)
     constants = range(len(named.classes)) if named.classes else [0.0]
     return max(task_metrics(task, np.full_like(targets, value), targets)[metric] for value in constants)
 

@@ -34,8 +34,8 @@ from llmdistill.tasks.classification import (
 )
 from llmdistill.tasks.glue_files import (
     DEV,
+    GLUE_TASKS,
     HUB_NAME,
-    TASKS,
     TEST,
     GlueTask,
     Metric,
@@ -86,7 +86,7 @@ class Glue(Benchmark):
     @classmethod
     def check_further(cls, asked: Mapping[str, Mapping[str, Any]], key: str) -> None:
         """See Benchmark."""
-        task = TASKS[glue_name(key)]
+        task = GLUE_TASKS[glue_name(key)]
         if task.classes:
             check_further(asked, glue_name(key), task.classes, len(task.sentences))
 
@@ -94,18 +94,18 @@ class Glue(Benchmark):
     def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
         """See Benchmark: the model has as many classes as the task."""
         name = glue_name(key)
-        found, wanted = config.num_labels, TASKS[name].num_outputs
+        found, wanted = config.num_labels, GLUE_TASKS[name].num_outputs
         if found != wanted:
             raise UserError(
                 f"{named}: it tells {found} classes apart, but {name} has {wanted}"
-                f"{'' if TASKS[name].classes else ' (a score)'}; give one that is fine-tuned on {name}"
+                f"{'' if GLUE_TASKS[name].classes else ' (a score)'}; give one that is fine-tuned on {name}"
             )
 
     @classmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
         """See Benchmark."""
         config = copy.deepcopy(config)
-        config.num_labels = TASKS[glue_name(key)].num_outputs
+        config.num_labels = GLUE_TASKS[glue_name(key)].num_outputs
         return config
 
     def read_files(self) -> TaskFiles:
@@ -120,7 +120,7 @@ class Glue(Benchmark):
     @property
     def task(self) -> GlueTask:
         """The properties of the task in GLUE."""
-        return TASKS[self.name]
+        return GLUE_TASKS[self.name]
 
     @property
     def num_outputs(self) -> int:
@@ -218,7 +218,7 @@ class GlueData(BenchmarkData):
     """The examples of one task of GLUE."""
 
     name: str
-    """The name of the task in glue_files.TASKS."""
+    """The name of the task in glue_files.GLUE_TASKS."""
     digest: str
     """A digest of the examples; see TaskFiles."""
     labels: Mapping[str, Sequence[int]]
@@ -237,7 +237,7 @@ class GlueData(BenchmarkData):
     @property
     def task(self) -> GlueTask:
         """The properties of the task in GLUE."""
-        return TASKS[self.name]
+        return GLUE_TASKS[self.name]
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -349,10 +349,10 @@ class GlueData(BenchmarkData):
 
 def _metric_of(task: str, name: str | None) -> Metric:
     """The metric by which settings are chosen; raise UserError if the task has no metric of this name."""
-    metrics = {metric: metric for metric in TASKS[task].metrics}
+    metrics = {metric: metric for metric in GLUE_TASKS[task].metrics}
     if name is not None and name not in metrics:
         raise UserError(f"data.task.metric is {name}: {task} has {', '.join(metrics)}; name one of them")
-    return TASKS[task].metrics[0] if name is None else metrics[name]
+    return GLUE_TASKS[task].metrics[0] if name is None else metrics[name]
 
 
 def _scored(files: TaskFiles) -> dict[str, list[PairExample]]:

@@ -71,7 +71,9 @@ def _task(fields: dict[str, Any]) -> GlueTask:
 GLUE: tuple[str, ...] = tuple(TABLES["tasks"])
 """The names of the tasks of GLUE."""
 
-TASKS: dict[str, GlueTask] = {name: _task(fields) for name, fields in {**TABLES["tasks"], **TABLES["others"]}.items()}
+GLUE_TASKS: dict[str, GlueTask] = {
+    name: _task(fields) for name, fields in {**TABLES["tasks"], **TABLES["others"]}.items()
+}
 """The tasks on sentences and pairs of sentences by name: those of GLUE, and others."""
 
 _MOST_DIGITS = 18
@@ -86,7 +88,7 @@ class TaskFiles:
     """A task with its examples. Two instances are equal if their training and dev examples are equal."""
 
     name: str
-    """The name of the task in TASKS."""
+    """The name of the task in GLUE_TASKS."""
     train: list[PairExample] = field(compare=False)
     dev: dict[Split, list[PairExample]] = field(compare=False)
     """The split dev, and dev_mismatched if the task has it."""
@@ -100,7 +102,7 @@ class TaskFiles:
     @property
     def task(self) -> GlueTask:
         """The properties of the task in GLUE."""
-        return TASKS[self.name]
+        return GLUE_TASKS[self.name]
 
     def parts(self) -> Iterator[object]:
         """See `benchmark.TaskExamples`."""
@@ -110,8 +112,8 @@ class TaskFiles:
 
 
 def glue_name(task: str) -> str:
-    """Return the name in TASKS of a task in `tasks.TASKS`, such as SST-2 for sst2."""
-    return next(name for name, glue in TASKS.items() if glue.hub == task)
+    """Return the name in GLUE_TASKS of a task in `tasks.TASKS`, such as SST-2 for sst2."""
+    return next(name for name, glue in GLUE_TASKS.items() if glue.hub == task)
 
 
 def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> None:
@@ -131,7 +133,7 @@ def check_data_dir(data_dir: str | None, names: Sequence[str], *, key: str) -> N
 
 def column_of(name: str, split: Split) -> str:
     """Return the column name of a split in papers and on the GLUE server: MNLI-m, MNLI-mm, or the task's name."""
-    if not TASKS[name].has_mismatched:
+    if not GLUE_TASKS[name].has_mismatched:
         return name
     return f"{name}-mm" if split.endswith("_mismatched") else f"{name}-m"
 
@@ -142,7 +144,7 @@ def read_task(name: str, data_dir: str | None, limit: int | None) -> TaskFiles:
     Raises:
         UserError: a file is missing or malformed.
     """
-    splits = 2 if TASKS[name].has_mismatched else 1
+    splits = 2 if GLUE_TASKS[name].has_mismatched else 1
     train = read_split(name, "train", data_dir)[:limit]
     dev = {split: read_split(name, split, data_dir) for split in DEV[:splits]}
     has_test = data_dir is None or _has_test(Path(data_dir) / name)
@@ -176,7 +178,7 @@ def _has_test(folder: Path) -> bool:
 
 
 def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[PairExample]:
-    """Read the examples of a split of a task in TASKS, in order.
+    """Read the examples of a split of a task in GLUE_TASKS, in order.
 
     data_dir is the folder of GLUE's download, with one subfolder per task, which contains train.tsv and so on (for MRPC
     also the original msr_paraphrase_train.txt and _test.txt, with dev_ids.tsv). Without it the examples are loaded from
@@ -186,7 +188,7 @@ def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[Pai
         UserError: the file does not exist, there are no examples, a column is missing, or a line is malformed; the
             message names the line.
     """
-    named = TASKS[task]
+    named = GLUE_TASKS[task]
     rows = _hub_rows(named, split) if data_dir is None else _file_rows(named, split, Path(data_dir) / task)
     examples = [_example(named, split, row, number, place) for number, (row, place) in enumerate(rows)]
     if not examples:

@@ -35,7 +35,7 @@ from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, check_positions, skipped_questions
 from llmdistill.tasks.spans import Spans, predict_spans
 from llmdistill.tasks.squad_files import (
-    TASKS,
+    SQUAD_TASKS,
     QuestionSet,
     SquadFiles,
     check_files,
@@ -58,7 +58,7 @@ class Squad(Benchmark):
     @classmethod
     def title(cls, key: str) -> str:
         """See Benchmark: SQuAD1, SQuAD2 or MLQA."""
-        return TASKS[key].title
+        return SQUAD_TASKS[key].title
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
@@ -72,7 +72,7 @@ class Squad(Benchmark):
         if not name.endswith("ForQuestionAnswering"):
             raise UserError(
                 f"{named}: it is a {name or config.model_type} without head for spans; give a model that is fine-tuned "
-                f"on {TASKS[key].title}"
+                f"on {SQUAD_TASKS[key].title}"
             )
 
     @classmethod
@@ -86,7 +86,7 @@ class Squad(Benchmark):
     @property
     def hub(self) -> str:
         """See Task."""
-        return TASKS[self.key].hub
+        return SQUAD_TASKS[self.key].hub
 
     @property
     def num_outputs(self) -> int:
@@ -97,7 +97,7 @@ class Squad(Benchmark):
         """See Task. Both models are encoders; the teacher is fine-tuned."""
         if is_causal(config):
             raise UserError(
-                f"{key} {reference}: {TASKS[self.key].title} needs an encoder, because the tokens of a "
+                f"{key} {reference}: {SQUAD_TASKS[self.key].title} needs an encoder, because the tokens of a "
                 f"{config.model_type} do not see those after them; give a model such as BERT or RoBERTa"
             )
         if key == "teacher.model":
@@ -145,7 +145,7 @@ class Squad(Benchmark):
         windows = {name: stored.items(name, WINDOWS) for name in meta["sets"]}
         for config in (models.student, models.teacher):
             lengths = (each.longest for each in (train, *windows.values()))
-            check_positions(config, TASKS[self.key].title, lengths, self.config.data.max_length)
+            check_positions(config, SQUAD_TASKS[self.key].title, lengths, self.config.data.max_length)
         sets = {
             name: _Encoded(**about, windows=windows[name], read=partial(_questions, stored, name))
             for name, about in meta["sets"].items()
@@ -174,7 +174,7 @@ class Squad(Benchmark):
             for name, each in found.items()
         }
         lengths = (len(window) for each in sets.values() for window in each.windows)
-        check_positions(config, TASKS[self.key].title, lengths, limits.max_length)
+        check_positions(config, SQUAD_TASKS[self.key].title, lengths, limits.max_length)
         return self._data(tokenizer, sets, batch_size)
 
     def _limits(self) -> WindowLimits:
@@ -248,7 +248,7 @@ class SquadData(BenchmarkData):
     @property
     def metrics(self) -> tuple[str, ...]:
         """See BenchmarkData: the scores at the best threshold, if some questions have no answer, come first."""
-        return ("best_f1", "best_em", "f1", "em") if TASKS[self.key].has_unanswerable else ("f1", "em")
+        return ("best_f1", "best_em", "f1", "em") if SQUAD_TASKS[self.key].has_unanswerable else ("f1", "em")
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ class SquadData(BenchmarkData):
     @property
     def main_column(self) -> str:
         """See BenchmarkData: for MLQA the mean over the languages."""
-        return TASKS[self.key].title
+        return SQUAD_TASKS[self.key].title
 
     @property
     def chance(self) -> float:
@@ -320,7 +320,7 @@ class SquadData(BenchmarkData):
             self._write(scored, name, spans)
         references = {question.id: [answer.text for answer in question.answers] for question in questions}
         scores: dict[str, Any]
-        if TASKS[self.key].has_unanswerable:
+        if SQUAD_TASKS[self.key].has_unanswerable:
             scores = squad2_scores(spans.texts, spans.null_odds, references).to_dict()
         else:
             scores = squad1_scores(spans.texts, references, language=encoded.language)
@@ -329,7 +329,7 @@ class SquadData(BenchmarkData):
     def _write(self, scored: ScoredModel, name: str, spans: Spans) -> None:
         folder = scored.predictions / name
         answers = spans.texts
-        if TASKS[self.key].has_unanswerable:
+        if SQUAD_TASKS[self.key].has_unanswerable:
             answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
             write_json(folder / "null_odds.json", spans.null_odds)
             write_json(folder / "spans.json", spans.texts)
@@ -345,12 +345,12 @@ class SquadData(BenchmarkData):
             set, and ``MLQA``, the mean over the languages.
         """
         columns = {each.column: self._metrics(scores[name]["metrics"]) for name, each in self.encoded.items()}
-        if TASKS[self.key].is_multilingual:
+        if SQUAD_TASKS[self.key].is_multilingual:
             same = [columns[each.column] for each in self.encoded.values() if each.is_averaged]
             columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.metrics}
         dev = self.encoded["dev"].column
         summary = {"dev": columns, "score": columns[dev][self.metrics[0]], "chance": self.chance}
-        if TASKS[self.key].has_unanswerable:
+        if SQUAD_TASKS[self.key].has_unanswerable:
             official = dict(scores["dev"]["metrics"])
             summary |= {"threshold": official["best_f1_threshold"], "official": official}
         return summary
@@ -367,7 +367,7 @@ class SquadData(BenchmarkData):
         found = skipped_questions(self.skipped, "their answer is not in the context where answer_start says")
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             found.append(
-                f"the teacher {self.teacher_name} is not better than never answering on {TASKS[self.key].title}: "
+                f"the teacher {self.teacher_name} is not better than never answering on {SQUAD_TASKS[self.key].title}: "
                 f"{self.metrics[0]} {teacher['score']:.1f} on dev, where that gets {teacher['chance']:.1f}. Nothing "
                 "can be learnt from it: fine-tune it first"
             )
@@ -375,8 +375,8 @@ class SquadData(BenchmarkData):
 
     def legend(self) -> str:
         """See BenchmarkData."""
-        text = f"{TASKS[self.key].title}: F1 and exact match as in the official script, x 100; "
+        text = f"{SQUAD_TASKS[self.key].title}: F1 and exact match as in the official script, x 100; "
         text += f"{self.sizes['train']:,} questions."
-        if TASKS[self.key].has_unanswerable:
+        if SQUAD_TASKS[self.key].has_unanswerable:
             text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
         return text

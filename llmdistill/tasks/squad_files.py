@@ -31,7 +31,7 @@ class SquadTask:
     """Whether the training set is English, and the test sets are in LANGUAGES."""
 
 
-TASKS: dict[str, SquadTask] = {
+SQUAD_TASKS: dict[str, SquadTask] = {
     "squad1": SquadTask(title="SQuAD1", hub="rajpurkar/squad"),
     "squad2": SquadTask(title="SQuAD2", hub="rajpurkar/squad_v2", has_unanswerable=True),
     "mlqa": SquadTask(title="MLQA", hub="facebook/mlqa", is_multilingual=True),
@@ -91,7 +91,7 @@ class SquadFiles:
     @property
     def task(self) -> SquadTask:
         """The properties of the task."""
-        return TASKS[self.key]
+        return SQUAD_TASKS[self.key]
 
     def parts(self) -> Iterator[object]:
         """See `benchmark.TaskExamples`."""
@@ -129,7 +129,7 @@ def check_files(folder: str | None, key: str, *, setting: str) -> None:
         return
     if not Path(folder).is_dir():
         raise UserError(
-            f"{setting} {folder}: no such folder; give that of {TASKS[key].title}'s files, or none for the hub"
+            f"{setting} {folder}: no such folder; give that of {SQUAD_TASKS[key].title}'s files, or none for the hub"
         )
     _train_file(folder, key)
     _dev_file(folder, key)
@@ -142,8 +142,8 @@ def read_files(key: str, settings: TaskConfig) -> SquadFiles:
         UserError: a file is missing or malformed, holds no question, or a language has no data.
     """
     sets = read_sets(key, settings)
-    source = "squad1" if TASKS[key].is_multilingual else key
-    place = TASKS[source].hub + ", train" if settings.dir is None else str(_train_file(settings.dir, key))
+    source = "squad1" if SQUAD_TASKS[key].is_multilingual else key
+    place = SQUAD_TASKS[source].hub + ", train" if settings.dir is None else str(_train_file(settings.dir, key))
     rows = _hub_rows(source, "train", None) if settings.dir is None else _file_rows(Path(place))
     train = _checked(rows, place, key)[: settings.limit]
     skipped = [question.id for question in train if not question.is_located]
@@ -165,7 +165,7 @@ def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
     folder = settings.dir
     if folder is None:
         return None
-    pairs = _pairs(settings) if TASKS[key].is_multilingual else []
+    pairs = _pairs(settings) if SQUAD_TASKS[key].is_multilingual else []
     tests = [_mlqa_folder(folder, "test") / each.file("test") for each in pairs]
     return [_train_file(folder, key), _dev_file(folder, key), *tests]
 
@@ -176,7 +176,7 @@ def read_sets(key: str, settings: TaskConfig) -> dict[str, QuestionSet]:
     Raises:
         UserError: a file is missing or malformed, holds no question, or a language has no data.
     """
-    task = TASKS[key]
+    task = SQUAD_TASKS[key]
     if not task.is_multilingual:
         if settings.languages is not None:
             raise UserError(f"data.task.languages is {settings.languages}, but {task.title} is English: leave it out")
@@ -223,7 +223,7 @@ _Rows = Iterator[tuple[Mapping[str, Any], str]]
 def _split_rows(key: str, folder: str | None, split: str, pair: Pair | None) -> tuple[_Rows, str]:
     if folder is None:
         name = "" if pair is None else f" {pair.column}"
-        return _hub_rows(key, split, pair), f"{TASKS[key].hub}{name}, {split}"
+        return _hub_rows(key, split, pair), f"{SQUAD_TASKS[key].hub}{name}, {split}"
     path = _dev_file(folder, key) if pair is None else _mlqa_folder(folder, split) / pair.file(split)
     return _file_rows(path), str(path)
 
@@ -237,10 +237,10 @@ def _checked(rows: _Rows, place: str, key: str) -> list[QuestionExample]:
         if question.id in ids:
             raise UserError(f"{place}: two questions have the id {question.id}; give each its own")
         ids.add(question.id)
-        if not question.answers and not TASKS[key].has_unanswerable:
+        if not question.answers and not SQUAD_TASKS[key].has_unanswerable:
             raise UserError(
-                f"{place}: question {question.id} has no answer, but every question of {TASKS[key].title} has one; "
-                "for SQuAD 2.0 name the task squad2"
+                f"{place}: question {question.id} has no answer, but every question of {SQUAD_TASKS[key].title} has "
+                "one; for SQuAD 2.0 name the task squad2"
             )
     return questions
 
@@ -306,7 +306,7 @@ def _list(value: Any, place: str) -> list[Any]:
 
 def _train_file(folder: str, key: str) -> Path:
     """Return the training file; MLQA's is that of SQuAD 1.1, in its own folder or in MLQA's."""
-    if not TASKS[key].is_multilingual:
+    if not SQUAD_TASKS[key].is_multilingual:
         return _only_file(task_folder(folder, key), "train*.json")
     inside = [task_folder(folder, "squad1"), task_folder(folder, key), folder]
     return _only_file(next((each for each in inside if any(Path(each).glob("train*.json"))), folder), "train*.json")
@@ -314,7 +314,7 @@ def _train_file(folder: str, key: str) -> Path:
 
 def _dev_file(folder: str, key: str) -> Path:
     """Return the file by which settings are chosen."""
-    if TASKS[key].is_multilingual:
+    if SQUAD_TASKS[key].is_multilingual:
         path = _mlqa_folder(folder, "dev") / ENGLISH.file("dev")
         if not path.is_file():
             raise UserError(f"{path}: no such file, by which settings are chosen; take MLQA's own download, whole")
@@ -341,4 +341,4 @@ def _only_file(folder: str, pattern: str) -> Path:
 def _hub_rows(key: str, split: str, pair: Pair | None) -> _Rows:
     config = None if pair is None else f"mlqa.{pair.context}.{pair.question}"
     name = split.replace("dev", "validation")
-    return benchmark_rows(TASKS[key].hub, config, name, files="the folder of the official download")
+    return benchmark_rows(SQUAD_TASKS[key].hub, config, name, files="the folder of the official download")

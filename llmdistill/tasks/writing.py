@@ -34,7 +34,15 @@ from llmdistill.objective import Objective
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
 from llmdistill.tasks.text_metrics import NAMES, has_synonyms, text_metrics
-from llmdistill.tasks.writing_files import TASKS, TextSet, WritingFiles, check_folder, read_files, read_sets, task_paths
+from llmdistill.tasks.writing_files import (
+    WRITING_TASKS,
+    TextSet,
+    WritingFiles,
+    check_folder,
+    read_files,
+    read_sets,
+    task_paths,
+)
 
 _DECODING = ("max_length", "min_length", "beams", "length_penalty", "no_repeat_ngram_size")
 """The settings of writing on which a score depends."""
@@ -64,7 +72,7 @@ class Writing(Benchmark):
     @classmethod
     def title(cls, key: str) -> str:
         """See Benchmark."""
-        return TASKS[key].title
+        return WRITING_TASKS[key].title
 
     @classmethod
     def check_folder(cls, folder: str | None, key: str, *, setting: str) -> None:
@@ -78,7 +86,7 @@ class Writing(Benchmark):
         if not name.endswith(("ForMaskedLM", "ForPreTraining")):
             raise UserError(
                 f"{named}: it is a {name or config.model_type} without language-model head; give a model that is "
-                f"fine-tuned on {TASKS[key].title}"
+                f"fine-tuned on {WRITING_TASKS[key].title}"
             )
 
     @classmethod
@@ -92,7 +100,7 @@ class Writing(Benchmark):
         """See Task. Both models are encoders; the teacher is fine-tuned."""
         if is_causal(config):
             raise UserError(
-                f"{key} {reference}: on {TASKS[self.key].title} an encoder learns to write; give one, or "
+                f"{key} {reference}: on {WRITING_TASKS[self.key].title} an encoder learns to write; give one, or "
                 f"let the {config.model_type} learn the texts as instructions (data.kind instructions)"
             )
         if not goes_on(build_meta(config)):
@@ -106,7 +114,7 @@ class Writing(Benchmark):
 
     def changing_examples(self, *, causal: bool) -> str | None:
         """See Task."""
-        return f"the targets of {TASKS[self.key].title} are masked anew in every epoch"
+        return f"the targets of {WRITING_TASKS[self.key].title} are masked anew in every epoch"
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
         """See Task: the masked tokens of the targets."""
@@ -226,7 +234,7 @@ class WritingData(BenchmarkData):
     @property
     def metrics(self) -> tuple[str, ...]:
         """See BenchmarkData: BLEU-4, METEOR and ROUGE-L of questions; ROUGE-L, ROUGE-1 and ROUGE-2 of summaries."""
-        return TASKS[self.key].metrics
+        return WRITING_TASKS[self.key].metrics
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -239,7 +247,7 @@ class WritingData(BenchmarkData):
         return self._column("dev")
 
     def _column(self, split: str) -> str:
-        title = TASKS[self.key].title
+        title = WRITING_TASKS[self.key].title
         return title if split == "dev" else f"{title}-{split}"
 
     @property
@@ -295,7 +303,7 @@ class WritingData(BenchmarkData):
             ]
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(scored.predictions / f"{name}.jsonl", text)
-        metrics = text_metrics(TASKS[self.key].metrics, texts, found.references)
+        metrics = text_metrics(WRITING_TASKS[self.key].metrics, texts, found.references)
         return {"metrics": dict(metrics), "examples": len(found.examples)}
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -322,7 +330,7 @@ class WritingData(BenchmarkData):
             )
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             found.append(
-                f"the teacher's texts share nothing with the references of {TASKS[self.key].title}: "
+                f"the teacher's texts share nothing with the references of {WRITING_TASKS[self.key].title}: "
                 f"{self.metric_name(self.metrics[0])} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
             )
         return found

@@ -49,7 +49,7 @@ class WritingTask:
 _SUMMARIES: tuple[TextMetric, ...] = ("rougeL", "rouge1", "rouge2")
 _SQUAD = "squad1"
 
-TASKS: dict[str, WritingTask] = {
+WRITING_TASKS: dict[str, WritingTask] = {
     "questiongeneration": WritingTask(
         title="QuestionGeneration",
         hub="rajpurkar/squad",
@@ -123,7 +123,7 @@ def check_folder(folder: str | None, key: str, *, setting: str) -> None:
         UserError: the folder or a file does not exist, or the task has no data set on the hub.
     """
     if folder is None:
-        if TASKS[key].hub is None:
+        if WRITING_TASKS[key].hub is None:
             raise UserError(
                 f"{setting} is missing: {key} reads files of yours: give a folder with train.jsonl and dev.jsonl, or "
                 "take xsum or cnn_dailymail"
@@ -195,7 +195,7 @@ def task_paths(key: str, settings: TaskConfig) -> list[Path] | None:
 
 def _is_squad(folder: str | None, key: str) -> bool:
     """Whether the examples are those of SQuAD 1.1: on the hub, or in a folder with JSON in the official format."""
-    if not TASKS[key].asks_for_answers:
+    if not WRITING_TASKS[key].asks_for_answers:
         return False
     rows = [] if folder is None else [path for path in _files(folder, key, "train") if path.suffix != ".json"]
     return not any(path.is_file() for path in rows)
@@ -216,7 +216,7 @@ class _Row(NamedTuple):
 
 def _read(key: str, folder: str | None, split: Split) -> list[_Row]:
     reference = _reference(key, folder, split)
-    found = [_row(TASKS[key], row, place) for row, place in open_rows(reference, streaming=False)]
+    found = [_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference, streaming=False)]
     if not found:
         raise UserError(f"{reference}: holds no example; give at least one row of source and target")
     return found
@@ -224,7 +224,7 @@ def _read(key: str, folder: str | None, split: Split) -> list[_Row]:
 
 def _reference(key: str, folder: str | None, split: Split) -> str:
     if folder is None:
-        return f"{TASKS[key].hub}:{'validation' if split == 'dev' else split}"
+        return f"{WRITING_TASKS[key].hub}:{'validation' if split == 'dev' else split}"
     return str(_file(folder, key, split))
 
 

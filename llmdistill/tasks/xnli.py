@@ -14,7 +14,7 @@ from llmdistill.data.sources import Rows, benchmark_rows, tsv_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.glue import Glue, GlueData
-from llmdistill.tasks.glue_files import TASKS, TaskFiles, examples_digest
+from llmdistill.tasks.glue_files import GLUE_TASKS, TaskFiles, examples_digest
 from llmdistill.tasks.out_of_domain import FurtherSet
 
 NAME = "XNLI"
@@ -108,7 +108,7 @@ def read_xnli(settings: TaskConfig) -> TaskFiles:
         if not rows:
             raise UserError(f"{where}: holds no example of XNLI; take the official files, whole")
     dev = [example for language in languages for example in sets["dev"][language]]
-    classes = tuple(range(len(TASKS[NAME].classes)))
+    classes = tuple(range(len(GLUE_TASKS[NAME].classes)))
     further = {f"{NAME}-{each}": FurtherSet(examples=sets["test"][each], labels=classes) for each in languages}
     train = train[: settings.limit]
     digest = examples_digest([train, dev, *(each.examples for each in further.values())])
@@ -151,7 +151,7 @@ def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
     if columns is None:
         raise UserError(f"{place}: expected {', '.join(_COLUMNS[0])}, it has {', '.join(row)}; take the official file")
     first, second, label = (str(row[key]) for key in columns)
-    classes = TASKS[NAME].classes
+    classes = GLUE_TASKS[NAME].classes
     label = _SYNONYMS.get(label, label)
     if label not in classes:
         raise UserError(f"{place}: label {label!r}, expected one of {', '.join(classes)}; mend the line")
@@ -178,7 +178,7 @@ def _split_file(folder: str, split: str) -> Path:
 
 def _hub_rows(language: str, split: str) -> Rows:
     rows = benchmark_rows(_HUB, language, split.replace("dev", "validation"), files="the folder of XNLI's own files")
-    classes = TASKS[NAME].classes
+    classes = GLUE_TASKS[NAME].classes
     for row, place in rows:
         label: Any = row.get("label")
         known = isinstance(label, int) and 0 <= label < len(classes)

@@ -24,7 +24,7 @@ from llmdistill.methods import METHODS, Method, MethodEntry, Terms
 from llmdistill.methods.output import divergence_terms, label_terms
 from llmdistill.models.families import shape_of
 
-parser = argparse.ArgumentParser(description="Distil with a loss of one's own.", allow_abbrev=False)
+parser = argparse.ArgumentParser(description="Distill with a loss of one's own.", allow_abbrev=False)
 parser.add_argument("--teacher", default="embedded:teacher", help="a fine-tuned decoder: a folder, or a hub name")
 parser.add_argument("--train", default="embedded:train", help="rows of instructions or messages: JSONL, Parquet, CSV")
 parser.add_argument("--test", default="embedded:unseen", help="rows of the same form, by which the models are scored")

@@ -17,7 +17,7 @@ from llmdistill.models.families import FAMILIES
 from llmdistill.models.shapes import first_parts, initialise, parse_shape, shaped_config
 from llmdistill.models.taps import Recorder
 from llmdistill.tasks import TASKS
-from llmdistill.tasks.glue_files import TASKS as FORMATS
+from llmdistill.tasks.glue_files import GLUE_TASKS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/extending.md").read_text(encoding="utf-8")
 
@@ -31,13 +31,13 @@ def blocks(section: str, kind: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
-    before = dict(METHODS), dict(FAMILIES), dict(TASKS), dict(FORMATS)
+    before = dict(METHODS), dict(FAMILIES), dict(TASKS), dict(GLUE_TASKS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for code in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         (tmp_path / code.split()[1]).write_text(code, encoding="utf-8")
     yield tmp_path
-    for table, entries in zip((METHODS, FAMILIES, TASKS, FORMATS), before, strict=True):
+    for table, entries in zip((METHODS, FAMILIES, TASKS, GLUE_TASKS), before, strict=True):
         table.clear()
         table.update(entries)
     for name in ("mine", "olmo3", "parity"):

@@ -27,7 +27,7 @@ from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.data.examples import parse_row
 from llmdistill.data.sources import examples_of, open_rows
 from llmdistill.embedded import locate
-from llmdistill.factorize.plan import summarise
+from llmdistill.factorize.sizes import summarise
 from llmdistill.methods import METHODS
 from llmdistill.methods.layers import parse_layers
 from llmdistill.models.layer_maps import mapped_layers

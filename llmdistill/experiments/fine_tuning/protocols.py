@@ -15,14 +15,14 @@ from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.tasks import task_key
 from llmdistill.tasks.classification import CONVENTIONS, Convention
-from llmdistill.tasks.glue_files import TASKS, column_of
+from llmdistill.tasks.glue_files import GLUE_TASKS, column_of
 
 BEST = "best"
 """The folder of a task's best model, inside the task's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protocol:
+class FineTuningProtocol:
     """The settings that are tried, and the settings that all runs share."""
 
     learning_rates: Sequence[float]
@@ -45,21 +45,23 @@ class Protocol:
         return len(self.learning_rates) * len(self.epochs) * len(self.seeds)
 
 
-PROTOCOLS: dict[ProtocolName, Protocol] = {
+PROTOCOLS: dict[ProtocolName, FineTuningProtocol] = {
     # MaKD §4.1, which does not give the epochs, batch size, length, warm-up and weight decay.
-    "makd": Protocol(learning_rates=[1e-5, 2.3e-5, 3.5e-5, 4.8e-5], epochs=[3], seeds=[1, 2, 3, 4, 5]),
+    "makd": FineTuningProtocol(learning_rates=[1e-5, 2.3e-5, 3.5e-5, 4.8e-5], epochs=[3], seeds=[1, 2, 3, 4, 5]),
     # MiniLMv2 appendix C.
-    "minilmv2": Protocol(learning_rates=[1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5], epochs=[3, 5, 10], seeds=[1, 2, 3, 4]),
+    "minilmv2": FineTuningProtocol(
+        learning_rates=[1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5], epochs=[3, 5, 10], seeds=[1, 2, 3, 4]
+    ),
     # KroneckerBERT appendix A.1, "single runs"; it gives only a range of epochs, and Table 8 has the learning rate 1e-5
     # outside of the paper's own range.
-    "kroneckerbert": Protocol(learning_rates=[5e-5, 1e-4, 5e-4], epochs=[5, 10, 15], seeds=[1]),
+    "kroneckerbert": FineTuningProtocol(learning_rates=[5e-5, 1e-4, 5e-4], epochs=[5, 10, 15], seeds=[1]),
     # MiniLM: appendices B and C of its second arXiv version; "an average of 4 runs" (Table 3). Warm-up and weight decay
     # are ours.
-    "minilm": Protocol(learning_rates=[2e-5, 3e-5, 4e-5, 5e-5], epochs=[3, 4, 5], seeds=[1, 2, 3, 4]),
+    "minilm": FineTuningProtocol(learning_rates=[2e-5, 3e-5, 4e-5, 5e-5], epochs=[3, 4, 5], seeds=[1, 2, 3, 4]),
     # The same for the student of 12 layers whose teacher was the authors' own: it has some rates of its own. Its batch
     # is chosen from 32 and 48 there; 32 here, except where the paper says 48.
-    "minilm_v1": Protocol(learning_rates=[2e-5, 3e-5, 4e-5, 5e-5], epochs=[3, 4, 5], seeds=[1, 2, 3, 4]),
-    "custom": Protocol(learning_rates=[2e-5], epochs=[3], seeds=[1]),
+    "minilm_v1": FineTuningProtocol(learning_rates=[2e-5, 3e-5, 4e-5, 5e-5], epochs=[3, 4, 5], seeds=[1, 2, 3, 4]),
+    "custom": FineTuningProtocol(learning_rates=[2e-5], epochs=[3], seeds=[1]),
 }
 
 _SQUAD_LENGTH = {"max_length": 384}
@@ -109,7 +111,7 @@ SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 """The settings that all runs of a protocol share."""
 
 
-def protocol_of(config: FineTuningConfig, task: str) -> Protocol:
+def protocol_of(config: FineTuningConfig, task: str) -> FineTuningProtocol:
     """Return the protocol for a task; settings in the configuration replace those of the protocol."""
     given = {key: getattr(config, key) for key in ("learning_rates", "epochs", "seeds", *SHARED)}
     given = {key: value for key, value in given.items() if value is not None}
@@ -140,10 +142,10 @@ def _settings_of(recipe: RunConfig | None) -> dict[str, Any]:
 
 def metric_of(protocol: ProtocolName, task: str) -> str | None:
     """Return the metric by which settings are chosen, that of the paper's table; None for the task's own first one."""
-    if task not in TASKS:
+    if task not in GLUE_TASKS:
         return None
     columns = CONVENTIONS.get(cast(Convention, "minilm" if protocol == "minilm_v1" else protocol), {})
-    return columns.get(column_of(task, "dev"), TASKS[task].metrics[0])
+    return columns.get(column_of(task, "dev"), GLUE_TASKS[task].metrics[0])
 
 
 def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> str:

@@ -26,7 +26,14 @@ from llmdistill.config import (
 from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.fine_tuning.protocols import BEST, SHARED, Protocol, metric_of, protocol_of, recipe_of
+from llmdistill.experiments.fine_tuning.protocols import (
+    BEST,
+    SHARED,
+    FineTuningProtocol,
+    metric_of,
+    protocol_of,
+    recipe_of,
+)
 from llmdistill.experiments.fine_tuning.results import summarise
 from llmdistill.experiments.grid import Choice, choose, may_be_best, points
 from llmdistill.experiments.launcher import Runner
@@ -73,7 +80,7 @@ class TaskStudy:
         return self.root / self.task
 
     @cached_property
-    def protocol(self) -> Protocol:
+    def protocol(self) -> FineTuningProtocol:
         """The settings that are tried."""
         return protocol_of(self.config, self.task)
 

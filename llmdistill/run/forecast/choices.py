@@ -10,7 +10,7 @@ from typing import Any
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.run.checks import can_cache
-from llmdistill.run.forecast.cached import Counts
+from llmdistill.run.forecast.cached import BatchSize
 from llmdistill.run.forecast.duration import Duration, node_bytes, step_duration, wire_bytes
 from llmdistill.run.forecast.making import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
 from llmdistill.run.forecast.memory import CACHED, PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
@@ -39,7 +39,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class LayoutChoice:
     """One way to launch a training."""
 
     ds_config: str
@@ -108,7 +108,7 @@ class Choice:
 
 def make_choices(
     plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_CONFIGS, cache: CacheAsked | None = None
-) -> list[Choice]:
+) -> list[LayoutChoice]:
     """Return every way to launch a run on a machine, from the configurations of its models alone.
 
     Args:
@@ -130,7 +130,7 @@ def make_choices(
     teachers: list[str | None] = [None]
     if models.teacher is not None:
         teachers = [] if plan.is_cached else [*shardings(machine)]
-    kept, forecast, of_sequence = None, None, Counts.of(ends[0][1])
+    kept, forecast, of_sequence = None, None, BatchSize.of(ends[0][1])
     if can_cache(plan):
         asked, kept = trace_making(plan, models, cache or CacheAsked())
         sizes = replace(sizes, cached_head_bytes=kept.head_bytes)
@@ -174,7 +174,7 @@ def _choice(
     accumulation_steps: int,
     read_bytes: int,
     cache: CacheForecast | None,
-) -> Choice:
+) -> LayoutChoice:
     parts = peak_memory(
         zero,
         sizes,
@@ -185,7 +185,7 @@ def _choice(
         ranks_of_node=machine.ranks_of_node,
     )
     work = trace.student + trace.teacher
-    return Choice(
+    return LayoutChoice(
         ds_config=name,
         micro_batch_size=trace.micro_batch_size,
         accumulation_steps=accumulation_steps,
@@ -204,7 +204,7 @@ def _choice(
     )
 
 
-def propose(choices: Sequence[Choice], micro_batch_size: int | None = None) -> Choice:
+def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> LayoutChoice:
     """Return the fastest choice that fits, not tightly if possible; of those that are alike, the simplest.
 
     Args:
@@ -231,7 +231,7 @@ def propose(choices: Sequence[Choice], micro_batch_size: int | None = None) -> C
     )
 
 
-def _preferred(choices: Sequence[Choice], micro_batch_size: int | None) -> list[Choice]:
+def _preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | None) -> list[LayoutChoice]:
     """The choices that fit, without a senseless cache and not tightly if possible, and of these if possible those with
     the micro batch size."""
     fitting = [choice for choice in choices if choice.fits]
@@ -244,17 +244,17 @@ def _preferred(choices: Sequence[Choice], micro_batch_size: int | None) -> list[
     return []
 
 
-def best_of_each(choices: Sequence[Choice], kind: Callable[[Choice], Any]) -> list[Choice]:
+def best_of_each(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice], Any]) -> list[LayoutChoice]:
     """Return one choice of each kind: the fastest that fits, not tightly if possible, else that which needs least."""
 
-    def order(choice: Choice) -> tuple[bool, bool, float]:
+    def order(choice: LayoutChoice) -> tuple[bool, bool, float]:
         return not choice.fits, choice.tight, choice.seconds if choice.fits else choice.total
 
     kinds = dict.fromkeys(kind(choice) for choice in choices)
     return [min((choice for choice in choices if kind(choice) == each), key=order) for each in kinds]
 
 
-def missing(choices: Sequence[Choice]) -> str:
+def missing(choices: Sequence[LayoutChoice]) -> str:
     """Say what the choice lacks that needs least, in one sentence."""
     least = min(choices, key=lambda choice: choice.total)
     part = max((name for name in least.memory if name in _REMEDIES), key=lambda name: least.memory[name])
@@ -271,7 +271,7 @@ def gigabytes(size: float) -> str:
     return "0" if size == 0 else f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
 
 
-def reason(choice: Choice, choices: Sequence[Choice], micro_batch_size: int | None = None) -> str:
+def reason(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> str:
     """Say why a choice is proposed, in one sentence."""
     others = _preferred(choices, micro_batch_size)
     said = f"{gigabytes(choice.total)} of {gigabytes(choice.available)} GB, {choice.duration.seconds:.3g} s a step; "

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.batch import Batch, HeadInputs, Positions, TapRequest, Taps
 from llmdistill.factorize.counting import build_reference
 from llmdistill.factorize.install import install
-from llmdistill.factorize.plan import plan as plan_factorization
-from llmdistill.factorize.plan import plan_embedding
+from llmdistill.factorize.sizes import plan as plan_factorization
+from llmdistill.factorize.sizes import plan_embedding
 from llmdistill.losses.head import TokenLosses
 from llmdistill.losses.terms import LayerTerm, RunningTerms
 from llmdistill.methods import Method
@@ -35,7 +35,7 @@ from llmdistill.teacher.cached import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
+class ForecastModels:
     """The models of a run on the meta device."""
 
     student: PreTrainedModel
@@ -68,7 +68,7 @@ class StepTrace:
     teacher: Work
 
 
-def build_models(plan: Plan) -> Models:
+def build_models(plan: Plan) -> ForecastModels:
     """Build the models of a run on the meta device, in their dtypes.
 
     Raises UserError if the student's sizes are known only from weights or data.
@@ -91,7 +91,7 @@ def build_models(plan: Plan) -> Models:
         cast_parameters(teacher, plan.teacher_dtype)
     with torch.device("meta"):
         projectors = add_projectors(student, plan.method.projections, plan.config.seed)
-    return Models(
+    return ForecastModels(
         student=student, projectors=projectors, teacher=teacher, method=plan.method, vocabulary=plan.vocabulary
     )
 
@@ -135,7 +135,9 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
     return replace(batch, padding="none" if data.kind == "text" else "right").to("meta")
 
 
-def trace_step(models: Models, batch: Batch, *, checkpointing: bool, cached: CacheTrace | None = None) -> StepTrace:
+def trace_step(
+    models: ForecastModels, batch: Batch, *, checkpointing: bool, cached: CacheTrace | None = None
+) -> StepTrace:
     """Trace the forward passes of both models and the backward pass of the student on one micro batch.
 
     Args:
@@ -241,7 +243,7 @@ def _tapped(
     model: PreTrainedModel,
     taps: TapRequest,
     tracer: Tracer,
-    models: Models,
+    models: ForecastModels,
     projectors: nn.ModuleDict | None = None,
 ) -> TappedModel:
     ways: dict[str, Any] = {"vocabulary": models.vocabulary, "pooling": models.method.pooling}

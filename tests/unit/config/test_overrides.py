@@ -5,7 +5,7 @@ import pytest
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse_run, to_dict
 from llmdistill.config.strict import flattened
-from llmdistill.factorize.plan import check_settings
+from llmdistill.factorize.sizes import check_settings
 from llmdistill.methods import METHODS
 
 DS = ["--ds_config", "zero2"]

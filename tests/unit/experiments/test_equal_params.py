@@ -9,7 +9,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.experiments.equal_params import check_starts, equal_size
-from llmdistill.factorize.plan import summarise
+from llmdistill.factorize.sizes import summarise
 from llmdistill.methods import METHODS
 
 

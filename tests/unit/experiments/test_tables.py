@@ -20,8 +20,7 @@ from llmdistill.experiments.tables import PublishedTable, load_table, suite_file
 from llmdistill.experiments.variants import load_suite
 from llmdistill.methods import METHODS
 from llmdistill.tasks import TASKS, task_key
-from llmdistill.tasks.glue_files import GLUE, column_of
-from llmdistill.tasks.glue_files import TASKS as FORMATS
+from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
 from llmdistill.tasks.out_of_domain import known_sets
 from llmdistill.tasks.squad_metrics import LANGUAGES
 
@@ -53,7 +52,7 @@ COLUMNS: dict[str, dict[str, set[str]]] = {
     "xsum": {"XSum-test": SUMMARY},
     **{
         task.hub: {column_of(title, split): set(task.metrics) for split in ("dev", "dev_mismatched")}
-        for title, task in ((title, FORMATS[title]) for title in GLUE)
+        for title, task in ((title, GLUE_TASKS[title]) for title in GLUE)
     },
 }
 """Task -> column -> metrics."""

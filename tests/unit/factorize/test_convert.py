@@ -28,7 +28,7 @@ from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape, most_sums, nearest_kronecker
 from llmdistill.factorize.modules import FactorizedLinear, LowRankLinear
-from llmdistill.factorize.plan import plan, summarise
+from llmdistill.factorize.sizes import plan, summarise
 
 
 def tiny(kind: str) -> PreTrainedModel:

@@ -28,7 +28,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import export
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.export import export_dense
-from llmdistill.factorize.plan import plan
+from llmdistill.factorize.sizes import plan
 
 LLAMA = LlamaConfig(
     hidden_size=32,

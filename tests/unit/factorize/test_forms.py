@@ -21,7 +21,7 @@ from llmdistill.factorize.forms import factor_params, largest_rank, pivoted
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import KINDS
 from llmdistill.factorize.modules import PivotedLinear
-from llmdistill.factorize.plan import plan, rank_budget, summarise
+from llmdistill.factorize.sizes import plan, rank_budget, summarise
 
 LLAMA = LlamaConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,

@@ -36,7 +36,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import hub
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.factorize.plan import plan
+from llmdistill.factorize.sizes import plan
 
 DECODER = {
     "hidden_size": 32,

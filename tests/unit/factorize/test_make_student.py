@@ -23,7 +23,7 @@ from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.factorize.convert import factorize, make_student
 from llmdistill.factorize.modules import KroneckerEmbedding, LowRankEmbedding
-from llmdistill.factorize.plan import plan
+from llmdistill.factorize.sizes import plan
 from llmdistill.models.importance import Importance, measure_importance
 from llmdistill.models.load import Head
 

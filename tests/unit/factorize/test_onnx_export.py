@@ -27,7 +27,7 @@ from llmdistill.errors import UserError
 from llmdistill.factorize import onnx_export
 from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.onnx_export import export_onnx
-from llmdistill.factorize.plan import plan
+from llmdistill.factorize.sizes import plan
 
 SIZES = {"num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 66, "num_hidden_layers": 1}
 WIDE = {"hidden_size": 32, "intermediate_size": 48, **SIZES}

@@ -31,8 +31,8 @@ from llmdistill.factorize.counting import build_reference, count_parameters, lay
 from llmdistill.factorize.install import matrix
 from llmdistill.factorize.kronecker import KroneckerShape, divisors, kronecker_flops, nearest_kronecker
 from llmdistill.factorize.options import Options, make_groups, undominated
-from llmdistill.factorize.plan import summarise
 from llmdistill.factorize.search import combine, search
+from llmdistill.factorize.sizes import summarise
 from llmdistill.models.families import base_name
 
 WIDTH, FFN, TOKENS = 8, 12, 20

@@ -15,7 +15,7 @@ from llmdistill.factorize import weigh as module
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.cuts import cut_costs
-from llmdistill.factorize.plan import summarise
+from llmdistill.factorize.sizes import summarise
 from llmdistill.factorize.weigh import choose_ranks, measured, weigh
 
 from support import in_memory

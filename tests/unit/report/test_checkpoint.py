@@ -21,7 +21,7 @@ from transformers import (
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import factorize
-from llmdistill.factorize.plan import plan
+from llmdistill.factorize.sizes import plan
 from llmdistill.report.checkpoint import EMBEDDINGS, FACTORS, OTHERS, Checkpoint, read_checkpoint
 
 COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

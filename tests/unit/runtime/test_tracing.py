@@ -9,7 +9,7 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.install import install
-from llmdistill.factorize.plan import plan
+from llmdistill.factorize.sizes import plan
 from llmdistill.models.load import build_meta, build_random
 from llmdistill.models.taps import Recorder
 from llmdistill.runtime.tracing import Tracer, on_gpu

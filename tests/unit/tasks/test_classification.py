@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of, task_metrics
-from llmdistill.tasks.glue_files import TASKS
+from llmdistill.tasks.glue_files import GLUE_TASKS
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ def test_columns_that_are_missing_are_named() -> None:
 def test_conventions_ask_for_what_tasks_report(convention: Convention) -> None:
     for column, metric in CONVENTIONS[convention].items():
         task = "MNLI" if column.startswith("MNLI-m") else column
-        assert column == SQUAD2 or metric in TASKS[task].metrics
+        assert column == SQUAD2 or metric in GLUE_TASKS[task].metrics
 
 
 def test_metrics_that_the_captions_name() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
-from llmdistill.tasks.glue_files import GLUE, TASKS, Split, column_of, read_split
+from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, Split, column_of, read_split
 
 MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 
@@ -234,7 +234,7 @@ def test_the_hub_with_bad_input(hub: dict[tuple[str, str], list[dict[str, Any]]]
 
 
 def test_tasks() -> None:
-    glue = {name: TASKS[name] for name in GLUE}
+    glue = {name: GLUE_TASKS[name] for name in GLUE}
     assert [name for name, task in glue.items() if not task.classes] == ["STS-B"]
     assert {name: len(task.classes) for name, task in glue.items() if len(task.classes) != 2} == {
         "STS-B": 0,

@@ -149,10 +149,10 @@ def test_texts_are_those_of_the_files(run: Callable[..., Any]) -> None:
     assert {key: each.read() for key, each in found.scored.items()} == files.sets
 
 
-TASKS = ["rte", "xnli", "squad2", "mlqa", "summarization"]
+NAMES = ["rte", "xnli", "squad2", "mlqa", "summarization"]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_next_start_reads_no_example(
     run: Callable[..., Any], cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -191,7 +191,7 @@ def test_one_rank_reads_for_all(
     assert readers == [0, 0]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_other_files_and_settings_are_tokenised_anew(
     run: Callable[..., Any], data: Path, cache: Path, name: str
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from llmdistill.data.pairs import PairExample
 from llmdistill.errors import UserError
 from llmdistill.tasks.classification import write_submission
-from llmdistill.tasks.glue_files import GLUE, TASKS, Split, column_of
+from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, Split, column_of
 
 
 def examples(*indices: int) -> list[PairExample]:
@@ -33,7 +33,7 @@ def examples(*indices: int) -> list[PairExample]:
 )
 def test_files(tmp_path: Path, task: str, split: Split, predictions: list[float], name: str, texts: list[str]) -> None:
     path = tmp_path / "new" / f"{column_of(task, split)}.tsv"
-    write_submission(path, TASKS[task], examples(10, 9), np.array(predictions))
+    write_submission(path, GLUE_TASKS[task], examples(10, 9), np.array(predictions))
     assert path == tmp_path / "new" / name
     assert path.read_text() == f"index\tprediction\n9\t{texts[0]}\n10\t{texts[1]}\n"
 
@@ -46,12 +46,12 @@ def test_every_task_has_a_file_of_its_own() -> None:
 def test_bad_input(tmp_path: Path) -> None:
     path, numbers = tmp_path / "STS-B.tsv", np.array([1, np.nan])
     with pytest.raises(UserError, match="STS-B: example 1: the predicted score is nan"):
-        write_submission(path, TASKS["STS-B"], examples(0, 1), numbers)
+        write_submission(path, GLUE_TASKS["STS-B"], examples(0, 1), numbers)
     for wrong in (2, -100, 0.5):
         with pytest.raises(AssertionError, match=r"RTE: example 4: .* is no class of entailment, not_entailment"):
-            write_submission(tmp_path / "RTE.tsv", TASKS["RTE"], examples(4), np.array([wrong]))
+            write_submission(tmp_path / "RTE.tsv", GLUE_TASKS["RTE"], examples(4), np.array([wrong]))
     with pytest.raises(ValueError, match="zip"):
-        write_submission(path, TASKS["RTE"], examples(0), np.array([1, 1]))
+        write_submission(path, GLUE_TASKS["RTE"], examples(0), np.array([1, 1]))
     with pytest.raises(AssertionError, match="the same number"):
-        write_submission(path, TASKS["RTE"], examples(3, 3), np.array([1, 1]))
+        write_submission(path, GLUE_TASKS["RTE"], examples(3, 3), np.array([1, 1]))
     assert not list(tmp_path.iterdir())

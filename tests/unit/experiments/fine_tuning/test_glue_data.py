@@ -4,7 +4,7 @@ import pytest
 
 from llmdistill.errors import UserError
 from llmdistill.tasks.benchmark import find_benchmarks
-from llmdistill.tasks.glue_files import TASKS, check_data_dir, read_task
+from llmdistill.tasks.glue_files import GLUE_TASKS, check_data_dir, read_task
 
 
 def test_tasks_by_what_users_type() -> None:
@@ -12,7 +12,9 @@ def test_tasks_by_what_users_type() -> None:
         *("RTE", "CoLA", "SST-2", "STS-B", "MNLI")
     ]
     assert find_benchmarks(["squad2", "SQuAD1", "MLQA"], setting="--tasks") == ["SQuAD2", "SQuAD1", "MLQA"]
-    assert [find_benchmarks([task.hub], setting="--tasks") for task in TASKS.values()] == [[name] for name in TASKS]
+    assert [find_benchmarks([task.hub], setting="--tasks") for task in GLUE_TASKS.values()] == [
+        [name] for name in GLUE_TASKS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def test_tasks_that_are_none(names, said) -> None:
 
 def test_folders_that_are_not_there(data) -> None:
     check_data_dir(str(data), ["RTE", "CoLA"], key="--data_dir")
-    check_data_dir(None, list(TASKS), key="--data_dir")
+    check_data_dir(None, list(GLUE_TASKS), key="--data_dir")
     with pytest.raises(UserError, match="no such folder"):
         check_data_dir(str(data / "nowhere"), ["RTE"], key="--data_dir")
     with pytest.raises(UserError, match=r"no folder WNLI.*it has CoLA, STS-B, MNLI, RTE"):

@@ -13,7 +13,7 @@ from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.classification import chance_score, predict, task_metrics, write_answers
 from llmdistill.tasks.glue import _metric_of
-from llmdistill.tasks.glue_files import TASKS
+from llmdistill.tasks.glue_files import GLUE_TASKS
 
 COLLATE = partial(collate_pairs, pad_token_id=0)
 ITEMS = [EncodedPair([1 + n % 5] * (1 + 7 * n % 4), None, 0) for n in range(11)]
@@ -37,10 +37,10 @@ def world(rank: int = 0, size: int = 1) -> World:
 
 @pytest.mark.parametrize("batch_size", [1, 3, 20])
 def test_answers_stand_in_the_items_order(batch_size) -> None:
-    found = predict(forward, ITEMS, COLLATE, TASKS["RTE"], batch_size=batch_size, world=world())
+    found = predict(forward, ITEMS, COLLATE, GLUE_TASKS["RTE"], batch_size=batch_size, world=world())
     assert found.tolist() == [int(item.input_ids[0] % 2 == 0) for item in ITEMS]
     assert found.dtype == np.int64
-    found = predict(scores, ITEMS, COLLATE, TASKS["STS-B"], batch_size=batch_size, world=world())
+    found = predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=batch_size, world=world())
     assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
 
 
@@ -52,7 +52,7 @@ def test_ranks_put_their_answers_together(monkeypatch) -> None:
             "all_gather_object",
             lambda shares, mine, group: kept.append(mine) or shares.__setitem__(slice(None), [[] for _ in shares]),
         )
-        predict(scores, ITEMS, COLLATE, TASKS["STS-B"], batch_size=4, world=world(rank, 2))
+        predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=4, world=world(rank, 2))
         return kept[0]
 
     shares = [share(0), share(1)]
@@ -60,7 +60,7 @@ def test_ranks_put_their_answers_together(monkeypatch) -> None:
     assert sorted(index for part in shares for index, _ in part) == list(range(len(ITEMS)))
     monkeypatch.setattr(dist, "all_gather_object", lambda into, mine, group: into.__setitem__(slice(None), shares))
     for rank in (0, 1):
-        found = predict(scores, ITEMS, COLLATE, TASKS["STS-B"], batch_size=4, world=world(rank, 2))
+        found = predict(scores, ITEMS, COLLATE, GLUE_TASKS["STS-B"], batch_size=4, world=world(rank, 2))
         assert found.tolist() == [item.input_ids[0] / 2 for item in ITEMS]
 
 

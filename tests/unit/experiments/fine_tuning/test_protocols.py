@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from llmdistill.config.tasks import FineTuningConfig
-from llmdistill.experiments.fine_tuning.protocols import Protocol, metric_of, protocol_of
+from llmdistill.experiments.fine_tuning.protocols import FineTuningProtocol, metric_of, protocol_of
 from llmdistill.experiments.fine_tuning.study import TaskStudy
 
 
-def protocol(task: str = "RTE", **settings) -> Protocol:
+def protocol(task: str = "RTE", **settings) -> FineTuningProtocol:
     return protocol_of(FineTuningConfig(model="m", **settings), task)
 
 
@@ -34,7 +34,7 @@ def test_settings_for_mrpc_are_chosen_by_the_metric_of_the_paper(name: Any, metr
 def test_given_settings_win_over_the_protocol() -> None:
     given = {"batch_size": 8, "max_length": 64, "warmup_ratio": 0.0, "weight_decay": 0.0}
     found = protocol(learning_rates=[1e-3], epochs=[1, 2], seeds=[0], **given)
-    assert found == Protocol(learning_rates=[1e-3], epochs=[1, 2], seeds=[0], **given)
+    assert found == FineTuningProtocol(learning_rates=[1e-3], epochs=[1, 2], seeds=[0], **given)
 
 
 def test_given_settings_win_over_a_recipe(tmp_path) -> None:

@@ -8,12 +8,12 @@ from rich.console import Console
 
 from llmdistill.experiments.fine_tuning.results import averages, print_results, table_cells, write_report
 from llmdistill.tasks.classification import CONVENTIONS
-from llmdistill.tasks.glue_files import GLUE, TASKS
+from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS
 
 
 def task(name: str, score: float, *, teacher: float | None = None, seeds: int = 2) -> dict[str, Any]:
     """Each metric is `score` plus its place in the task's list, each column after the first one 1 more."""
-    named = TASKS[name]
+    named = GLUE_TASKS[name]
     columns = [f"{name}-m", f"{name}-mm"] if named.has_mismatched else [name]
 
     def dev(base: float) -> dict[str, dict[str, float]]:

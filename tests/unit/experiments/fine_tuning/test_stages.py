@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from llmdistill.artifacts import write_manifest
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import parse_run, to_dict
-from llmdistill.experiments.two_stages.plan import plan_tasks
+from llmdistill.experiments.two_stages.second_stage import plan_tasks
 from llmdistill.factorize.convert import compress
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS

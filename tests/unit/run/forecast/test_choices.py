@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from llmdistill.errors import UserError
-from llmdistill.run.forecast.choices import Choice, best_of_each, propose, reason
+from llmdistill.run.forecast.choices import LayoutChoice, best_of_each, propose, reason
 from llmdistill.run.forecast.duration import Duration
 
 GB = 10**9
 
 
-def choice(ds_config: str = "zero1", *, gb: float = 50, seconds: float = 1.0, **changes: Any) -> Choice:
+def choice(ds_config: str = "zero1", *, gb: float = 50, seconds: float = 1.0, **changes: Any) -> LayoutChoice:
     given: dict[str, Any] = {
         "ds_config": ds_config,
         "micro_batch_size": 8,
@@ -28,7 +28,7 @@ def choice(ds_config: str = "zero1", *, gb: float = 50, seconds: float = 1.0, **
         "available": 80 * GB,
         "margin": 0.1,
     }
-    return Choice(**(given | changes))
+    return LayoutChoice(**(given | changes))
 
 
 def test_fastest_that_fits():

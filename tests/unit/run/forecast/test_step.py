@@ -12,10 +12,10 @@ from torch import nn
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.install import install
-from llmdistill.factorize.plan import plan
+from llmdistill.factorize.sizes import plan
 from llmdistill.methods import METHODS
 from llmdistill.models.load import build_meta
-from llmdistill.run.forecast.step import Models, StepTrace, trace_step
+from llmdistill.run.forecast.step import ForecastModels, StepTrace, trace_step
 
 WORDS, ROWS, TOKENS = 5000, 2, 16
 
@@ -28,7 +28,7 @@ def trace_of(name: str, **changes: Any) -> StepTrace:
     method = entry.build(entry.settings(), config, config)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).with_label_rows(shift=method.shift)
-    models = Models(student=student, projectors=nn.ModuleDict(), teacher=teacher, method=method)
+    models = ForecastModels(student=student, projectors=nn.ModuleDict(), teacher=teacher, method=method)
     return trace_step(models, batch.to("meta"), checkpointing=False)
 
 

@@ -33,7 +33,7 @@ from llmdistill.factorize.convert import factorize
 from llmdistill.factorize.counting import build_reference, count_parameters, layer_linears
 from llmdistill.factorize.install import features, install
 from llmdistill.factorize.kinds import Factorization
-from llmdistill.factorize.plan import parse_target, plan, summarise
+from llmdistill.factorize.sizes import parse_target, plan, summarise
 
 LLAMA_1B = {
     "hidden_size": 2048,

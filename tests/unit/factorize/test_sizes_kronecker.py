@@ -24,7 +24,7 @@ from llmdistill.factorize.counting import count_parameters
 from llmdistill.factorize.install import install
 from llmdistill.factorize.kinds import Factorization
 from llmdistill.factorize.kronecker import KroneckerShape
-from llmdistill.factorize.plan import plan, summarise
+from llmdistill.factorize.sizes import plan, summarise
 
 LLAMA = LlamaConfig(
     hidden_size=32,
