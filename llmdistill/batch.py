@@ -90,7 +90,7 @@ class Batch:
     the row; a token sees only tokens with the same number."""
     labels: Tensor
     """(B, T) int64, not shifted: the token id where the token is to be learnt, else IGNORE_INDEX. The first label of a
-    sequence is never learnt: in a decoder no token before it predicts it, and encoders never mask their first token."""
+    sequence is never learnt: in a decoder no token before it predicts it, and encoders never mask the first token."""
     own_answers: bool = False
     """Whether the student generated the tokens that have labels (on-policy). Only a teacher can judge such tokens."""
     token_type_ids: Tensor | None = None

@@ -53,7 +53,7 @@ def check_writable(path: Path, key: str) -> None:
     except OSError as error:
         said = os.strerror(error.errno or 0).lower()
         raise UserError(
-            f"{key} {path}: no folder can be made in {there} ({said}); give another folder, or mend its permissions"
+            f"{key} {path}: no folder can be made in {there} ({said}); give another folder, or fix its permissions"
         ) from error
 
 
@@ -92,7 +92,7 @@ def refused_by_system(error: BaseException, path: Path | None = None, size: int 
     said = os.strerror(number).lower()
     shown = "a file" if place is None else os.fsdecode(place)
     if number not in _DISK:
-        return UserError(f"{shown}: the system refuses it ({said}): choose another path, or mend its permissions")
+        return UserError(f"{shown}: the system refuses it ({said}): choose another path, or fix its permissions")
     needs = "" if size is None else f" for its {size / 1e6:,.1f} MB"
     about = needs if place is None else f"{needs}, {_about_disk(os.path.abspath(os.fsdecode(place)))}"
     return UserError(
@@ -203,9 +203,9 @@ def read_json(path: Path, *, shown: str | None = None) -> Any:
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{name}:{error.lineno}: not valid JSON ({error.msg}): mend or replace it") from error
+        raise UserError(f"{name}:{error.lineno}: not valid JSON ({error.msg}): fix or replace it") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{name}: not UTF-8 text: mend or replace it") from error
+        raise UserError(f"{name}: not UTF-8 text: fix or replace it") from error
 
 
 @contextmanager

@@ -107,18 +107,18 @@ def _model_fingerprint(folder: Path) -> str:
     try:
         return content_fingerprint([base, _stable(config), files])
     except RecursionError as error:
-        raise UserError(f"{folder}: its config file is nested too deeply: mend or replace it") from error
+        raise UserError(f"{folder}: its config file is nested too deeply: fix or replace it") from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as error:
-        raise UserError(f"{file}: nested too deeply: mend or replace it") from error
+        raise UserError(f"{file}: nested too deeply: fix or replace it") from error
     except ValueError as error:
-        raise UserError(f"{file}: not valid JSON: mend or replace it") from error
+        raise UserError(f"{file}: not valid JSON: fix or replace it") from error
     if not isinstance(config, dict):
-        raise UserError(f"{file}: not a JSON object: mend or replace it")
+        raise UserError(f"{file}: not a JSON object: fix or replace it")
     return config
 
 

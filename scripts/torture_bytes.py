@@ -15,7 +15,7 @@ from torture_child import Fault
 from torture_results import PAGES, differences, move_records
 from torture_runs import SCENARIOS, Done, Scenario, Shop, Tally, in_parallel
 
-NAMED, REFUSED, MENDED, HARMLESS, UNREAD = "named", "refused without its name", "made good", "no effect", "not read"
+NAMED, REFUSED, REPAIRED, HARMLESS, UNREAD = "named", "refused without its name", "repaired", "no effect", "not read"
 SILENT, TRACEBACK = "used silently", "traceback"
 BAD = (SILENT, TRACEBACK)
 
@@ -216,7 +216,7 @@ def _judged(
     if done.code != 0:
         return REFUSED
     if not file.is_file() or file.read_bytes() != damaged:
-        return SILENT if differs else MENDED
+        return SILENT if differs else REPAIRED
     if name.endswith(PAGES):
         return UNREAD
     if target.finished and not (target.spare and name.startswith(target.spare)):

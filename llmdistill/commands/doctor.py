@@ -63,10 +63,10 @@ def findings(config: RunConfig) -> Iterator[Finding]:
     from llmdistill.run.checkup import check_run
     from llmdistill.run.disk import DiskNeed
     from llmdistill.run.plan import make_plans
-    from llmdistill.runtime.devices import settle_accelerator
+    from llmdistill.runtime.devices import choose_accelerator
     from llmdistill.runtime.environment import check_machine
 
-    settle_accelerator()
+    choose_accelerator()
     needed = None
     try:
         plan = make_plans(config)[-1]

@@ -62,7 +62,7 @@ def push(arguments: Sequence[str], prog: str = "llmdistill push") -> None:
     except Exception as error:  # of the network and of the hub, which has many types
         said = " ".join(str(error).split())[:400] or type(error).__name__
         raise UserError(
-            f"{parsed.name}: the hub did not take it ({said}); mend that and give the command again"
+            f"{parsed.name}: the hub did not take it ({said}); fix that and give the command again"
         ) from error
     card = "" if CARD in files else f"; it has no {CARD}, which a run writes at its end"
     print(f"{len(files)} files of {folder} are in {commit.commit_url}{card}")

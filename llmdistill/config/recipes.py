@@ -66,7 +66,7 @@ def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
     except Exception as error:  # the readers of YAML's types raise exceptions of many types
         where = getattr(error, "problem_mark", None)
         line = f":{where.line + 1}" if where is not None else ""
-        raise UserError(f"{path}{line}: not valid YAML; mend it or choose another --recipe") from error
+        raise UserError(f"{path}{line}: not valid YAML; fix it or choose another --recipe") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a mapping of settings; write key: value, as the shipped recipes do")
     _check_size(values, path)

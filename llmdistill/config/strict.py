@@ -42,7 +42,7 @@ def check_sections(parser: ArgumentParser, values: dict[str, Any], *, where: str
         if key in sections and not isinstance(value, dict):
             given = "null" if value is None else _short(repr(value))
             raise UserError(
-                f"{where}{key} is {given}: a section holds settings, such as {key}: {{...}}; mend it or leave it out"
+                f"{where}{key} is {given}: a section holds settings, such as {key}: {{...}}; fix it or leave it out"
             )
 
 

@@ -109,7 +109,7 @@ def _plain_pairs(path: Path) -> Iterator[SentencePair]:
         cells = line.rstrip("\r\n").split("\t")
         score = _number(cells[0])
         if len(cells) != 3 or score is None or not cells[1].strip() or not cells[2].strip():
-            raise UserError(f"{path}:{number}: not a score and two sentences, separated by tabs; mend the line")
+            raise UserError(f"{path}:{number}: not a score and two sentences, separated by tabs; fix the line")
         yield SentencePair(cells[1], cells[2], score)
 
 

@@ -331,7 +331,7 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
 def _check_text(row: Mapping[str, Any] | str, where: str) -> None:
     """Raise a UserError for a text in memory that no file and no tokenizer takes."""
     if has_half_surrogate(row if isinstance(row, str) else dict(row)):
-        raise UserError(f"{where}: it holds half of a surrogate pair, which is no character; mend the text")
+        raise UserError(f"{where}: it holds half of a surrogate pair, which is no character; fix the text")
 
 
 def write_rows(data: Iterable[Mapping[str, Any]] | Iterable[str], folder: Path, *, field: str = "text") -> Path:

@@ -210,7 +210,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": replace(_LLAMA, embedding=None, layer_axes=None, own_mask=True),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_LLAMA, layer_axes=None),  # its norms multiply by 1 + weight
-    "smollm3": replace(_LLAMA, layer_axes=None),  # whether a layer turns its queries hangs on its number
+    "smollm3": replace(_LLAMA, layer_axes=None),  # whether a layer has rotary embeddings depends on the layer index
     "olmo2": _OLMO2,
     "granite": replace(_LLAMA, embedding=None),  # the embedding is multiplied
     "cohere": replace(_LLAMA, layer_axes=None, own_mask=True),
@@ -284,7 +284,7 @@ def has_plain_logits(config: PreTrainedConfig) -> bool:
 
 
 def has_rotary(config: PreTrainedConfig) -> bool:
-    """Whether a model turns queries and keys by their positions."""
+    """Whether the model uses rotary embeddings."""
     return hasattr(config, "rope_parameters")
 
 

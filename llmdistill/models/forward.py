@@ -82,8 +82,8 @@ class TappedModel:
         return self._head.is_there
 
     @contextmanager
-    def ways(self, *, shortcut: bool, own_mask: bool) -> Iterator[None]:
-        """Block in which the model runs in other ways; see the attributes."""
+    def modes(self, *, shortcut: bool, own_mask: bool) -> Iterator[None]:
+        """Run the model within the block with other values of these attributes."""
         before = self.shortcut, self.own_mask
         self.shortcut, self.own_mask = shortcut, own_mask
         try:

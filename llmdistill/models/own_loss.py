@@ -34,7 +34,7 @@ class OwnLoss:
 
     @property
     def ours(self) -> float:
-        """The same in our way: with our masks, and through the shortcut if the head is plain."""
+        """The same, computed by llmdistill: with our masks, and from the inputs of the LM head if the head is plain."""
         return self._mean(2)
 
     @property
@@ -49,7 +49,7 @@ class OwnLoss:
 
     @property
     def is_ours(self) -> bool:
-        """Whether our way gives the model's own loss."""
+        """Whether llmdistill computes the loss that the model computes."""
         if not math.isfinite(self.own):
             return True  # the weights are broken, which is said where the first such number is found
         return abs(self.ours - self.own) <= self._tolerance * max(1.0, self.own)
@@ -60,13 +60,14 @@ class OwnLoss:
 
 @torch.no_grad()
 def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
-    """Run a model in its own way and in ours, on the first rows of a batch, up to 1,024 tokens: half of it, twice.
+    """Compute the loss as the model does and as llmdistill does, on two halves of a batch's first rows.
 
-    A single row is read twice. The loss is the cross-entropy of the labels, or of all tokens if the rows have no label.
-    The head must be plain bit by bit: a softcap hardly changes the small logits of an untrained model.
+    These have up to 1,024 tokens; a single row is read twice. The loss is the cross-entropy of the labels, or of all
+    tokens if the rows have no label. The head must be plain bit by bit: a softcap hardly changes the small logits of an
+    untrained model.
 
     Args:
-        tapped: a model with an LM head, in evaluation mode; its ways are as before afterwards. All ranks of a sharded
+        tapped: a model with an LM head, in evaluation mode; its modes are as before afterwards. All ranks of a sharded
             model must call this function.
         batch: on the device of the model.
     """
@@ -76,14 +77,14 @@ def own_loss(tapped: TappedModel, batch: Batch) -> OwnLoss:
     def loss(logits_BTV: Tensor) -> Tensor:
         return _loss(logits_BTV.flatten(0, 1).index_select(0, rows_N), labels_N)
 
-    with tapped.ways(shortcut=False, own_mask=True):
+    with tapped.modes(shortcut=False, own_mask=True):
         logits, outputs = tapped.own_logits(sample)
     own = loss(logits)
     ours = of_product = torch.full_like(own, torch.nan)
     if len(outputs) == 1 and outputs[0].shape == logits.shape:
         of_product = loss(outputs[0])
     is_plain = len(outputs) == 1 and _is_same(outputs[0], logits)
-    with tapped.ways(shortcut=is_plain, own_mask=tapped.own_mask):
+    with tapped.modes(shortcut=is_plain, own_mask=tapped.own_mask):
         if is_plain:
             ours = _through_the_head(tapped, sample, labels_N, otherwise=ours)
         else:  # nothing else differs if the mask is the model's own

@@ -85,12 +85,13 @@ def _open(step: int, path: Path) -> Checkpoint:
 
 
 def save_checkpoint(
-    engine: Any, folder: Path, step: int, keep: int, world: World, *, ways: Mapping[str, Any] | None = None
+    engine: Any, folder: Path, step: int, keep: int, world: World, *, loss_modes: Mapping[str, Any] | None = None
 ) -> None:
     """Save a checkpoint and delete all but the newest `keep` checkpoints; every rank must call this function.
 
     Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
-    moment, the previous checkpoint is still complete. `ways` is how the models give their losses (`run.loss_check`).
+    moment, the previous checkpoint is still complete. `loss_modes` says how the models'
+    losses are computed (`run.loss_check`).
 
     Raises UserError on every rank if a rank cannot write.
     """
@@ -104,7 +105,7 @@ def save_checkpoint(
         about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
         kinds = sorted({each.kind for each in fragments(engine)})
         log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
-        write_record(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log, "ways": ways})
+        write_record(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log, "ways": loss_modes})
         sync(target / MANIFEST)
         sync(target)  # its name in its folder too, before another checkpoint is removed
         kept = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]

@@ -91,12 +91,12 @@ class FiniteSteps:
         Raises:
             UserError: the policy is to stop, or it is the third such step in a row.
         """
-        before = self.settle()
+        before = self.check_last()
         self.in_a_row += 1
         found = self._report(
             _Step(step, batches, losses, list), f"step {step} was skipped, because its gradient is not finite"
         )
-        remedy = f"mend or remove these samples, or {_LOWER}"
+        remedy = f"fix or remove these samples, or {_LOWER}"
         if self.policy == "stop" or self.in_a_row == LIMIT:
             why = "train.not_finite is stop" if self.policy == "stop" else f"it is the {LIMIT}rd in a row"
             self._end(step, f"{found}; {why}: {remedy}; the student is as it was before")
@@ -114,7 +114,7 @@ class FiniteSteps:
         Raises:
             UserError: the loss or the gradient of the step before is not finite.
         """
-        before = self.settle()
+        before = self.check_last()
         self.in_a_row = 0
         norm = self.engine.get_global_grad_norm()
         # A norm of 0 stands for one that DeepSpeed has not computed.
@@ -124,7 +124,7 @@ class FiniteSteps:
         self._last = _Step(step, batches, losses, to_host_later(figures))
         return before
 
-    def settle(self) -> StepTerms | None:
+    def check_last(self) -> StepTerms | None:
         """Check the last applied step now, before its student is used; return its figures if they were not read yet.
 
         Raises:
@@ -142,7 +142,7 @@ class FiniteSteps:
         found = self._report(step, f"the {name} is {value} at step {step.number}")
         self._end(
             step.number,
-            f"{found}; nothing is saved any more: mend or remove these samples, or {_LOWER}",
+            f"{found}; nothing is saved any more: fix or remove these samples, or {_LOWER}",
         )
 
     def check_student(self, step: int) -> None:

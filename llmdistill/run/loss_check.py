@@ -1,4 +1,4 @@
-"""Chooses at the start of a run whether the token losses may take the shortcut through the LM head."""
+"""Decides at the start of a run whether the token losses are computed from the inputs of the LM head."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llmdistill.models.own_loss import OwnLoss, own_loss
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.terminal import print_main
 
-Ways = Mapping[str, Mapping[str, bool]]
-"""For each model by its name, `TappedModel.shortcut` and `TappedModel.own_mask`; a checkpoint keeps them."""
+LossModes = Mapping[str, Mapping[str, bool]]
+"""`TappedModel.shortcut` and `TappedModel.own_mask` of each model, by its name; a checkpoint stores them."""
 
 
-def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> Ways:
-    """Compare our loss with each model's own on the first batch, and take the model's own logits where they differ.
+def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) -> LossModes:
+    """Compare our loss with the loss of each model on the first batch, and use the model's logits where they differ.
 
     Every rank must call this function, with models in evaluation mode and its own first batch. A model without an LM
     head is left as it is.
@@ -27,10 +27,10 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) 
         world: the ranks, which all decide alike.
 
     Returns:
-        The ways that were chosen, in which the models run from now on.
+        The modes in which the models run from now on.
 
     Raises:
-        UserError: our way gives another loss than a model itself, and the batch needs our masks.
+        UserError: our loss differs from the loss of a model, and the batch needs our attention masks.
     """
     found: dict[str, dict[str, bool]] = {}
     for name, tapped in models.items():
@@ -43,24 +43,24 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch, world: World) 
             print_main(f"Note        {name}: {_why(tapped, loss)}", world)
         if own_mask and (batch.position_ids is not None or batch.horizon is not None):
             raise UserError(
-                f"{name}: {_why(tapped, loss)}; its own masks know no packed rows: set data.packing to false"
+                f"{name}: {_why(tapped, loss)}; its own masks do not support packed rows: set data.packing to false"
             )
         found[name] = {"shortcut": shortcut, "own_mask": own_mask}
-    set_ways(models, found)
+    set_loss_modes(models, found)
     return found
 
 
-def set_ways(models: Mapping[str, TappedModel], ways: Ways) -> None:
-    """Let models run in the ways that were chosen for them."""
-    for name in models.keys() & ways.keys():
-        models[name].shortcut, models[name].own_mask = ways[name]["shortcut"], ways[name]["own_mask"]
+def set_loss_modes(models: Mapping[str, TappedModel], loss_modes: LossModes) -> None:
+    """Set the modes in which models run."""
+    for name in models.keys() & loss_modes.keys():
+        models[name].shortcut, models[name].own_mask = loss_modes[name]["shortcut"], loss_modes[name]["own_mask"]
 
 
 def _why(tapped: TappedModel, loss: OwnLoss) -> str:
-    """Say what differs, and what follows."""
+    """Describe the difference and its consequence."""
     kind = tapped.model.config.model_type
     if loss.has_plain_head:
-        return f"the first batch has the loss {loss.own:.4g} by {kind} itself and {loss.ours:.4g} in our way"
+        return f"the first batch has the loss {loss.own:.4g} by {kind} itself and {loss.ours:.4g} by llmdistill"
     return (
         f"the logits of {kind} are more than the product of its LM head (loss of the first batch {loss.own:.4g}, of "
         f"the product alone {loss.of_product:.4g}): the model's own are taken, for whole batches"

@@ -1,4 +1,4 @@
-"""A run that ended because its numbers were not finite may go on with a lower learning rate."""
+"""A run that ended because its loss or gradient was not finite may be resumed with a lower learning rate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _EARLIER = "earlier_learning_rates"
 
 
 def with_lowered_rate(folder: Path, old: Mapping[str, Any], new: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the old record of a run as it compares with the new one, and note an earlier learning rate in the new one.
+    """Return the old record with the reduced learning rate, and add the earlier learning rate to the new record.
 
-    The learning rate belongs to a run like every other setting that changes its student. Only after a step whose loss
-    or gradient was not finite it may be lowered, because the run could not go on otherwise.
+    A resumed run must have the settings that it began with, if they change its student. The learning rate is one of
+    them; it may be reduced only after a step whose loss or gradient was not finite, because the run could not continue
+    otherwise.
     """
     earlier = list(old.get(_EARLIER, ()))
     before, now = (record["config"]["train"]["learning_rate"] for record in (old, new))
@@ -35,7 +36,7 @@ def with_lowered_rate(folder: Path, old: Mapping[str, Any], new: dict[str, Any])
 
 
 def rate_warnings(record: Mapping[str, Any]) -> list[str]:
-    """Return the warning for the report of a run whose learning rate was lowered; none for other runs."""
+    """Return the warning for the report of a run whose learning rate was reduced; none for other runs."""
     earlier = record.get(_EARLIER, [])
     if not earlier:
         return []

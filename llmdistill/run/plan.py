@@ -206,11 +206,11 @@ def make_plan(
     objective = task.objective(teacher_config, uses_output=any(METHODS[name].uses_output for name in names))
     searched = _searched(config)
     # The last layer is a placeholder for the layer that the search will find.
-    settled = config if searched is None else config.with_settings(searched, teacher_layer="last")
-    method = build_method(names, settled.method_settings, teacher_config, student_config, objective)
+    unsearched = config if searched is None else config.with_settings(searched, teacher_layer="last")
+    method = build_method(names, unsearched.method_settings, teacher_config, student_config, objective)
     if task.head not in (None, "none") and not {"labels", "sequences"} & set(method.positions.values()):
         # Without sft no term would train the head of the task.
-        method = build_method([*names, "sft"], settled.method_settings, teacher_config, student_config, objective)
+        method = build_method([*names, "sft"], unsearched.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
     taught, student = config.teacher.model if method.needs_teacher else None, config.student.model
     if taught is not None and student is not None and not {taught, student} & pending.keys():

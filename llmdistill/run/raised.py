@@ -1,4 +1,4 @@
-"""A run that was stopped or is finished may go on for more steps than it was first asked for."""
+"""A run that was stopped or is finished may be resumed with more steps than it began with."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from llmdistill.run.checkpoints import checkpoints
 METRICS_FILE = "metrics.json"
 """This file is written last: a folder that contains it is finished."""
 _EARLIER = "earlier_steps"
-"""Key in the record of a run: for each time that its steps were raised the setting, its value before, and the step."""
+"""Key in the record of a run: for each time that its steps were increased the setting, its old value, and the step."""
 _KEYS = ("steps", "epochs")
 
 
 def with_raised_steps(folder: Path, old: Mapping[str, Any], new: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the old record of a run as it compares with the new one, and note its earlier steps in the new one.
+    """Return the old record with the larger number of steps, and add the earlier number to the new record.
 
-    The batch of a step depends on the seed and the number of the step alone, so only the schedule of the learning rate
-    tells the student from that of one run of all steps.
+    The batch of a step depends only on the seed and the number of the step, so the student differs from that of one
+    long run only by the schedule of the learning rate.
 
     Raises:
-        UserError: the run has trained its student and kept no checkpoint to go on from.
+        UserError: the run has trained its student and has no checkpoint to resume from.
     """
     earlier = list(old.get(_EARLIER, ()))
     was, now = old["config"]["train"], new["config"]["train"]
@@ -47,9 +47,9 @@ def with_raised_steps(folder: Path, old: Mapping[str, Any], new: dict[str, Any])
 
 
 def forget_end(folder: Path) -> None:
-    """Remove what the end of a run has left, so that it goes on from its last checkpoint; rank 0 only.
+    """Remove the results of a finished run, so that it resumes from its last checkpoint; rank 0 only.
 
-    The best student so far becomes that of an unfinished run again.
+    The best student becomes the best student so far.
     """
     for name in (METRICS_FILE, "report.md", "report.html", "scores/student.json", MANIFEST):
         (folder / name).unlink(missing_ok=True)
@@ -67,7 +67,7 @@ def is_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def steps_warnings(record: Mapping[str, Any]) -> list[str]:
-    """Return the warning for the report of a run whose steps were raised; none if its learning rate knows no end."""
+    """Return the warning for the report of a run whose steps were increased; none if its learning rate is constant."""
     earlier, train = record.get(_EARLIER, []), record.get("config", {}).get("train", {})
     if not earlier or (train["schedule"] == "constant" and train["warmup_ratio"] is None):
         return []

@@ -117,7 +117,7 @@ class _WandB:
 class _MLflow:
     """A run of MLflow; one that the caller has open is used and left open."""
 
-    remedy = "mend MLFLOW_TRACKING_URI, or remove the variable to keep the run in a file here"
+    remedy = "fix MLFLOW_TRACKING_URI, or remove the variable to keep the run in a file here"
 
     @staticmethod
     def knows() -> bool:

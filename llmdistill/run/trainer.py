@@ -24,7 +24,7 @@ from llmdistill.run.best import BestStudent
 from llmdistill.run.checkpoints import save_checkpoint
 from llmdistill.run.finite import FiniteSteps, StepTerms
 from llmdistill.run.log import RunLog, Stopwatch
-from llmdistill.run.loss_check import Ways, check_losses, set_ways
+from llmdistill.run.loss_check import LossModes, check_losses, set_loss_modes
 from llmdistill.run.loss_watch import LossWatch, uneven_terms
 from llmdistill.run.origin import first_not_finite
 from llmdistill.run.stopping import Stopping
@@ -59,8 +59,8 @@ class Trainer:
     """The method whose weighted loss on the validation set is logged; None means `method`."""
     best: BestStudent | None = None
     """Keeps the student of the best validation; None keeps the last student."""
-    ways: Ways = field(default_factory=dict)
-    """How the models give token losses, from `check_losses`."""
+    loss_modes: LossModes = field(default_factory=dict)
+    """How the token losses of the models are computed, from `check_losses`."""
     _first: list[Batch] | None = None
     """The micro batches of the first step, from `check_losses`: a loader may be asked for them only once."""
 
@@ -97,7 +97,7 @@ class Trainer:
             saves = self.settings.save_every is not None and self._is_due(done, self.settings.save_every)
             is_last = done == self.settings.steps
             if logs or saves or is_last:
-                self._note(finite.settle(), watch, since)  # nothing is written of a student whose numbers went wrong
+                self._note(finite.check_last(), watch, since)  # before the log, the student or a checkpoint is written
             if logs:
                 elapsed = time.perf_counter() - began
                 eta = elapsed / (done - start) * (self.settings.steps - done)
@@ -111,34 +111,34 @@ class Trainer:
                 log.row(done, row, eta)
             stop = stopping.signal_at(last=is_last)
             if stop or saves or is_last:
-                self._note(finite.settle(), watch, since)
+                self._note(finite.check_last(), watch, since)
                 finite.check_student(done)
             if stop or saves:
                 keep = self.settings.keep_checkpoints
-                save_checkpoint(self.engine, self.folder, done, keep, self.world, ways=self.ways)
+                save_checkpoint(self.engine, self.folder, done, keep, self.world, loss_modes=self.loss_modes)
             log.advance()
             if stop:
                 raise Stopped(stop, f"after step {done}")
 
-    def check_losses(self, start: int, known: Ways | None) -> None:
-        """Choose how the models give token losses, if the method has any, before the first pass.
+    def check_losses(self, start: int, known: LossModes | None) -> None:
+        """Decide how the token losses of the models are computed, if the method has any, before the first forward pass.
 
-        Every rank must call this function.
-        `known` are the ways of a resumed run, which goes on with the same numbers; None if it has none yet.
+        Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores; None
+        without a checkpoint.
         """
         models = {"student": self.student}
         if isinstance(self.teacher, TappedModel):
             models = {"teacher": self.teacher, **models}
         if known is not None:
-            self.ways = known
-            set_ways(models, known)
+            self.loss_modes = known
+            set_loss_modes(models, known)
             return
         if not self.method.token_terms:
             return
         torch.manual_seed(_mix(self.seed, start, self.world.rank))
         self._first = self.loader.micro_batches(start)
         self.engine.eval()
-        self.ways = check_losses(models, self._moved(self._first[0], self.method), self.world)
+        self.loss_modes = check_losses(models, self._moved(self._first[0], self.method), self.world)
         self.engine.train()
 
     def train_step(self, micro_batches: list[Batch], clock: Stopwatch) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def settle_accelerator() -> None:
+def choose_accelerator() -> None:
     """Tell DeepSpeed that a machine without a GPU computes on its CPU; otherwise it warns of that when it is loaded."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

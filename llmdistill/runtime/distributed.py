@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
 from llmdistill.runtime import signals
-from llmdistill.runtime.devices import default_device, has_compiler, settle_accelerator
+from llmdistill.runtime.devices import choose_accelerator, default_device, has_compiler
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
     check_port,
@@ -90,7 +90,7 @@ def init_distributed(command: str = "") -> World:
             "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
             "install one (Debian and Ubuntu: apt-get install g++)"
         )
-    settle_accelerator()
+    choose_accelerator()
     # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed
 

@@ -160,7 +160,7 @@ def _refusals(path: str, watched: _Watched | None) -> Iterator[None]:
         said = " ".join(str(error).split()) or type(error).__name__
         if watched is not None and dict.__contains__(watched, watched.last):
             raise _refused(path, watched.last, dict.__getitem__(watched, watched.last), said) from error
-        raise UserError(f"{path}: DeepSpeed refuses the configuration ({said}); mend or remove the key") from error
+        raise UserError(f"{path}: DeepSpeed refuses the configuration ({said}); fix or remove the key") from error
 
 
 def _fields(title: str, place: tuple[int | str, ...]) -> list[str]:
@@ -227,11 +227,11 @@ def _optimizers() -> dict[str, list[Any]]:
 
 def _unknown(path: str, key: str, known: list[str]) -> UserError:
     hint = nearest(key, known).replace("; --help lists them all", "")
-    return UserError(f"{path}: {key}: DeepSpeed has no such setting{hint}; mend or remove it")
+    return UserError(f"{path}: {key}: DeepSpeed has no such setting{hint}; fix or remove it")
 
 
 def _refused(path: str, key: str, value: object, why: str) -> UserError:
-    return UserError(f"{path}: {key} is {_shown(value)}: DeepSpeed refuses it ({why}); mend or remove it")
+    return UserError(f"{path}: {key} is {_shown(value)}: DeepSpeed refuses it ({why}); fix or remove it")
 
 
 def _shown(value: object) -> str:

@@ -68,7 +68,7 @@ def _block(config: dict[str, Any], key: str, path: str, prefix: str = "") -> dic
     block = config.get(key, {})
     if not isinstance(block, dict):
         raise UserError(
-            f"{path}: {prefix}{key} is {json.dumps(block)[:60]}: expected a block such as {{...}}; mend or remove it"
+            f"{path}: {prefix}{key} is {json.dumps(block)[:60]}: expected a block such as {{...}}; fix or remove it"
         )
     return block
 

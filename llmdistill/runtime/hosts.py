@@ -56,7 +56,7 @@ def read_hosts(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"--hostfile {file}: not UTF-8 text: mend or replace it") from error
+        raise UserError(f"--hostfile {file}: not UTF-8 text: fix or replace it") from error
     hosts: list[str] = []
     for number, line in enumerate(lines, 1):
         text = line.strip()

@@ -175,9 +175,9 @@ def quiet_transformers() -> None:
     """
     from transformers.utils import logging as transformers_logging
 
-    from llmdistill.runtime.devices import settle_accelerator
+    from llmdistill.runtime.devices import choose_accelerator
 
-    settle_accelerator()
+    choose_accelerator()
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # our own show the reading of data
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

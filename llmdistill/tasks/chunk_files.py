@@ -88,13 +88,13 @@ def _lines(path: Path) -> Iterator[str]:
 def _check(fields: Sequence[str], before: str, place: str) -> None:
     """Check the fields of a line and its tag after the tag of the word before."""
     if len(fields) != 3:
-        raise UserError(f"{place}: {len(fields)} fields, expected word, part of speech and chunk tag; mend the line")
+        raise UserError(f"{place}: {len(fields)} fields, expected word, part of speech and chunk tag; fix the line")
     found = _TAG.fullmatch(fields[2])
     if found is None:
-        raise UserError(f"{place}: chunk tag {fields[2]!r}, expected B-TYPE, I-TYPE or O; mend the line")
+        raise UserError(f"{place}: chunk tag {fields[2]!r}, expected B-TYPE, I-TYPE or O; fix the line")
     kind = found["type"]
     if found["place"] == "I" and before not in (f"B-{kind}", f"I-{kind}"):
-        raise UserError(f"{place}: chunk tag I-{kind} after {before}: a chunk begins with B-{kind}; mend the line")
+        raise UserError(f"{place}: chunk tag I-{kind} after {before}: a chunk begins with B-{kind}; fix the line")
 
 
 def _spans(tags: Sequence[str]) -> tuple[Span, ...]:

@@ -211,14 +211,14 @@ def _example(task: GlueTask, split: Split, row: dict[str, str], number: int, pla
 def _target(task: GlueTask, text: str, place: str) -> int | float:
     if task.classes:
         if text not in task.classes:
-            raise UserError(f"{place}: label {text!r}, expected one of {', '.join(task.classes)}; mend the line")
+            raise UserError(f"{place}: label {text!r}, expected one of {', '.join(task.classes)}; fix the line")
         return task.classes.index(text)
     try:
         score = float(text)
     except ValueError:
         score = -1.0
     if not 0 <= score <= BEST_SCORE:
-        raise UserError(f"{place}: label {text!r}, expected a score from 0 to {BEST_SCORE:g}; mend the line")
+        raise UserError(f"{place}: label {text!r}, expected a score from 0 to {BEST_SCORE:g}; fix the line")
     return score
 
 
@@ -266,7 +266,7 @@ def _tsv_rows(task: GlueTask, split: Split, path: Path) -> _Rows:
             yield dict(zip(columns, cells, strict=False)), f"{path}:{number}"
         elif not may_tear:
             raise UserError(
-                f"{path}:{number}: {len(cells)} columns, expected at least {least}, separated by tabs; mend the line"
+                f"{path}:{number}: {len(cells)} columns, expected at least {least}, separated by tabs; fix the line"
             )
 
 
@@ -283,7 +283,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             f"{path}: no such file; give the folder of GLUE's own download as the data folder, or none for the hub's"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text ({type(error).__name__}); mend or replace it") from error
+        raise UserError(f"{path}: cannot be read as UTF-8 text ({type(error).__name__}); fix or replace it") from error
 
 
 def _hub_rows(task: GlueTask, split: Split) -> _Rows:

@@ -134,7 +134,7 @@ def _read(name: str, given: Mapping[str, Any], classes: Sequence[str], num_sente
         label = str(row[needed[-1]]).strip()
         if label not in spellings:
             raise UserError(
-                f"{place}: label {label!r}, but {_KEY}.{name}.labels knows {', '.join(spellings)}; mend the line or "
+                f"{place}: label {label!r}, but {_KEY}.{name}.labels knows {', '.join(spellings)}; fix the line or "
                 "the map"
             )
         texts = [str(row[key]) for key in columns]

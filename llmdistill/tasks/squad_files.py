@@ -277,7 +277,7 @@ def _file_rows(path: Path) -> _Rows:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; take the official download, whole, or none for the hub's") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error}); mend or replace it") from error
+        raise UserError(f"{path}: cannot be read as JSON ({error}); fix or replace it") from error
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: has no list under 'data', which the official format has; take such a file") from error
     for number, article in enumerate(_list(articles, str(path)), start=1):
@@ -300,7 +300,7 @@ def _under(value: Any, key: str, place: str) -> Any:
 
 def _list(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
-        raise UserError(f"{place}: a {type(value).__name__} where the official format has a list; mend the file")
+        raise UserError(f"{place}: a {type(value).__name__} where the official format has a list; fix the file")
     return value
 
 

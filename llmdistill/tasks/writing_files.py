@@ -155,7 +155,7 @@ def read_files(key: str, settings: TaskConfig) -> WritingFiles:
         rows = _read(key, settings.dir, "train")[: settings.limit]
         train, skipped = [row.example for row in rows if row.fits], [row.place for row in rows if not row.fits]
     if not train:
-        raise UserError(f"{_reference(key, settings.dir, 'train')}: no answer is in its context; mend the file")
+        raise UserError(f"{_reference(key, settings.dir, 'train')}: no answer is in its context; fix the file")
     digest = hashlib.sha256()
     for each in (
         *train,
@@ -245,11 +245,11 @@ def _row(task: WritingTask, row: Mapping[str, Any], place: str) -> _Row:
         raise UserError(f"{place}: has {', '.join(row) or 'nothing'}, expected one of these pairs as text: {pairs}")
     for key in keys:
         if not isinstance(row[key], str) or not row[key].strip():
-            raise UserError(f"{place}: {key} is {row[key]!r}, expected a text that is not empty; mend the row")
+            raise UserError(f"{place}: {key} is {row[key]!r}, expected a text that is not empty; fix the row")
     source, target = row[keys[0]], row[keys[1]]
     answer = row.get("answer") if task.asks_for_answers else None
     if answer is not None and not isinstance(answer, str):
-        raise UserError(f"{place}: answer is {answer!r}, expected a text; mend the row")
+        raise UserError(f"{place}: answer is {answer!r}, expected a text; fix the row")
     # Sources may hold the answer already, after a separator, as in UniLM's files.
     fits = answer in source if answer else not (task.asks_for_answers and keys[0] == "context")
     return _Row(TargetExample(source, answer or None, target), place, fits)

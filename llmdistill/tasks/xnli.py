@@ -154,7 +154,7 @@ def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
     classes = GLUE_TASKS[NAME].classes
     label = _SYNONYMS.get(label, label)
     if label not in classes:
-        raise UserError(f"{place}: label {label!r}, expected one of {', '.join(classes)}; mend the line")
+        raise UserError(f"{place}: label {label!r}, expected one of {', '.join(classes)}; fix the line")
     return PairExample(first, second, classes.index(label), number)
 
 

@@ -131,7 +131,7 @@ def test_a_ds_config_is_checked_before_anything_is_read(
     assert main(["--ds_config", path, "--dry_run", "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.endswith("did you mean zero_optimization.stage?; mend or remove it\n")
+    assert captured.err.endswith("did you mean zero_optimization.stage?; fix or remove it\n")
     assert captured.err.count("\n") == 1
 
 
@@ -385,4 +385,4 @@ def test_what_the_system_refuses_is_a_sentence_of_every_command(
     assert exit_code(job) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: /nnn")
-    assert said.endswith("the system refuses it (file name too long): choose another path, or mend its permissions\n")
+    assert said.endswith("the system refuses it (file name too long): choose another path, or fix its permissions\n")

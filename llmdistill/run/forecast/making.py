@@ -1,4 +1,4 @@
-"""The cache of a run's teacher before it is made: its bytes on disk, and the time to make it."""
+"""Forecasts the size and the build time of the cache of a teacher's outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_TEACHERS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class CacheAsked:
-    """The cache that a run may read; one that the run names itself (teacher.cache) stands above it."""
+    """The cache that a run may read; teacher.cache, if the run sets it, takes precedence."""
 
     folder: str = "cache"
     settings: CacheConfig = field(default_factory=CacheConfig)
@@ -31,14 +31,14 @@ class CacheAsked:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheForecast:
-    """The cache of a run, its size, and the time to make it."""
+    """The cache of a run, its size, and its build time."""
 
     folder: str
     settings: CacheConfig
     is_there: bool
     """Whether the cache is there already."""
     sharding: str
-    """The simplest teacher.sharding with which it can be made."""
+    """The simplest teacher.sharding with which it can be built."""
     fits: bool
     """Whether the teacher fits with it."""
     bytes_per_token: float
@@ -50,7 +50,7 @@ class CacheForecast:
     bytes: int | None
     """Bytes of the whole cache; None without `counts`."""
     seconds: float | None
-    """Time to make it on the machine, loading left out; None without `counts`."""
+    """Seconds to build it on the machine, without loading the teacher; None without `counts`."""
     seconds_per_step: float
     """The same, spread over the steps of the run; 0 if the cache is there."""
     is_sensible: bool

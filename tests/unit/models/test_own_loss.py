@@ -14,7 +14,7 @@ from llmdistill.models.families import family_of, has_family
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.own_loss import own_loss
 from llmdistill.models.taps import Recorder
-from llmdistill.run.loss_check import check_losses, set_ways
+from llmdistill.run.loss_check import check_losses, set_loss_modes
 from llmdistill.runtime.distributed import World
 
 SCALED = {"granite": {}, "gemma2": {}, "cohere": {}}
@@ -74,7 +74,7 @@ def test_the_loss_after_the_check_is_the_models_own(name: str) -> None:
 def test_a_head_with_a_factor_or_a_softcap_is_seen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     tapped = tapped_model(name)
     batch = make_batch()
-    with tapped.ways(shortcut=True, own_mask=True):
+    with tapped.modes(shortcut=True, own_mask=True):
         wrong = our_loss(tapped, batch)
     own = stock_loss(tapped, batch)
     assert abs((wrong - own).item()) > 1e-4, "the shortcut is no mistake here"
@@ -93,7 +93,7 @@ def test_a_softcap_is_seen_while_the_logits_are_small() -> None:
 
 
 def test_other_masks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that our way does not know gives another loss, so the model's own masks are taken."""
+    """A window that llmdistill does not know gives another loss, so the model's own masks are taken."""
     monkeypatch.setattr("llmdistill.models.forward._sequences", lambda *_: None)
     tapped = tapped_model("mistral")
     batch = make_batch()
@@ -120,7 +120,7 @@ def test_the_ways_can_be_set_again() -> None:
     again.shortcut = True
     ways = check_losses({"student": first}, make_batch(), World.alone())
     assert ways == {"student": {"shortcut": False, "own_mask": False}}
-    set_ways({"student": again, "teacher": tapped_model("llama")}, ways)
+    set_loss_modes({"student": again, "teacher": tapped_model("llama")}, ways)
     assert (again.shortcut, again.own_mask) == (False, False)
 
 

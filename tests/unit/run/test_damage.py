@@ -82,7 +82,7 @@ def test_an_edited_score_is_measured_again(finished, trains):
 
 
 def test_the_remedies_work(finished, base, trains):
-    run = base / "mended"
+    run = base / "fixed"
     shutil.copytree(finished, run)
     for made in ("student", "untrained"):
         before = (run / made / "model.safetensors").read_bytes()

@@ -81,15 +81,15 @@ def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path: Pa
     steps.engine.norm = norm
     steps.applied(1, batches(), FINE)
     with pytest.raises(UserError, match=r"the norm of the gradient is (nan|inf) at step 1: every term is finite"):
-        steps.settle()
+        steps.check_last()
 
 
 def test_a_norm_that_deepspeed_does_not_compute_is_no_error(tmp_path: Path) -> None:
     steps = make_steps(tmp_path)
     steps.engine.norm = None
     steps.applied(1, batches(), FINE)
-    assert steps.settle() is not None
-    assert steps.settle() is None, "a step is read once"
+    assert steps.check_last() is not None
+    assert steps.check_last() is None, "a step is read once"
 
 
 def test_skipped_steps_go_on_until_the_third_in_a_row(tmp_path: Path, capsys) -> None:

@@ -232,7 +232,7 @@ def test_no_key_and_no_server_are_said_before_a_run(sent, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_access(["wandb"])
     monkeypatch.setattr(sys.modules["mlflow"], "search_experiments", refuse)
-    with pytest.raises(UserError, match=r"report_to mlflow: .*; mend MLFLOW_TRACKING_URI"):
+    with pytest.raises(UserError, match=r"report_to mlflow: .*; fix MLFLOW_TRACKING_URI"):
         check_access(["mlflow"])
 
 

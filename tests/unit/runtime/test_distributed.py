@@ -31,11 +31,11 @@ def test_the_main_ranks_value_and_mistake_reach_all(monkeypatch) -> None:
     assert ran == [1]
 
     def mistaken() -> None:
-        raise UserError("mend it")
+        raise UserError("fix it")
 
     sent.clear()
     for rank in range(2):
-        with pytest.raises(UserError, match="mend it"):
+        with pytest.raises(UserError, match="fix it"):
             on_main(mistaken, World(rank, 2, CPU))
 
     def broken() -> None:

@@ -58,8 +58,8 @@ def test_a_mistake_is_raised_on_every_rank_before_the_next_turn(run: Callable) -
 
 def test_alone_the_job_just_runs() -> None:
     assert in_turns(lambda: 7, World.alone()) == 7
-    with pytest.raises(UserError, match="mend it") as error:
-        in_turns(lambda: (_ for _ in ()).throw(UserError("mend it")), World.alone())
+    with pytest.raises(UserError, match="fix it") as error:
+        in_turns(lambda: (_ for _ in ()).throw(UserError("fix it")), World.alone())
     assert not error.value.everywhere
 
 
