@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tortures the commands with kills, signals, flipped bytes, bad inputs and full disks, and prints a page of figures, in under
-# 30 minutes: see scripts/torture.py --help, which takes all further arguments. Sets up what is missing first.
+# 30 minutes: see scripts/torture/torture.py --help, which takes all further arguments. Sets up what is missing first.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec python scripts/torture.py "$@"
+exec python scripts/torture/torture.py "$@"

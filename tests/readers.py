@@ -1,7 +1,7 @@
 """Everything that reads files which a user or somebody else wrote, with files that it takes.
 
-Hypothesis damages the files in tests/unit/test_properties.py, atheris in scripts/fuzz.py; the only outcome besides
-success is one UserError. A new reader belongs here, so that both try it.
+Hypothesis damages the files in tests/unit/test_properties.py, atheris in scripts/torture/fuzz.py; the only outcome
+besides success is one UserError. A new reader belongs here, so that both try it.
 """
 
 from __future__ import annotations

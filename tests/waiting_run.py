@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "gpu_check"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu_check_waits import AskedValues

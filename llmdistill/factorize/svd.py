@@ -1,6 +1,6 @@
 """Truncated SVD by way of the Gram matrix (MaKD eq. 10-11): as good as the full SVD and several times faster.
 
-That holds for wide matrices; tall ones torch reduces by QR first, in about our time (scripts/bench_factorize.py).
+That holds for wide matrices; tall ones torch reduces by QR first, in about our time (scripts/bench/bench_factorize.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # of a rank
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path[:0] = [str(SCRIPTS / "bench"), str(SCRIPTS / "gpu_check")]  # of a rank
 
 from gpu_check_engine import Setting, forecast, measure
 

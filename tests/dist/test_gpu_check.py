@@ -15,7 +15,7 @@ def look(rank_server):
     """The lines of a part, by the names of their measures."""
 
     def run(part: str, *, ranks: int = 1) -> dict[str, Line]:
-        done = rank_server.run(["--part", part, "--device", "cpu"], ranks=ranks, program="scripts/gpu_check.py")
+        done = rank_server.run(["--part", part, "--device", "cpu"], ranks=ranks, program="scripts/gpu_check/gpu_check.py")
         assert done.returncode == 0, done.stderr
         lines = [Line(**told) for told in map(heard, done.stdout.splitlines()) if told is not None]
         assert len(lines) == len({line.measure for line in lines}), "only one rank tells"

@@ -16,7 +16,7 @@ from llmdistill.methods.makd import MakdConfig, build_makd
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 
 @pytest.fixture(autouse=True)

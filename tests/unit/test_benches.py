@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 BENCHES = (
     *("bench_step", "bench_losses", "bench_factorize", "bench_students"),
     *("bench_calibration", "bench_cache", "bench_scale", "bench_serve"),

@@ -120,7 +120,7 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
     if script == "llmdistill/train.py":
         return check_train(arguments)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
+        patch.syspath_prepend(str((ROOT / script).parent))
         patch.setattr(sys, "argv", [script, *arguments])
         with parsing_only(), pytest.raises(Parsed):
             run_script(script)
@@ -203,8 +203,8 @@ def test_every_command_of_a_page_is_one_that_the_parsers_take(page, named_files,
         ("llmdistill", "compare", "--recipe", "quickstart", "--method", "makdd"),
         ("llmdistill", "compare", "--recipe", "quickstart", "--methods", "makdd"),
         ("python", "eval/glue.py", "--model", "DIR", "--epoch", "3"),
-        ("python", "scripts/bench_step.py", "--fast"),
-        ("python", "scripts/bench_stairs.py"),
+        ("python", "scripts/bench/bench_step.py", "--fast"),
+        ("python", "scripts/bench/bench_stairs.py"),
     ],
     ids=" ".join,
 )

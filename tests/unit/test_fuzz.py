@@ -1,4 +1,4 @@
-"""scripts/fuzz.py finds what a reader may not do, and says how to get atheris, which only an extra brings."""
+"""scripts/torture/fuzz.py finds what a reader may not do, and says how to get atheris, which only an extra brings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support import ROOT
 HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
 CODE = """
 import json, os, sys
-sys.path.insert(0, "scripts")
+sys.path.insert(0, "scripts/torture")
 import atheris, fuzz
 from pathlib import Path
 
@@ -64,7 +64,9 @@ def test_it_finds_what_a_reader_may_not_do(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(HAS_ATHERIS, reason="atheris is installed")
 def test_it_says_how_to_install_atheris() -> None:
-    done = subprocess.run([sys.executable, "scripts/fuzz.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "scripts/torture/fuzz.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: atheris is not installed; pip install")
     assert done.stderr.count("\n") == 1

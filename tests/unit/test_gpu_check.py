@@ -111,8 +111,8 @@ def test_a_wait_belongs_to_the_innermost_library():
 
 def test_figures_of_a_bench_are_lines_without_limits(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gpu_check_parts, "ROOT", tmp_path)
-    (tmp_path / "scripts").mkdir()
-    script = tmp_path / "scripts" / "bench_step.py"
+    script = tmp_path / "scripts" / "bench" / "bench_step.py"
+    script.parent.mkdir(parents=True)
     script.write_text("import json, sys\nprint('a table')\nprint(json.dumps({'kd_step': {'words': sys.argv[1:]}}))\n")
     found = gpu_check_parts.bench(Request(CPU, small=True), "bench_step.py", "--only", "kd")
     assert found["kd_step"]["words"] == ["--device", "cpu", "--quick", "--repeats", "1", "--only", "kd"]

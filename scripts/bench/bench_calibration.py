@@ -1,8 +1,8 @@
 """Calibration of a weighted SVD: a pass against plain arithmetic, decompositions, and larger teachers on paper.
 
-    python scripts/bench_calibration.py           # GPT-2's and Llama-3.2-1B's widths, minutes
-    python scripts/bench_calibration.py --quick   # narrow ones, under a minute
-    python scripts/bench_calibration.py --model DIR --text FILE.txt --examples 96 --tokens 512   # all of `compress`
+    python scripts/bench/bench_calibration.py           # GPT-2's and Llama-3.2-1B's widths, minutes
+    python scripts/bench/bench_calibration.py --quick   # narrow ones, under a minute
+    python scripts/bench/bench_calibration.py --model DIR --text FILE.txt --examples 96 --tokens 512 # all of `compress`
 
 A pass is `measure_moments` of all linears of two layers with random fp32 weights and a vocabulary of 16,384. It is
 compared with a forward and a backward pass of the same model on the same tokens, gradients of the weights included.

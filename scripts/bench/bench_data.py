@@ -1,9 +1,9 @@
 """Loading training sets: what each rank keeps in memory, how long a start takes, and who tokenises a stream.
 
-    python scripts/bench_data.py                      # 100,000 instructions, some minutes
-    python scripts/bench_data.py --quick              # 5,000 instructions
-    python scripts/bench_data.py --data pairs         # a task on pairs of sentences, like MNLI
-    python scripts/bench_data.py --data questions     # a task like SQuAD
+    python scripts/bench/bench_data.py                      # 100,000 instructions, some minutes
+    python scripts/bench/bench_data.py --quick              # 5,000 instructions
+    python scripts/bench/bench_data.py --data pairs         # a task on pairs of sentences, like MNLI
+    python scripts/bench/bench_data.py --data questions     # a task like SQuAD
 
 Each row is measured in a process of its own. Private memory is what no other process shares; the pages of a mapped file
 are in the memory of a node once. `lists` is what every rank would hold if the examples were Python lists. The rows of a

@@ -27,7 +27,8 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # no installation is needed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # no installation is needed
 
 import torch
 from benching import heard, positive, say

@@ -1,7 +1,7 @@
 """Training from a teacher's cache beside training with the live teacher: time of an epoch, time to make, bytes a token.
 
-    python scripts/bench_cache.py           # the embedded teacher and the data of the quick start, minutes
-    python scripts/bench_cache.py --quick   # one step a round, and a part of the data
+    python scripts/bench/bench_cache.py           # the embedded teacher and the data of the quick start, minutes
+    python scripts/bench/bench_cache.py --quick   # one step a round, and a part of the data
 
 A call is some steps of the quick start (32 examples each) by the package's own trainer, with its batches and torch's
 fused AdamW in place of DeepSpeed's engine; the student has 34 % of the teacher's parameters. The time of an epoch is

@@ -20,7 +20,7 @@ from benching_table import Line
 if TYPE_CHECKING:
     from llmdistill.runtime.distributed import World
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NEEDS_GPU = "needs a GPU"
 """The reason by which tests are skipped where there is none."""
 
@@ -154,7 +154,14 @@ def trl(request: Request) -> Iterator[Line | str]:
 def bench(request: Request, script: str, *arguments: str) -> dict[str, Any]:
     """Run a bench, show what it writes, and return the JSON of its last line; RuntimeError where it fails."""
     sizes = ("--quick", "--repeats", "1") if request.small else ()
-    command = [sys.executable, str(ROOT / "scripts" / script), "--device", request.device.type, *sizes, *arguments]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / script),
+        "--device",
+        request.device.type,
+        *sizes,
+        *arguments,
+    ]
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

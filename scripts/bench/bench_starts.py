@@ -1,6 +1,6 @@
 """Where a student starts: perplexity and ROUGE-L of untrained students, at shares of the linears' parameters.
 
-    python scripts/bench_starts.py --model MODEL --calibration valid.txt --test test.txt --output starts
+    python scripts/bench/bench_starts.py --model MODEL --calibration valid.txt --test test.txt --output starts
 
 The rows are plain SVD, SVD weighted by activations and by gradients, each with one rank for all matrices and with one
 share of the parameters of each matrix (as SVD-LLM and KFAC-SVD have it), ranks by the predicted loss, the same in the

@@ -1,7 +1,7 @@
 """Starting up: CPU seconds of the bare import, of every --help and of a dry run, each in a process of its own.
 
-    python scripts/bench_startup.py           # best of 5 processes each, half a minute
-    python scripts/bench_startup.py --quick   # best of 2
+    python scripts/bench/bench_startup.py           # best of 5 processes each, half a minute
+    python scripts/bench/bench_startup.py --quick   # best of 2
 
 User and system time of the process, not the clock's, so that other programs on the cores matter less; the best, as
 they only ever add. Files are in the system's cache after the first process, which is not counted.
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     *("train", "plan", "doctor", "compare", "compress", "cache", "generate", "export", "push", "recipes"),
     *("evaluate", "evaluate --suite glue"),

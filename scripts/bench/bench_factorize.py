@@ -1,9 +1,9 @@
 """Setting up: truncated SVD and nearest Kronecker products against torch.linalg.svd, a whole model factorized and
 loaded, a text tokenised and cached.
 
-    python scripts/bench_factorize.py           # 2048×8192 at rank 600 and its neighbours, minutes
-    python scripts/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
-    python scripts/bench_factorize.py --quick   # smaller ones, under a minute
+    python scripts/bench/bench_factorize.py           # 2048×8192 at rank 600 and its neighbours, minutes
+    python scripts/bench/bench_factorize.py --full    # and all 16 layers of Llama-3.2-1B's shapes, many more minutes
+    python scripts/bench/bench_factorize.py --quick   # smaller ones, under a minute
 
 Matrices are fp32. A Kronecker product is found by an SVD of the rearranged matrix, which is thin or nearly square by
 the shape of the factors; a whole BERT-base is its 72 linears and its embedding, by KroneckerBERT_21's shapes and by

@@ -20,15 +20,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from torture_child import Fault
 from torture_results import differences, logged_steps
 
 from support import MAIN_JOB, PATIENCE, ROOT, RankServer
 
-CHILD = str(ROOT / "scripts" / "torture_child.py")
+CHILD = str(ROOT / "scripts" / "torture" / "torture_child.py")
 CLI = "llmdistill.cli"
 STEPS = 5
 NOISE = 1e-5

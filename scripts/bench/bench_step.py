@@ -1,9 +1,9 @@
 """One training step against its floor: teacher forward + student forward and backward on plain labels + optimizer.
 
-    python scripts/bench_step.py             # the sizes that the targets are set for, a quarter of an hour
-    python scripts/bench_step.py --quick     # small models, under a minute
-    python scripts/bench_step.py --peers     # TRL's GKD trainer beside ours, where trl is installed
-    python scripts/bench_step.py --peers --peers-python /path/to/a/venv/bin/python
+    python scripts/bench/bench_step.py             # the sizes that the targets are set for, a quarter of an hour
+    python scripts/bench/bench_step.py --quick     # small models, under a minute
+    python scripts/bench/bench_step.py --peers     # TRL's GKD trainer beside ours, where trl is installed
+    python scripts/bench/bench_step.py --peers --peers-python /path/to/a/venv/bin/python
 
 Models have GPT-2's and BERT-base's shapes and random weights, fp32 on a CPU and on CUDA. Every row builds the same
 models and the same batch; dropout is off. kd is the forward KL and the labels' cross-entropy together, makd its

@@ -1,7 +1,7 @@
 """The losses alone, fused against plain: time, memory above the inputs, and gradients.
 
-    python scripts/bench_losses.py             # the sizes that the targets are set for, minutes
-    python scripts/bench_losses.py --quick     # smaller ones, under a minute
+    python scripts/bench/bench_losses.py             # the sizes that the targets are set for, minutes
+    python scripts/bench/bench_losses.py --quick     # smaller ones, under a minute
 
 One call is forward and backward of one loss: attention KL of one layer (12 heads of 64, batch 1), the head and the KL
 of the output together (768 wide, 50,257 words, gradients of rows and weight), the KL of one relation (48 relation

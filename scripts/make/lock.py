@@ -1,4 +1,4 @@
-"""Writes the hashes and the licences of all that CI installs: python scripts/lock.py, after a change of constraints.
+"""Writes the hashes and the licences of all that CI installs: python scripts/make/lock.py, after constraints changed.
 
 Run it on the platform of CI (Linux on x86-64, Python 3.11), in the environment of scripts/setup.sh. It asks pip which
 files it would install by pyproject.toml and scripts/constraints.txt, installs nothing, and writes scripts/hashes.txt
@@ -16,7 +16,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("torch", "llmdistill")
 _NAMED = 60
 """A licence longer than this is a whole text; its classifier names it."""
@@ -47,7 +47,7 @@ def resolved() -> list[dict[str, Any]]:
 def hashes(files: Sequence[Mapping[str, Any]]) -> str:
     """Return a requirements file that pins each file by its version and hash."""
     lines = [
-        "# Made by scripts/lock.py from scripts/constraints.txt: what CI installs on Linux (x86-64) with Python 3.11.",
+        "# Made by scripts/make/lock.py from scripts/constraints.txt: what CI installs on Linux (x86-64), Python 3.11.",
         "# pip compares the hash of each file. torch is installed before them.",
     ]
     for each in files:
@@ -62,7 +62,7 @@ def licences(libraries: Sequence[Mapping[str, Any]]) -> str:
         "# Licences of what is installed",
         "",
         "What an installation with `scripts/constraints.txt` and the `dev` extra brings, with the licence that each",
-        "library's own metadata names. Made by `python scripts/lock.py`; llmdistill is under the Apache License 2.0.",
+        "library's own metadata names. Made by `python scripts/make/lock.py`; llmdistill has the Apache License 2.0.",
         "",
         "| library | version | licence |",
         "|---|---|---|",

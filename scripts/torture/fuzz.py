@@ -1,8 +1,8 @@
 """Tries the readers of files with inputs that atheris draws by the coverage of llmdistill's own code.
 
-    python scripts/fuzz.py --seconds 60                        # each reader of tests/readers.py for a minute
-    python scripts/fuzz.py --seconds 600 --reader parquet      # one of them
-    python scripts/fuzz.py --reader parquet --repeat FILE      # a finding again, with its traceback
+    python scripts/torture/fuzz.py --seconds 60                        # each reader of tests/readers.py for a minute
+    python scripts/torture/fuzz.py --seconds 600 --reader parquet      # one of them
+    python scripts/torture/fuzz.py --reader parquet --repeat FILE      # a finding again, with its traceback
 
 The only outcome besides success is one UserError. A traceback, an input that takes more than 20 seconds, and a reader
 that writes outside its folder, starts a program or opens a connection are findings. Exit code 1 if there is any.
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 LIBRARIES = ("torch", "transformers", "datasets", "deepspeed", "peft", "pyarrow.parquet", "hypothesis", "pytest")
 """Imported before ours, so that atheris does not look at their code: that alone would take minutes."""
@@ -228,7 +228,7 @@ def main() -> int:
             found += 1
             files = [own / FAILED, *(own / "findings").glob("timeout-*")]
             file = max((each for each in files if each.is_file()), key=os.path.getmtime, default=own / "log.txt")
-            print(f"  python scripts/fuzz.py --reader '{name}' --repeat {file}", flush=True)
+            print(f"  python scripts/torture/fuzz.py --reader '{name}' --repeat {file}", flush=True)
     print(f"{found} findings")
     if found == 0 and arguments.folder is None:
         shutil.rmtree(folder)

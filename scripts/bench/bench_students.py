@@ -1,7 +1,7 @@
 """How fast factorized students run, against their dense teachers, and against what their multiply-adds promise.
 
-    python scripts/bench_students.py           # GPT-2 by SVD and BERT-base by Kronecker products, minutes
-    python scripts/bench_students.py --quick   # small models, seconds
+    python scripts/bench/bench_students.py           # GPT-2 by SVD and BERT-base by Kronecker products, minutes
+    python scripts/bench/bench_students.py --quick   # small models, seconds
 
 GPT-2 at rank 256 answers greedily through the package's own generation: prefill is a batch of prompts and one token
 each, generate a batch of short prompts and many tokens each. KroneckerBERT_21 and _8 read a batch of texts (encode_21,

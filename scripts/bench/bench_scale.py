@@ -1,7 +1,7 @@
 """How a training step grows: from one rank to two, and with length, vocabulary and layers.
 
-    python scripts/bench_scale.py           # minutes
-    python scripts/bench_scale.py --quick   # small models, under a minute
+    python scripts/bench/bench_scale.py           # minutes
+    python scripts/bench/bench_scale.py --quick   # small models, under a minute
 
 Ranks: the same micro batch on each of one or two ranks (weak scaling), by DeepSpeed's engine, with one thread a rank,
 or one GPU. The efficiency is the time of a step on one rank over that on two, which take turns. A third row has two

@@ -1,6 +1,6 @@
 """MaKD in the metric of a weighted start, beside MaKD and KD: perplexity after a few steps from the same student.
 
-    python scripts/bench_metric.py --teacher DIR --student DIR --train valid.txt --test test.txt --output metric
+    python scripts/bench/bench_metric.py --teacher DIR --student DIR --train valid.txt --test test.txt --output metric
 
 A weighted start knows what an error δ of an output costs: ½ δᵀGδ nats, G the second moments of the loss's gradients at
 that output. The row `metric` has this in place of the squared errors of queries, keys, values, gate and up

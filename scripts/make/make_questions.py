@@ -1,6 +1,6 @@
 """Questions on the facts of the embedded world, in the official format of SQuAD 1.1 and 2.0, in seconds.
 
-python scripts/make_questions.py questions
+python scripts/make/make_questions.py questions
 python eval/squad.py --model DIR --data_dir questions --tasks squad1,squad2
 """
 

@@ -1,7 +1,7 @@
 """Remake all that llmdistill/embedded ships: the corpus, its tokenizer, the teacher and the teacher's score.
 
-    python scripts/make_embedded.py            # about ten minutes on two CPU cores
-    python scripts/make_embedded.py --data     # the corpus alone, in seconds
+    python scripts/make/make_embedded.py            # about ten minutes on two CPU cores
+    python scripts/make/make_embedded.py --data     # the corpus alone, in seconds
 
 The corpus comes out the same on every machine. The teacher does not to the last bit (sums in another order), so its
 score is measured again and written beside it.
@@ -186,7 +186,7 @@ def main() -> None:
     save(model, args.teacher)
     scores = score(args.teacher)
     print(scores)
-    command = f"python scripts/make_embedded.py --steps {args.steps} --learning_rate {args.learning_rate}"
+    command = f"python scripts/make/make_embedded.py --steps {args.steps} --learning_rate {args.learning_rate}"
     report = {"metric": "ROUGE-L F, greedy, maximum over references, x100", "scores": scores, "command": command}
     (args.teacher / "scores.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

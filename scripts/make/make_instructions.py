@@ -1,6 +1,6 @@
 """Instructions for a small chat model, made of public files: what a student learns from, and what it is asked.
 
-python scripts/make_instructions.py DATA instructions
+python scripts/make/make_instructions.py DATA instructions
 llmdistill generate --model MODEL --data instructions/prompts.jsonl --output instructions/answers.jsonl
 cat instructions/gold.jsonl instructions/answers.jsonl > instructions/train.jsonl
 
