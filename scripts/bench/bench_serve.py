@@ -1,7 +1,7 @@
 """How fast a teacher and its students are served, and how much of the saved multiply-adds arrives as speed.
 
-    python scripts/bench_serve.py --teacher DIR --student NAME=DIR --student NAME=DIR --graphs FOLDER
-    python scripts/bench_serve.py --quick   # a random Llama and a student of it, about a minute
+    python scripts/bench/bench_serve.py --teacher DIR --student NAME=DIR --student NAME=DIR --graphs FOLDER
+    python scripts/bench/bench_serve.py --quick   # a random Llama and a student of it, about a minute
 
 --student is repeated for several students. --graphs keeps the ONNX of every model, which the first run writes.
 transformers is torch without a compiler in fp32; onnx and onnx_int8 are the files of `llmdistill export --to onnx
