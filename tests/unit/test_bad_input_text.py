@@ -104,7 +104,7 @@ def test_a_layer_that_is_not_there(fails, teacher):
     [
         (("--method", "seqkd"), "method seqkd learns answers"),
         (("--data.train", "embedded:train"), "holds instructions, but data.kind is text"),
-        (("--data.tests.a", "b.jsonl"), "data.tests is for instructions"),
+        (("--data.tests.a", "b.jsonl"), "data.tests.a b.jsonl is no text, but data.kind is text"),
         (("--data.text.mask_share", "1.5"), "data.text.mask_share is 1.5"),
         (("--method", "sft", "--also", '["minilm"]'), "method sft has no teacher"),
         (("--also", '["makd"]'), "name each method once"),

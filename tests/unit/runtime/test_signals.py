@@ -15,6 +15,7 @@ from llmdistill.errors import Stopped
 from llmdistill.runtime import signals
 from llmdistill.runtime.terminal import exit_code
 signals._BLOCKED_SECONDS = 0.3
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup ignore it, and so would a command
 
 def send(number, times=1):
     for _ in range(times):
