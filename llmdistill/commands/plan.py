@@ -22,7 +22,7 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
-    from llmdistill.run.forecast.cached import BatchSize
+    from llmdistill.run.forecast.cached import PositionCounts
     from llmdistill.run.forecast.choices import LayoutChoice
     from llmdistill.run.forecast.making import CacheForecast
     from llmdistill.run.plan import Plan
@@ -130,7 +130,7 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
     return make_plan(config, pending={name: load_config(locate(name)) for name in named})
 
 
-def count_data(plan: Plan) -> BatchSize | None:
+def count_data(plan: Plan) -> PositionCounts | None:
     """Read and count the training set of a run; None if the run can have no cache.
 
     Raises:
@@ -138,13 +138,13 @@ def count_data(plan: Plan) -> BatchSize | None:
     """
     from llmdistill.run.cache import count_examples
     from llmdistill.run.checks import can_cache
-    from llmdistill.run.forecast.cached import BatchSize
+    from llmdistill.run.forecast.cached import PositionCounts
     from llmdistill.runtime.distributed import World
 
     if not can_cache(plan):
         return None
     data = plan.task.read(plan.models).prepared(World.alone())
-    return BatchSize(**count_examples(plan, data))
+    return PositionCounts(**count_examples(plan, data))
 
 
 def notes(config: RunConfig) -> list[str]:

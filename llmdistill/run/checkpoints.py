@@ -90,8 +90,7 @@ def save_checkpoint(
     """Save a checkpoint and delete all but the newest `keep` checkpoints; every rank must call this function.
 
     Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
-    moment, the previous checkpoint is still complete. `loss_modes` says how the models'
-    losses are computed (`run.loss_check`).
+    moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed (`run.loss_check`).
 
     Raises UserError on every rank if a rank cannot write.
     """

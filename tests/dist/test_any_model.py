@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 
 from support import interrupted_copy, weights
-from tiny import tiny_model
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """With the embedded tokenizer: a mixture of experts, and two whose logits are more than the product of their head."""
+    """With the embedded tokenizer: a mixture of experts, and two whose logits are more than their head's product."""
     base, source = tmp_path_factory.mktemp("models"), locate("embedded:teacher")
     words = len(load_tokenizer(source))
     names = ("gemma2", "granite", "qwen3_moe")

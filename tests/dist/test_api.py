@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.dist
 
-PROGRAM = '''
+PROGRAM = """
 import json
 import sys
 from pathlib import Path
@@ -69,7 +69,7 @@ if world.is_main:
     weights = sum(float(parameter.detach().double().abs().sum()) for parameter in result.student.parameters())
     log = [row for row in trainer.state.log_history if "loss" in row]
     (folder / "result.json").write_text(json.dumps({"history": result.history, "weights": weights, "log": log}))
-'''
+"""
 
 
 def test_two_ranks_learn_what_one_learns(launch, tiny_teacher, tmp_path):
@@ -82,7 +82,10 @@ def test_two_ranks_learn_what_one_learns(launch, tiny_teacher, tmp_path):
         launch(str(folder), str(tiny_teacher), ranks=ranks, program=str(program))
         results.append(json.loads((folder / "result.json").read_text()))
     one, two = results
-    for key, names in (("history", ("loss", "grad_norm", "hidden")), ("log", ("loss", "grad_norm", "hidden", "logits"))):
+    for key, names in (
+        ("history", ("loss", "grad_norm", "hidden")),
+        ("log", ("loss", "grad_norm", "hidden", "logits")),
+    ):
         assert len(one[key]) == len(two[key]) == 3
         for name in names:
             assert [row[name] for row in two[key]] == pytest.approx([row[name] for row in one[key]], rel=1e-4), name

@@ -51,7 +51,9 @@ def test_two_ranks_write_the_cache_of_one(cached, alone):
 
 def test_a_sharded_teacher_writes_the_same_cache(cached, alone):
     sharded = cached("--teacher.sharding", "zero3", ranks=2)
-    for one, other in zip((*shards(sharded), sharded / "head.safetensors"), (*shards(alone), alone / "head.safetensors"), strict=True):
+    for one, other in zip(
+        (*shards(sharded), sharded / "head.safetensors"), (*shards(alone), alone / "head.safetensors"), strict=True
+    ):
         ours, theirs = load_file(one), load_file(other)
         assert ours.keys() == theirs.keys()
         assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in ours), one.name
@@ -86,7 +88,14 @@ def text(tmp_path_factory) -> tuple[str, ...]:
     for name, numbers in {"train": range(60), "valid": range(100, 120)}.items():
         lines = "\n\n".join(f"In year {n} the baker counted {'so ' * (n % 5)}{7 * n} loaves." for n in numbers)
         (folder / f"{name}.txt").write_text(lines + "\n", encoding="utf-8")
-    words = ("--data.kind", "text", "--data.train", str(folder / "train.txt"), "--data.valid", str(folder / "valid.txt"))
+    words = (
+        "--data.kind",
+        "text",
+        "--data.train",
+        str(folder / "train.txt"),
+        "--data.valid",
+        str(folder / "valid.txt"),
+    )
     return (*words, "--data.max_length", "32", "--data.cache_dir", str(folder / "tokens"), "--train.steps", "8")
 
 

@@ -49,7 +49,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(trained, la
     flip_a_byte(folder / "checkpoints" / "step-4" / "rank-00000.safetensors")
     arguments = (*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(folder))
     done = launch(*arguments)
-    assert "step-4/rank-00000.safetensors changed after it was written" in "".join(re.findall(r"│ (.*?) *│", done.stderr))
+    assert "step-4/rank-00000.safetensors changed after it was written" in "".join(
+        re.findall(r"│ (.*?) *│", done.stderr)
+    )
     first, second = weights(whole), weights(folder)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"damaged-step-4", "step-4", "step-5"}

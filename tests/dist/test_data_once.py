@@ -28,7 +28,7 @@ def test_a_malformed_row_is_said_once(launch, settings, tmp_path, streaming: str
     given = ("--data.train", str(data), "--data.streaming", streaming, "--data.shuffle_buffer", "2")
     done = launch(*settings, "--ds_config", "zero2", "--output_dir", str(tmp_path / "run"), *given, ranks=2, code=2)
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said == [f'error: {data}:31: the key "output" is missing (there are [\'instruction\']); add it']
+    assert said == [f"error: {data}:31: the key \"output\" is missing (there are ['instruction']); add it"]
 
 
 def test_two_ranks_leave_one_set_of_tokens(launch, settings, tmp_path) -> None:

@@ -16,10 +16,10 @@ import torch
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path[:0] = [str(SCRIPTS / "bench"), str(SCRIPTS / "gpu_check")]  # of a rank
 
-from gpu_check_engine import Setting, forecast, measure
+from gpu_check_engine import Setting, forecast, measure  # noqa: E402
 
-from llmdistill.runtime.distributed import init_distributed, shut_down
-from llmdistill.runtime.terminal import quiet_libraries
+from llmdistill.runtime.distributed import init_distributed, shut_down  # noqa: E402
+from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
 
 pytestmark = pytest.mark.dist
 
@@ -72,11 +72,10 @@ def test_resident_tensors_are_those_of_the_engine(rows):
         assert sum(row["parts"][part] for part in kept) == pytest.approx(row["resident"], rel=0.03), row["setting"]
 
 
-def test_peak_is_within_a_fifth_of_what_the_allocator_gives(rows):
+def test_peak_is_within_15_percent_of_what_the_allocator_gives(rows):
     for row in rows:
         above = sum(row["parts"].values()) - row["resident"]
-        # The peak differs by a percent between runs of one setting, and the farthest of them lies around 0.85.
-        assert 0.8 < above / row["peak"] < 1.2, (row["setting"], above, row["peak"])
+        assert 0.85 < above / row["peak"] < 1.15, (row["setting"], above, row["peak"])
 
 
 if __name__ == "__main__":

@@ -48,7 +48,10 @@ def test_killed_and_resumed_on_another_number_of_ranks_the_file_is_byte_equal(
     tiny_teacher, whole, rank_server, launch, tmp_path, ranks
 ):
     output = tmp_path / "killed.jsonl"
-    job, patience = rank_server.start(asked(tiny_teacher, output), program="llmdistill.cli", ranks=ranks), time.monotonic() + 200
+    job, patience = (
+        rank_server.start(asked(tiny_teacher, output), program="llmdistill.cli", ranks=ranks),
+        time.monotonic() + 200,
+    )
     while finished_batches(output) < 3 and not job.is_over() and time.monotonic() < patience:
         time.sleep(0.005)
     job.kill()

@@ -15,7 +15,9 @@ def look(rank_server):
     """The lines of a part, by the names of their measures."""
 
     def run(part: str, *, ranks: int = 1) -> dict[str, Line]:
-        done = rank_server.run(["--part", part, "--device", "cpu"], ranks=ranks, program="scripts/gpu_check/gpu_check.py")
+        done = rank_server.run(
+            ["--part", part, "--device", "cpu"], ranks=ranks, program="scripts/gpu_check/gpu_check.py"
+        )
         assert done.returncode == 0, done.stderr
         lines = [Line(**told) for told in map(heard, done.stdout.splitlines()) if told is not None]
         assert len(lines) == len({line.measure for line in lines}), "only one rank tells"
@@ -29,7 +31,7 @@ def test_zero_has_the_losses_of_plain_fp32_on_two_ranks(look):
     lines = look("zero", ranks=2)
     assert all(line.value < 1e-6 for name, line in lines.items() if "in fp32" in name)
     # bf16 is rounded, so that a difference of nothing would be that of two runs in fp32.
-    assert all(1e-4 < line.value for name, line in lines.items() if "in bf16" in name)
+    assert all(line.value > 1e-4 for name, line in lines.items() if "in bf16" in name)
     assert len(lines) == 7
 
 

@@ -12,11 +12,30 @@ from support import largest_difference
 
 pytestmark = pytest.mark.dist
 
-VALIDATED = ("--makd.scale", "plain", "--data.valid", "embedded:valid", "--train.schedule", "constant", "--train.validate_every", "1")
+VALIDATED = (
+    "--makd.scale",
+    "plain",
+    "--data.valid",
+    "embedded:valid",
+    "--train.schedule",
+    "constant",
+    "--train.validate_every",
+    "1",
+)
 
 
 def test_the_student_of_the_smallest_loss_is_that_of_a_run_that_ends_there(trained):
-    long = (*VALIDATED, "--makd.scale", "plain", "--train.learning_rate", "0.03", "--train.steps", "6", "--scoring.models", "[]")
+    long = (
+        *VALIDATED,
+        "--makd.scale",
+        "plain",
+        "--train.learning_rate",
+        "0.03",
+        "--train.steps",
+        "6",
+        "--scoring.models",
+        "[]",
+    )
     best = trained(*long, "--train.keep_best", "loss")
     losses = {row["step"]: row["valid_loss"] for row in read_metrics_log(best)}
     step = min(losses, key=losses.__getitem__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -61,7 +60,9 @@ def test_bf16_ends_at_the_same_loss_in_every_stage(trained):
     assert weights(runs["zero2"])["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_the_launcher_computes_what_forked_ranks_compute_and_leaves_no_shared_memory_behind(trained, settings, tmp_path):
+def test_the_launcher_computes_what_forked_ranks_compute_and_leaves_no_shared_memory_behind(
+    trained, settings, tmp_path
+):
     command = launch_command(*settings, "--ds_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path), ranks=2)
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

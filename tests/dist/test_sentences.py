@@ -42,9 +42,7 @@ def folder(tmp_path_factory) -> Path:
     ]
     (teacher / "modules.json").write_text(json.dumps(modules))
     (teacher / "1_Pooling").mkdir()
-    (teacher / "1_Pooling/config.json").write_text(
-        '{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}'
-    )
+    (teacher / "1_Pooling/config.json").write_text('{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}')
     (teacher / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
     (folder / "train.txt").write_text("\n".join(text(generator) for _ in range(96)))
     triples = [

@@ -46,7 +46,8 @@ assert teacher.forward.zero_prefetch_bucket_size() == 12345
 assert teacher.forward.zero_offload_param().device == "cpu"
 size = sum(each.numel() for each in whole.parameters())
 shards = sum(each.ds_tensor.numel() for each in teacher.model.parameters())
-groups = {tuple(torch.distributed.get_process_group_ranks(each.ds_process_group)) for each in teacher.model.parameters()}
+ranks = torch.distributed.get_process_group_ranks
+groups = {tuple(ranks(each.ds_process_group)) for each in teacher.model.parameters()}
 told = {"share": shards / size, "groups": sorted(groups)}
 (folder / f"{sharding}-{rank}.json").write_text(json.dumps(told))
 torch.distributed.barrier()

@@ -95,7 +95,8 @@ def take_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "what", "code"), [(1, "Ctrl-C", 130), (2, "Ctrl-C", 130), (2, "SIGTERM", 143), (2, "a closed terminal", 129)]
+    ("ranks", "what", "code"),
+    [(1, "Ctrl-C", 130), (2, "Ctrl-C", 130), (2, "SIGTERM", 143), (2, "a closed terminal", 129)],
 )
 def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, tmp_path, ranks, what, code):
     folder = tmp_path / "run"
@@ -114,7 +115,8 @@ def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, 
     shown, patience = bytearray(), time.monotonic() + PATIENCE
     try:
         while not (folder / "metrics.jsonl").is_file() or len(logged_steps(folder)) < 3:
-            assert job.poll() is None and time.monotonic() < patience, shown.decode()
+            assert job.poll() is None, shown.decode()
+            assert time.monotonic() < patience, shown.decode()
             if select.select([ours], [], [], 0.1)[0]:
                 shown += os.read(ours, 65536)
         children = psutil.Process(job.pid).children(recursive=True)
@@ -140,7 +142,9 @@ def test_a_terminal_gets_one_line_and_its_prompt_after_the_last_rank(arguments, 
     if what != "a closed terminal":
         name = {130: "SIGINT", 143: "SIGTERM"}[code]
         (said,) = [line for line in lines if "stop" in line and "Training" not in line]
-        assert said.endswith(f"stopped by {name} after step {step}, which is saved; the same command goes on from there")
+        assert said.endswith(
+            f"stopped by {name} after step {step}, which is saved; the same command goes on from there"
+        )
 
 
 def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, arguments, tmp_path):

@@ -18,9 +18,27 @@ from support import interrupted_copy, largest_difference, weights
 pytestmark = pytest.mark.dist
 
 SETTINGS = (
-    *("--recipe", "finetune", "--ds_config", "ds_configs/zero2.json", "--train.dtype", "fp32", "--data.max_length", "30"),
+    *(
+        "--recipe",
+        "finetune",
+        "--ds_config",
+        "ds_configs/zero2.json",
+        "--train.dtype",
+        "fp32",
+        "--data.max_length",
+        "30",
+    ),
     *("--data.task.name", "squad2", "--data.task.stride", "8", "--data.task.max_question_length", "8"),
-    *("--train.global_batch_size", "8", "--train.epochs", "1", "--train.learning_rate", "3e-3", "--train.save_every", "3"),
+    *(
+        "--train.global_batch_size",
+        "8",
+        "--train.epochs",
+        "1",
+        "--train.learning_rate",
+        "3e-3",
+        "--train.save_every",
+        "3",
+    ),
 )
 
 
@@ -78,7 +96,9 @@ def test_two_ranks_learn_and_answer_as_one(finetune, teacher, tmp_path) -> None:
     first, second = weights(one), weights(two)
     assert max(float((first[name] - second[name]).abs().max()) for name in first if not name.endswith(SHIFTS)) < 1e-5
     names = ("spans", "null_odds", "predictions")
-    files = [[json.loads((run / f"predictions/teacher/dev/{name}.json").read_text()) for name in names] for run in (one, two)]
+    files = [
+        [json.loads((run / f"predictions/teacher/dev/{name}.json").read_text()) for name in names] for run in (one, two)
+    ]
     assert files[0][0] == files[1][0]
     assert files[0][1] == pytest.approx(files[1][1], abs=1e-4)
     assert metrics(one)["teacher"]["dev"] == metrics(two)["teacher"]["dev"]

@@ -95,8 +95,8 @@ def test_two_ranks_of_shards_do_both_stages_as_one_rank_does(launch, settings, t
     assert "both stages" in said
     rows = ("teacher", "two_stages", "no_pretraining", "no_kd")
     for row in rows:
-        # Scores are from 0 to 5. Two stages of Adam carry the rounding of sums over ranks as far as 1.3e-2, depending on
-        # the processor; another classifier, student or teacher moves them by tenths.
+        # Scores are from 0 to 5. Two stages of Adam carry the rounding of sums over ranks as far as 1.3e-2, depending
+        # on the processor; another classifier, student or teacher moves them by tenths.
         assert answers(two, row) == pytest.approx(answers(one, row), abs=5e-2), row
     for first, second in itertools.combinations(rows, 2):
         assert max(abs(a - b) for a, b in zip(answers(one, first), answers(one, second), strict=True)) > 0.1

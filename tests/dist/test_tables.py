@@ -23,7 +23,9 @@ def bring(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bring")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    BertForMaskedLM(BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, **sizes)).save_pretrained(folder / "t")
+    BertForMaskedLM(BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, **sizes)).save_pretrained(
+        folder / "t"
+    )
     (folder / "t" / "vocab.txt").write_text("\n".join(WORDS), encoding="utf-8")
     BertTokenizerFast(vocab=str(folder / "t" / "vocab.txt")).save_pretrained(folder / "t")
     lines = [" ".join(WORDS[5 + (7 * line + word) % 22] for word in range(12)) for line in range(60)]
@@ -59,7 +61,9 @@ def compare(bring: Path, launch: Callable[..., Any]) -> Compare:
     return run
 
 
-def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(bring: Path, compare: Compare, tmp_path: Path) -> None:
+def test_rows_are_trained_fine_tuned_and_shown_beside_the_paper_s(
+    bring: Path, compare: Compare, tmp_path: Path
+) -> None:
     words = ("--suite", "minilm-table2", "--rows", "teacher,minilm", "--student.shape", "1x16x4")
     words = (*words, "--tasks.names", "rte,sst2", "--tasks.seeds", "1,2")
 
@@ -111,7 +115,10 @@ def test_models_of_one_set_are_scored_on_another(bring: Path, compare: Compare, 
     _, results = compare(tmp_path / "table", *words, "--tasks.out_of_domain.IMDb.data", str(file))
 
     best = tmp_path / "table" / "tasks" / "teacher" / "SST-2" / "best"
-    model, tokenizer = BertForSequenceClassification.from_pretrained(best).eval(), BertTokenizerFast.from_pretrained(best)
+    model, tokenizer = (
+        BertForSequenceClassification.from_pretrained(best).eval(),
+        BertTokenizerFast.from_pretrained(best),
+    )
     logits = [model(**tokenizer(text, return_tensors="pt")).logits for _, text in rows]
     right = fmean(str(int(each.argmax())) == label for each, (label, _) in zip(logits, rows, strict=True))
     found = {row["key"]: row["measured"] for row in results["rows"]}["teacher"]["figures"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,26 @@ from support import interrupted_copy, largest_difference
 pytestmark = pytest.mark.dist
 
 SETTINGS = (
-    *("--recipe", "finetune", "--ds_config", "ds_configs/zero2.json", "--train.dtype", "fp32", "--data.max_length", "32"),
-    *("--train.global_batch_size", "8", "--train.epochs", "2", "--train.learning_rate", "3e-3", "--train.save_every", "5"),
+    *(
+        "--recipe",
+        "finetune",
+        "--ds_config",
+        "ds_configs/zero2.json",
+        "--train.dtype",
+        "fp32",
+        "--data.max_length",
+        "32",
+    ),
+    *(
+        "--train.global_batch_size",
+        "8",
+        "--train.epochs",
+        "2",
+        "--train.learning_rate",
+        "3e-3",
+        "--train.save_every",
+        "5",
+    ),
 )
 
 
@@ -77,4 +94,6 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(finetune, tmp_path) 
     stopped = interrupted_copy(whole, tmp_path / "stopped")
     finetune(stopped)
     assert largest_difference(whole, stopped) == 0
-    assert (stopped / "predictions/student/dev.tsv").read_bytes() == (whole / "predictions/student/dev.tsv").read_bytes()
+    assert (stopped / "predictions/student/dev.tsv").read_bytes() == (
+        whole / "predictions/student/dev.tsv"
+    ).read_bytes()

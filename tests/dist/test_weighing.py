@@ -93,7 +93,10 @@ def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
             torch.testing.assert_close(*products, rtol=1e-3, atol=1e-4)
         assert (other_table.cost, other_table.tokens) == pytest.approx((table.cost, 108), rel=1e-4)
         torch.testing.assert_close(
-            other_table.left @ other_table.right, table.left @ table.right, rtol=1e-3, atol=1e-3 * float(table.left.norm())
+            other_table.left @ other_table.right,
+            table.left @ table.right,
+            rtol=1e-3,
+            atol=1e-3 * float(table.left.norm()),
         )
         assert (other_product.cost, other_product.tokens) == pytest.approx((product.cost, 108), rel=1e-2)
         assert other_product.a.shape == (2, 4, 8)

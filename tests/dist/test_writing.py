@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,16 @@ NAMES = ["anna", "boris", "carla", "dmitri", "elena"]
 PLACES = ["rome", "oslo", "lima", "cairo"]
 TOKENS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "lives", "in", "who", "where", "does", "live", *NAMES, *PLACES]
 SETTINGS = (
-    *("--recipe", "finetune", "--ds_config", "ds_configs/zero2.json", "--train.dtype", "fp32", "--data.max_length", "24"),
+    *(
+        "--recipe",
+        "finetune",
+        "--ds_config",
+        "ds_configs/zero2.json",
+        "--train.dtype",
+        "fp32",
+        "--data.max_length",
+        "24",
+    ),
     *("--data.task.name", "question_generation", "--data.task.writing.max_length", "8", "--scoring.batch_size", "3"),
     *("--train.global_batch_size", "8", "--train.learning_rate", "1e-2", "--train.save_every", "5"),
 )
@@ -125,7 +133,16 @@ def test_questions_are_learnt_and_scored(teacher) -> None:
 
 def test_two_ranks_distil_and_write_as_one_does(finetune, teacher, tmp_path) -> None:
     """The masked tokens' logits, and the attention of the last layer, which sees the source and the text so far."""
-    learns = ("--method", "kd", "--also", "[minilm]", "--teacher.model", str(teacher / "student"), "--train.epochs", "2")
+    learns = (
+        "--method",
+        "kd",
+        "--also",
+        "[minilm]",
+        "--teacher.model",
+        str(teacher / "student"),
+        "--train.epochs",
+        "2",
+    )
     one = finetune(tmp_path / "one", *learns)
     two = finetune(tmp_path / "two", *learns, "--teacher.sharding", "zero3", ranks=2)
     assert largest_difference(one, two) < 1e-4

@@ -24,7 +24,7 @@ _INDEX = 8 * (1 + len(POSITIONS))
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSize:
+class PositionCounts:
     """The number of positions of each kind in a training set, each example once."""
 
     sequences: int
@@ -36,12 +36,14 @@ class BatchSize:
         """Return the number of one kind."""
         return int(getattr(self, positions))
 
-    def times(self, number: int) -> BatchSize:
+    def times(self, number: int) -> PositionCounts:
         """Return the counts of so many equal sets."""
-        return BatchSize(sequences=number * self.sequences, tokens=number * self.tokens, labels=number * self.labels)
+        return PositionCounts(
+            sequences=number * self.sequences, tokens=number * self.tokens, labels=number * self.labels
+        )
 
     @classmethod
-    def of(cls, batch: Batch) -> BatchSize:
+    def of(cls, batch: Batch) -> PositionCounts:
         """Count a batch with `label_rows`, on any device."""
         tokens, labels = (len(batch.rows_at(place)) for place in ("tokens", "labels"))
         return cls(sequences=len(batch.input_ids), tokens=tokens, labels=labels)
@@ -58,7 +60,7 @@ class CacheTrace:
     head: HeadInputs | None
     """The LM head that a training from the cache loads; None if the cache needs none."""
     scaling: Mapping[int, float]
-    micro_batch: BatchSize
+    micro_batch: PositionCounts
     """The micro batch that was traced."""
     work: Work
     """The teacher's pass over it."""
@@ -71,19 +73,19 @@ class CacheTrace:
         tensors = () if self.head is None else (self.head.weight, self.head.bias)
         return sum(each.numel() * each.element_size() for each in tensors if each is not None)
 
-    def row_bytes(self, counts: BatchSize) -> int:
+    def row_bytes(self, counts: PositionCounts) -> int:
         """Return the bytes of the rows of so many positions, which a training reads once an epoch."""
         return sum(
             counts.at(place_of(name)) * each[:1].numel() * each.element_size() for name, each in self.rows.items()
         )
 
-    def shard_bytes(self, counts: BatchSize) -> int:
+    def shard_bytes(self, counts: PositionCounts) -> int:
         """Return the bytes of the shards of so many positions, without their headers of some hundred bytes each."""
         return self.row_bytes(counts) + _INDEX * counts.sequences
 
     def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Return the outputs for a batch on the meta device, made as `CachedTeacher` makes them."""
-        counts = BatchSize.of(batch)
+        counts = PositionCounts.of(batch)
 
         def read(name: str) -> Tensor:
             rows = self.rows[name]
@@ -121,7 +123,7 @@ def trace_cache(
         rows=rows,
         head=None if settings.kept_top_k is not None else head,
         scaling=outputs.taps.scaling,
-        micro_batch=BatchSize.of(batch),
+        micro_batch=PositionCounts.of(batch),
         work=tracer.work,
         peak=sum(tracer.take_peak().values()),
     )

@@ -10,7 +10,7 @@ from typing import Any
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.run.checks import can_cache
-from llmdistill.run.forecast.cached import BatchSize
+from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.duration import Duration, node_bytes, step_duration, wire_bytes
 from llmdistill.run.forecast.making import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
 from llmdistill.run.forecast.memory import CACHED, PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
@@ -130,7 +130,7 @@ def make_choices(
     teachers: list[str | None] = [None]
     if models.teacher is not None:
         teachers = [] if plan.is_cached else [*shardings(machine)]
-    kept, forecast, of_sequence = None, None, BatchSize.of(ends[0][1])
+    kept, forecast, of_sequence = None, None, PositionCounts.of(ends[0][1])
     if can_cache(plan):
         asked, kept = trace_making(plan, models, cache or CacheAsked())
         sizes = replace(sizes, cached_head_bytes=kept.head_bytes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.machine import MachineConfig, parse_bytes
 from llmdistill.run.checks import check_top_k
-from llmdistill.run.forecast.cached import BatchSize, CacheTrace, trace_cache
+from llmdistill.run.forecast.cached import CacheTrace, PositionCounts, trace_cache
 from llmdistill.run.forecast.duration import pass_seconds, read_seconds
 from llmdistill.run.forecast.memory import TEACHERS, Sizes, resident_teacher, teacher_sharers, with_allocator
 from llmdistill.run.forecast.step import ForecastModels, full_batch
@@ -25,7 +25,7 @@ class CacheAsked:
 
     folder: str = "cache"
     settings: CacheConfig = field(default_factory=CacheConfig)
-    counts: BatchSize | None = None
+    counts: PositionCounts | None = None
     """The training set, if it was counted."""
 
 
@@ -43,7 +43,7 @@ class CacheForecast:
     """Whether the teacher fits with it."""
     bytes_per_token: float
     """Bytes of the shards for each token of the examples; the head comes on top."""
-    counts: BatchSize | None
+    counts: PositionCounts | None
     """The training set; None if the number of its examples is not known."""
     counted: bool
     """Whether the training set was counted; else its examples are as long as they may be."""
@@ -83,7 +83,7 @@ def forecast_making(
     each is as long as it may be.
     """
     train, counts = plan.config.train, asked.counts
-    of_step = BatchSize.of(full_batch(plan, plan.task.rows_per_example)).times(train.global_batch_size)
+    of_step = PositionCounts.of(full_batch(plan, plan.task.rows_per_example)).times(train.global_batch_size)
     if counts is None and train.epochs is None:
         counts = of_step.times(train.steps)
     sharding, fits = _teacher_that_fits(trace, sizes, machine)

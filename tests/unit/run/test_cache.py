@@ -28,7 +28,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.run import cache, cache_shards
 from llmdistill.run.artifacts import run_record
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
-from llmdistill.run.forecast.cached import BatchSize
+from llmdistill.run.forecast.cached import PositionCounts
 from llmdistill.run.forecast.making import CacheAsked, forecast_making, trace_making
 from llmdistill.run.forecast.memory import Sizes
 from llmdistill.run.forecast.step import build_models
@@ -249,7 +249,7 @@ def test_top_k_is_below_the_whole_divergence_by_that_within_the_tail(planned, ma
 )
 def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
     plan, data = planned(*words)
-    models, counts = build_models(plan), BatchSize(**cache.count_examples(plan, data))
+    models, counts = build_models(plan), PositionCounts(**cache.count_examples(plan, data))
     asked, trace = trace_making(plan, models, CacheAsked(settings=settings, counts=counts))
     found = forecast_making(plan, asked, trace, Sizes.of(models.student, models.teacher), MachineConfig())
     folder = made(*words, settings=settings)
