@@ -29,7 +29,9 @@ from llmdistill.models.load import load_model
 from llmdistill.progress import Activity, progress
 
 TOLERANCE = 1e-5
-"""Largest allowed difference of an output in fp32, as a share of the largest output (and of 1 at least)."""
+"""Largest allowed difference of an output from that of the model in fp64, as a share of the largest output (and of 1 at
+least). Where the model itself is farther from it in fp32, twice its distance is allowed: SmolLM2-135M at 60 % of its
+parameters is at 5.6e-5, and its ONNX at 6.0e-6."""
 FILE, INT8_FILE = "model.onnx", "model_int8.onnx"
 _PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 _LARGE = 1_900_000_000
@@ -50,9 +52,9 @@ def export_onnx(
     are quantised as it runs (dynamically). `describe` adds a card, see `export.Describe`.
 
     Returns:
-        output, params, bytes, largest_difference of an output from the model's, and milliseconds of a pass over 8
-        sequences of 128 tokens, for decoders also milliseconds_per_token of one sequence after 128 tokens. With int8
-        the same as int8_*, and for a factorized model as dense_*, of the model with its factors multiplied out.
+        output, params, bytes, largest_difference of an output from the model's in fp64, and milliseconds of a pass
+        over 8 sequences of 128 tokens, for decoders also milliseconds_per_token of one sequence after 128 tokens. With
+        int8 the same as int8_*, and for a factorized model as dense_*, of the model with its factors multiplied out.
 
     Raises:
         UserError: a package is missing, the model cannot be loaded or has experts, `out_dir` is not empty, or the
@@ -72,16 +74,17 @@ def export_onnx(
             )
         params, factorized = count_parameters(model), is_factorized(model)
         graphs = {"": _written(model, folder / FILE)}
-        difference = graphs[""].difference(model)
-        if not difference <= TOLERANCE:  # a NaN must also be an error
+        difference, own = graphs[""].difference(model)
+        allowed = max(TOLERANCE, 2 * own)
+        if not difference <= allowed:  # a NaN must also be an error
             raise UserError(
                 f"the ONNX of {model_dir} differs from the model by {difference:.2g} of its largest output, of which "
-                f"{TOLERANCE:g} is allowed: nothing was written; take --to dense"
+                f"{allowed:.2g} is allowed: nothing was written; take --to dense"
             )
         figures: dict[str, Any] = {"largest_difference": difference}
         if int8:
             graphs["int8_"] = _quantized(graphs[""], folder / INT8_FILE)
-            figures["int8_largest_difference"] = graphs["int8_"].difference(model)
+            figures["int8_largest_difference"], _ = graphs["int8_"].difference(model)
         if factorized:
             merge(model)
             graphs["dense_"] = _written(model, Path(scratch) / FILE)
@@ -133,20 +136,24 @@ class _Graph:
         named = zip(self.outputs, outputs, strict=True)
         return {f"past_key_values{name.removeprefix('present')}": value for name, value in named if "present" in name}
 
-    def difference(self, model: PreTrainedModel) -> float:
-        """The largest difference from the model at real tokens, as a share of its largest output; NaN if one is."""
+    def difference(self, model: PreTrainedModel) -> tuple[float, float]:
+        """The largest difference from the model in fp64 at real tokens, as a share of its largest output, and the same
+        of the model in fp32; NaN if an output is."""
         session, (ids, mask) = self.session(), _sequences(model, 3, 40)
         fed = self.feed(ids, mask)
         places = {key: torch.from_numpy(fed[key]) for key in ("position_ids",) if key in fed}
-        outputs: Any = model(input_ids=ids, attention_mask=mask, **places)
-        expected, real = outputs[0], (mask > 0 if outputs[0].dim() == 3 else torch.ones(len(ids), dtype=torch.bool))
+        own: Tensor = model(input_ids=ids, attention_mask=mask, **places)[0]
+        expected: Tensor = model.double()(input_ids=ids, attention_mask=mask, **places)[0]
+        model.float()
+        real = mask > 0 if expected.dim() == 3 else torch.ones(len(ids), dtype=torch.bool)
         found = [torch.from_numpy(session.run(self.outputs[:1], fed)[0])]
         if len(self.outputs) > 1:  # the last token again, after the others
             before = session.run(self.outputs, self.feed(ids[:, :-1], mask[:, :-1]))
             last = session.run(self.outputs, self.feed(ids[:, -1:], mask, self.past(before)))[0]
             found.append(torch.cat([torch.from_numpy(before[0]), torch.from_numpy(last)], dim=1))
         largest = max(1.0, expected[real].abs().max().item())
-        return float(torch.stack([(each - expected)[real].abs().max() for each in found]).max()) / largest
+        apart = torch.stack([(each - expected)[real].abs().max() for each in (own, *found)]) / largest
+        return float(apart[1:].max()), float(apart[0])
 
 
 class _Plain(nn.Module):

@@ -170,14 +170,9 @@ def multiply_adds(folder: str, tokens: int, new: int, *, all_logits: bool) -> di
 def graph(model: str, folder: Path) -> Path:
     """The folder of a model's ONNX in fp32 and int8, written unless it is there."""
     if not folder.exists():
-        from llmdistill.artifacts import new_proven_folder
-        from llmdistill.factorize.onnx_export import FILE, INT8_FILE, _quantized, _written
-        from llmdistill.models.load import load_model
+        from llmdistill.factorize.onnx_export import export_onnx
 
-        # What export_onnx does, less the comparisons and times that are not asked for here.
-        with new_proven_folder(folder) as made, torch.no_grad():
-            written = _written(load_model(model, dtype=torch.float32, head="saved"), made / FILE)
-            _quantized(written, made / INT8_FILE)
+        export_onnx(model, folder, int8=True)
     return folder
 
 
