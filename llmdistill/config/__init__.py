@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from llmdistill.config.data import DataConfig, TaskConfig, TextConfig, WritingConfig
 from llmdistill.config.generation import GenerationConfig, ResponseConfig
+from llmdistill.config.marks import COMMON, FREE
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, StudentConfig, TeacherConfig
 from llmdistill.config.tasks import TasksConfig
@@ -41,16 +42,16 @@ DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 class RunConfig:
     """One run: teacher, student, data, method, training, scoring."""
 
-    ds_config: str = DEFAULT_DS_CONFIG
+    ds_config: str = field(default=DEFAULT_DS_CONFIG, metadata=FREE | COMMON)
     """DeepSpeed configuration: a JSON file, or the name of one that ships with llmdistill, such as zero2. The
     settings of the run replace its "auto" values."""
-    output_dir: str | None = None
+    output_dir: str | None = field(default=None, metadata=FREE | COMMON)
     """Folder of the run; default: runs/<recipe>-<ds_config>, and runs/own-<ds_config> without a recipe."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Literal["auto", "never"] = field(default="auto", metadata=FREE)
     """auto: continue from the last checkpoint in the folder; never: stop if the folder already holds a run."""
     seed: int = 0
     """Seed of the data order and of all random numbers in training."""
-    method: str = "makd"
+    method: str = field(default="makd", metadata=COMMON)
     """The training method; its settings are under its name."""
     also: list[str] = field(default_factory=list)
     """Methods whose terms are added to those of `method`; the settings of each are under its name."""
@@ -64,9 +65,9 @@ class RunConfig:
     """The settings of each method that has any, by its name. Users write them under that name, as a section."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Training."""
-    scoring: GenerationConfig = field(default_factory=GenerationConfig)
+    scoring: GenerationConfig = field(default_factory=GenerationConfig, metadata=FREE)
     """Scoring."""
-    tasks: TasksConfig = field(default_factory=TasksConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig, metadata=FREE)
     """The second stage: fine-tuning on tasks."""
 
     def __post_init__(self) -> None:

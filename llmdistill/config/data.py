@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmdistill.config.marks import COMMON, FREE
 from llmdistill.config.sentences import SentencesConfig
 from llmdistill.errors import check_least, check_name
 
@@ -159,11 +160,11 @@ class DataConfig:
     encoder the masked tokens (settings under data.text); task: a model is fine-tuned on a task with labels, such as
     one of GLUE (settings under data.task); sentences: sentences without labels, of which an encoder learns the
     teacher's embeddings (settings under data.sentences)."""
-    train: str = "embedded:train"
+    train: str = field(default="embedded:train", metadata=COMMON)
     """Training set; if an instruction has several answers, the first one is the label."""
-    valid: str | None = None
+    valid: str | None = field(default=None, metadata=FREE | COMMON)
     """Validation set, for choosing settings: its loss is logged, for instructions also ROUGE-L; never trained on."""
-    tests: dict[str, str] = field(default_factory=dict)
+    tests: dict[str, str] = field(default_factory=dict, metadata=FREE | COMMON)
     """Test sets of instructions or of pairs of sentences as {name: path}, and texts (.txt), whose perplexity is
     measured in windows (scoring.window, scoring.stride); every model of the final table is scored on each. A text of
     the name wikitext2 is joined as the papers on SVD do."""
@@ -191,16 +192,16 @@ class DataConfig:
     Messages and prompts without template stay as they are."""
     max_prompt_length: int = 256
     """Largest number of tokens of a prompt, template included."""
-    max_length: int = 512
+    max_length: int = field(default=512, metadata=COMMON)
     """Largest number of tokens of a prompt and its answer together; a longer answer is cut and counted. Text is
     packed into sequences of this length."""
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: int | None = field(default=None, metadata=FREE)
     """Batches of training are padded to a length that is a multiple of this number, but not beyond max_length, which
     suits the matrix units of a GPU; no result changes. Default: 64 on a GPU, 1 on a CPU."""
     long_prompts: Literal["error", "drop", "truncate"] = "error"
     """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
     their end. The log always reports it."""
-    cache_dir: str | None = None
+    cache_dir: str | None = field(default=None, metadata=FREE)
     """Folder of the tokenised texts, instruction sets and tasks, which other runs with the same data and tokenizer use
     again; all ranks map its files into memory. Default: $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""
     text: TextConfig = field(default_factory=TextConfig)

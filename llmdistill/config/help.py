@@ -10,16 +10,11 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from llmdistill.config import RunConfig
+from llmdistill.config.marks import marked
 from llmdistill.config.strict import nearest
 from llmdistill.errors import UserError
 
-COMMON = (
-    *("recipe", "teacher.model", "data.train", "data.valid", "data.tests", "data.max_length"),
-    *("method", "student.factorize.target_params", "student.factorize.rank", "student.shape", "student.model"),
-    *("train.steps", "train.learning_rate", "train.global_batch_size", "train.micro_batch_size"),
-    *("ds_config", "output_dir", "dry_run", "check"),
-)
-"""The settings that most runs give, in the order of the help."""
 ALL = "all"
 RUN = "run"
 """The section of the settings that are in none."""
@@ -70,7 +65,8 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
 def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
     actions = {_key(action): action for action in parser._actions}
     lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
-    for key in COMMON:
+    # The flags that are no settings of a run stand around them.
+    for key in ("recipe", *marked(RunConfig, "common"), "dry_run", "check"):
         flag, text = f"  --{key}", _first_sentence(str(actions[key].help))
         default = actions[key].default
         if default not in (None, False, argparse.SUPPRESS) and default != {}:

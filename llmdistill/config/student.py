@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from llmdistill.config.marks import COMMON, FREE
 from llmdistill.errors import check_least
 
 FactorizeMethod = Literal["svd", "kronecker"]
@@ -32,12 +33,12 @@ class CalibrationConfig:
     otherwise; 0 skips this check, and student.init important has none. Default: one for each eight of `examples`."""
     seed: int = 0
     """Seed of the choice of the examples, and of the labels that are sampled from the teacher."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = field(default=8, metadata=FREE)
     """Examples per rank and pass."""
-    memory: float = 16.0
+    memory: float = field(default=16.0, metadata=FREE)
     """GiB that the measured matrices of one pass may take on each rank; with less memory there are more passes over
     the data, each for some of the layers."""
-    folder: str | None = None
+    folder: str | None = field(default=None, metadata=FREE)
     """Folder that keeps what was measured, and the factors of every matrix: students of other sizes, allocations and
     forms, and with gradients those of weighting activations too, are made from them without another pass over the data.
     A measurement that was interrupted, also in the middle of a pass, goes on where it stopped. It takes as much disk as
@@ -60,11 +61,11 @@ class FactorizeConfig:
     target_params; the text of each setting begins with the method that uses it.
     """
 
-    rank: int | None = None
+    rank: int | None = field(default=None, metadata=COMMON)
     """svd: one rank for all factorized linears."""
     ranks: dict[str, int] | None = None
     """svd: rank for each module pattern, as {glob over module names: rank}; the first pattern that matches is used."""
-    target_params: str | int | None = None
+    target_params: str | int | None = field(default=None, metadata=COMMON)
     """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of
     the teacher's (62%). svd takes the largest single rank that stays below it; kronecker, only in `llmdistill
     compress`, takes the shapes with the smallest error on the weights, estimated from the weights of three layers."""
@@ -146,17 +147,17 @@ class LoraConfig:
 class TeacherConfig:
     """The model to learn from. It runs in evaluation mode and without gradients."""
 
-    model: str | None = "embedded:teacher"
+    model: str | None = field(default="embedded:teacher", metadata=COMMON)
     """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model; a GGUF
     file, or a folder with one, which is dequantised; embedded:teacher is the small model that ships with llmdistill;
     package:NAME/PATH is the folder of an installed Python package, or a path in it. null: a run without a teacher, with
     method sft on a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
-    sharding: Literal["replicated", "node", "zero3"] = "replicated"
+    sharding: Literal["replicated", "node", "zero3"] = field(default="replicated", metadata=FREE)
     """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the student's stage
     is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes."""
-    zero: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Settings of zero_optimization for a sharded teacher, as DeepSpeed names them, such as
     {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""
     cache: str | None = None
@@ -180,14 +181,14 @@ class TeacherConfig:
 class StudentConfig:
     """The model to train."""
 
-    model: str | None = None
+    model: str | None = field(default=None, metadata=COMMON)
     """Folder or hub name of an existing student (made by `llmdistill compress`, another run, or anyone);
     student.shape and student.factorize are then ignored. If neither model nor shape is given, the teacher is
     factorized."""
     method: FactorizeMethod = "svd"
     """Factorization that makes the student from the teacher, if the student is factorized: low-rank (svd) or
     Kronecker products."""
-    shape: str | None = None
+    shape: str | None = field(default=None, metadata=COMMON)
     """DEPTHxWIDTHxHEADS of a smaller student of the teacher's architecture, such as 6x384x12; a fourth number sets
     the feed-forward width and a fifth the head width, which by default keep the teacher's proportions. Of
     student.factorize only calibration and embedding_rank (svd) or embedding_columns (kronecker) are then used."""

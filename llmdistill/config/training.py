@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from llmdistill.config.marks import COMMON, FREE
 from llmdistill.errors import check_least, check_most
 
 DEFAULT_STEPS = 1000
@@ -24,17 +25,17 @@ LOG_LINES = 4
 class TrainConfig:
     """Optimisation. The user sets the global batch size; its split over ranks and accumulation is derived."""
 
-    steps: int = DEFAULT_STEPS
+    steps: int = field(default=DEFAULT_STEPS, metadata=COMMON)
     """Number of optimizer steps of the whole run."""
     epochs: int | None = None
     """Passes over the training set, instead of steps; give only one of the two. The number of steps is computed
     after the set is read, and rounded up (for a task each pass is rounded up on its own). Not available if data.kind
     is instructions."""
-    global_batch_size: int = 64
+    global_batch_size: int = field(default=64, metadata=COMMON)
     """Sequences per optimizer step, over all ranks and accumulation steps."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = field(default=None, metadata=FREE | COMMON)
     """Sequences per rank and forward pass; default: the whole share of a rank at once."""
-    learning_rate: float = 5e-4
+    learning_rate: float = field(default=5e-4, metadata=COMMON)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
@@ -52,32 +53,32 @@ class TrainConfig:
     """AdamW's ε."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0 switches it off."""
-    not_finite: Literal["skip", "stop"] = "skip"
+    not_finite: Literal["skip", "stop"] = field(default="skip", metadata=FREE)
     """What a step does whose gradient is inf or NaN: skip leaves the student as it was, and three such steps in a row
     end the run; stop ends it at the first. The batch is kept in the run's folder. A step that DeepSpeed applies anyway
     (ZeRO stage 0 in fp32, bf16.check_grad_overflow false) always ends the run, before anything is saved."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the student's forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = field(default=False, metadata=FREE)
     """Recompute the student's activations in the backward pass: less memory, more time."""
-    compile: bool = False
+    compile: bool = field(default=False, metadata=FREE)
     """Compile the layers of student and teacher (torch.compile): the first steps take minutes, later steps are
     faster. Not available under ZeRO-3. With dropout the random numbers differ from those without compile."""
-    log_every: int | None = 10
+    log_every: int | None = field(default=10, metadata=FREE)
     """Steps between two lines of the log; null writes four lines in total."""
-    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = None
+    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = field(default=None, metadata=FREE)
     """Where the figures of the log go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow; [] for nowhere.
     Default: to the monitors that ds_config enables, which is TensorBoard in those that ship."""
-    validate_every: int = 100
+    validate_every: int = field(default=100, metadata=FREE)
     """Steps between two validations on data.valid, if it is given; the last step is always validated."""
     keep_best: Literal["loss", "score"] | None = None
     """Keep the student of the best validation instead of the last one: loss is the validation loss, score the mean
     ROUGE-L of generated answers to data.valid (with the first seed of scoring), as in MiniLLM. Of equal validations
     the first is kept."""
-    save_every: int | None = 100
+    save_every: int | None = field(default=100, metadata=FREE)
     """Steps between two checkpoints; the last step is always saved. null saves no checkpoint, so an interrupted run
     starts again from the beginning."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = field(default=2, metadata=FREE)
     """Number of checkpoints to keep."""
 
     def __post_init__(self) -> None:

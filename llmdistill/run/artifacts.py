@@ -11,6 +11,7 @@ from typing import IO, Any
 from llmdistill.artifacts import State, compare_records, plain, read_record, write_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked, to_dict
+from llmdistill.config.marks import marked
 from llmdistill.data.prompts import MINILLM
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned
@@ -28,21 +29,6 @@ INPUTS = "inputs"
 """Subfolder of a run folder for the models and data that the caller had in memory. Their file names are derived from
 their content, so that the same call finds its run again."""
 
-_FREE_KEYS = (
-    *("output_dir", "resume", "ds_config", "scoring", "tasks", "data.tests", "data.valid"),
-    *("train.log_every", "train.validate_every", "train.save_every", "train.keep_checkpoints"),
-    *(
-        "train.report_to",
-        "train.micro_batch_size",
-        "train.activation_checkpointing",
-        "train.compile",
-        "train.not_finite",
-    ),
-    *("teacher.sharding", "teacher.zero", "data.pad_to_multiple_of", "data.cache_dir"),
-    *(f"student.factorize.calibration.{key}" for key in ("memory", "micro_batch_size", "folder")),
-)
-"""Settings that cannot change the student, or only by rounding. ds_config is a path; its content is compared
-instead."""
 _FREE_BLOCKS = (
     *("zero_optimization", "activation_checkpointing", "aio", "checkpoint", "comms_logger", "flops_profiler", "timers"),
     *("tensorboard", "wandb", "comet", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"),
@@ -118,7 +104,8 @@ def _free_keys(keep_best: str | None) -> list[str]:
         "loss": ("data.valid", "train.validate_every"),
         "score": ("data.valid", "train.validate_every", "scoring"),
     }
-    free = [key for key in _FREE_KEYS if key not in chosen_by.get(str(keep_best), ())]
+    # ds_config is a path; its content is compared instead.
+    free = [key for key in marked(RunConfig, "free") if key not in chosen_by.get(str(keep_best), ())]
     return [*free, "scoring.models", "scoring.batch_size"] if keep_best == "score" else free
 
 

@@ -7,9 +7,16 @@ import re
 import pytest
 
 from llmdistill.config.command_line import parse_run, run_parser
-from llmdistill.config.help import COMMON, asked_help, help_of
+from llmdistill.config.help import asked_help, help_of
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
+
+COMMON = (
+    *("recipe", "ds_config", "output_dir", "method", "teacher.model", "student.model", "student.shape"),
+    *("student.factorize.rank", "student.factorize.target_params", "data.train", "data.valid", "data.tests"),
+    *("data.max_length", "train.steps", "train.global_batch_size", "train.micro_batch_size", "train.learning_rate"),
+    *("dry_run", "check"),
+)
 
 
 def help_text(*words, capsys):
