@@ -54,7 +54,20 @@ def run(arguments: Sequence[str], *, script: str = "llmdistill/train.py") -> Non
             raise SystemExit(1)
         return check_places(plans)  # what would run is told also where data are missing
     check_places(plans)
-    train(plans, tasks, command_line.typed_command(script, arguments), command_line.about_recipe(flags.recipe))
+    if tasks is not None:
+        tasks.check_tokens()
+
+    from llmdistill.experiments.distillation import distill_plans
+    from llmdistill.runtime.distributed import process_group
+    from llmdistill.runtime.terminal import print_main, quiet_libraries
+
+    with process_group(command_line.typed_command(script, arguments)) as world:
+        quiet_libraries()
+        print_main(command_line.about_recipe(flags.recipe), world)
+        data = plans[0].task.read_on_all(plans[0].models, world)
+        if tasks is not None:
+            tasks.check_data(world)
+        distill_plans(plans, data, world, then=None if tasks is None else tasks.run)
 
 
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
@@ -89,23 +102,6 @@ def second_stage(plans: Sequence[Plan]) -> TasksPlan | None:
     from llmdistill.experiments.two_stages.second_stage import plan_tasks  # imported only by runs with tasks
 
     return plan_tasks(plans)
-
-
-def train(plans: Sequence[Plan], tasks: TasksPlan | None, command: str, first_line: str) -> None:
-    """Execute the plans in a new process group; `command` is the command line that the user typed."""
-    from llmdistill.experiments.distillation import distill_plans
-    from llmdistill.runtime.distributed import process_group
-    from llmdistill.runtime.terminal import print_main, quiet_libraries
-
-    if tasks is not None:
-        tasks.check_tokens()
-    with process_group(command) as world:
-        quiet_libraries()
-        print_main(first_line, world)
-        data = plans[0].task.read_on_all(plans[0].models, world)
-        if tasks is not None:
-            tasks.check_data(world)
-        distill_plans(plans, data, world, then=None if tasks is None else tasks.run)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.adapters import of_base
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.run.best import read_best
+from llmdistill.run.callbacks.best import read_best
 from llmdistill.run.checkpoints import _damage, checkpoints
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_check import check_ds_config

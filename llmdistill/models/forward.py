@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
 from llmdistill.errors import UserError
-from llmdistill.losses.head import TokenLosses, token_losses
-from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, Tap, add_losses
+from llmdistill.losses.terms import Losses, RunningTerms
 from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
-from llmdistill.models.heads import LMHead, whole
+from llmdistill.models.heads import LMHead
+from llmdistill.models.learning import HeadLosses, LayerLosses, by_positions
 from llmdistill.models.sentences import pooled
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Pooling
@@ -144,49 +144,39 @@ class TappedModel:
         return Outputs(
             logits=None,
             taps=self._recorder.take(),
-            lm_head=_by_positions(kept[0], batch, lm_head) if kept else {},
+            lm_head=by_positions(kept[0], batch, lm_head) if kept else {},
             sequence_logits=sequences,
         )
 
     def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
-        """Run the student on a batch and compute each loss term as soon as the tensors that it needs are available.
-
-        Only tensors that a term needs are kept, and the token terms never compute the logits of a whole batch.
-        """
+        """Run the student on a batch and compute the terms of its loss and their gradients."""
         batch = batch.with_label_rows(shift=self._shift)
         taps = None if terms.teacher is None else terms.teacher.taps
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
-        of_tokens: list[TokenLosses] = []
+        head = self._head_losses(terms, batch)
 
-        places = tuple(dict.fromkeys(term.positions for term in terms.token_terms))
-
-        def use(head: HeadInputs) -> Tensor:
-            parts = _by_positions(head, batch, places)
-            of_tokens.extend(self._token_losses(parts[place], place, batch, terms) for place in places)
-            return torch.stack([each.total for each in of_tokens]).sum()
-
+        # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
+        # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
         recording = self._recorder.recording(layers.offer, horizon=batch.horizon)
-        with recording, self._rows(batch, places, use):
+        with recording, self._rows(batch, head.places, head):
             result = self._run(batch)
         self._recorder.take()
+
+        # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
         total, sequences = self._head_outputs(result, batch)
-        if places and not self.shortcut and total is not None:
-            total = use(_logit_rows(total, batch, places))
-        if not terms.token_terms:
+        if head.places and not self.shortcut and total is not None:
+            total = head(_logit_rows(total, batch, head.places))
+        if not head.places:
             # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
             total = 0.0 * torch.stack([each.sum().float() for each in result.values() if torch.is_tensor(each)]).sum()
         assert total is not None, "the student has no language-model head"
-        losses = layers.sums
+
+        # Total.
         outputs = Outputs(logits=None, taps=Taps(), sequence_logits=sequences)
-        losses |= {term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms}
-        weighted = [terms.factors[name] * loss.sum for name, loss in losses.items()]
-        counts = batch.counts()
-        for place, each in zip(places, of_tokens, strict=True):
-            names = [term.name for term in terms.token_terms if term.positions == place]
-            losses |= {name: LossSum(total, counts[place]) for name, total in zip(names, each.sums, strict=True)}
+        others = layers.sums | {term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms}
+        total = torch.stack([total, *(terms.factors[name] * loss.sum for name, loss in others.items())]).sum()
         return Losses(
-            torch.stack([total, *weighted]).sum(),
-            {name: LossSum(loss.sum.detach(), loss.count) for name, loss in losses.items()},
+            total, {name: LossSum(loss.sum.detach(), loss.count) for name, loss in (others | head.sums).items()}
         )
 
     def remove(self) -> None:
@@ -227,16 +217,8 @@ class TappedModel:
         # A position of two kinds has two rows: to find it again among the others the host would have to wait.
         return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), use)
 
-    def _token_losses(self, head: HeadInputs, place: Positions, batch: Batch, terms: RunningTerms) -> TokenLosses:
-        here = [term for term in terms.token_terms if term.positions == place]
-        # Away from the labels there are only divergences, which read no label.
-        is_labelled = place == "labels"
-        labels_N = batch.row_labels(shift=self._shift) if is_labelled else torch.zeros_like(batch.rows_at(place))
-        factors = _stacked([terms.factors[term.name] for term in here], labels_N.device)
-        teacher = None if terms.teacher is None else terms.teacher.lm_head.get(place)
-        gathering = whole(teacher) if isinstance(teacher, HeadInputs) else nullcontext()
-        with gathering, without_autocast(labels_N.device):
-            return token_losses(head, teacher, labels_N, here, factors, vocabulary=self._vocabulary)
+    def _head_losses(self, terms: RunningTerms, batch: Batch) -> HeadLosses:
+        return HeadLosses(terms, batch, shift=self._shift, vocabulary=self._vocabulary)
 
     def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
@@ -251,48 +233,6 @@ class TappedModel:
         logits = result.get("logits")
         is_of_tokens = self._head.is_there or (logits is not None and logits.dim() == 3)
         return (logits, None) if is_of_tokens else (None, logits)
-
-
-class LayerLosses:
-    """Computes each layer term as soon as the student's taps for it are available, and drops taps that no term needs.
-
-    Memory: layer by layer, the closed-form gradients that a loss saves for the backward pass replace the teacher's
-    tensors, instead of being added to all of them.
-    """
-
-    def __init__(self, terms: Sequence[LayerTerm], teacher: Taps | None, attention_mask: Tensor) -> None:
-        """`teacher` loses its taps as the terms are computed; it may be None only if there are no terms."""
-        assert teacher is not None or not terms, "terms of layers need a teacher"
-        self._waiting = list(terms)
-        self._teacher = Taps() if teacher is None else teacher
-        self._mask = attention_mask
-        self._came: set[Tap] = set()
-        self.sums: dict[str, LossSum] = {}
-
-    def offer(self, taps: Taps, tap: Tap) -> None:
-        """Compute the terms that are ready now that the student's tap `tap` has been added to `taps`."""
-        self._came.add(tap)
-        ready = [term for term in self._waiting if term.student <= self._came]
-        self._waiting = [term for term in self._waiting if not term.student <= self._came]
-        for term in ready:
-            with without_autocast(self._mask.device):
-                loss = term.loss(taps, self._teacher, self._mask)
-            self.sums[term.name] = add_losses(self.sums[term.name], loss) if term.name in self.sums else loss
-        _drop(taps, [{tap}, *(term.student for term in ready)], [term.student for term in self._waiting])
-        _drop(self._teacher, [term.teacher for term in ready], [term.teacher for term in self._waiting])
-
-
-def _drop(taps: Taps, done: Sequence[Collection[Tap]], needed: Sequence[Collection[Tap]]) -> None:
-    for aspect, layer in set[Tap]().union(*done).difference(*needed):
-        getattr(taps, aspect).pop(layer, None)
-        taps.projected.get(aspect, {}).pop(layer, None)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which operations keep their dtypes: a caller's autocast would round the sums of a loss to bf16."""
-    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
@@ -343,18 +283,3 @@ def _logit_rows(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -
     """The logits at these kinds of positions, one kind after the other, in the form of inputs of an LM head."""
     rows_N = torch.cat([batch.rows_at(place) for place in places])
     return HeadInputs(logits_BTV.flatten(0, 1).index_select(0, rows_N), None, None)
-
-
-def _by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:
-    """The rows of an LM head that ran on several kinds of positions, one after the other, by kind."""
-    parts = head.rows.split([len(batch.rows_at(place)) for place in places])
-    return {place: head._replace(rows=rows) for place, rows in zip(places, parts, strict=True)}
-
-
-def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """(K,) fp32, without reading values from the device."""
-
-    def made(value: Tensor | float) -> Tensor:  # full() runs a kernel; the host would wait for a copy
-        return value.float() if isinstance(value, Tensor) else torch.full((), value, device=device)
-
-    return torch.stack([made(each) for each in factors])

@@ -21,7 +21,6 @@ from llmdistill.factorize.convert import compress, make_student
 from llmdistill.factorize.weighted import Weighted
 from llmdistill.generation.rollout import OnPolicyLoader
 from llmdistill.methods import Method
-from llmdistill.methods.sft import make_sft
 from llmdistill.models.adapters import add_lora, is_adapter
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.heads import read_classifier, set_classifier
@@ -29,8 +28,8 @@ from llmdistill.models.importance import Importance
 from llmdistill.models.load import Head, load_model, merge_adapter
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.models.taps import Recorder
-from llmdistill.run.best import BestStudent
 from llmdistill.run.calibration import measure_parts, measure_weights
+from llmdistill.run.callbacks.best import BestStudent
 from llmdistill.run.plan import Plan
 from llmdistill.run.trackers import check_access
 from llmdistill.run.trainer import Trainer
@@ -244,11 +243,7 @@ def make_trainer(
         loader=prepare_loader(plan, loader, engine, data, world),
         settings=config.train,
         seed=config.seed,
-        folder=plan.folder,
         world=world,
-        validation=data.validation(share_of(plan, world)),
-        validation_method=make_sft() if plan.task.validates_labels else None,
-        best=make_best(plan, student_folder, engine, data, world),
     )
 
 

@@ -24,8 +24,8 @@ from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.progress import progress
 from llmdistill.run.assemble import load_student, make_teacher, prepare_student, share_of
+from llmdistill.run.callbacks.uneven_terms import uneven_terms
 from llmdistill.run.loss_check import check_losses
-from llmdistill.run.loss_watch import uneven_terms
 from llmdistill.run.plan import Plan, make_plans
 from llmdistill.run.term_gradients import alone
 from llmdistill.runtime.distributed import World

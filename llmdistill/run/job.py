@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,22 +15,32 @@ from llmdistill.artifacts import write_manifest
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import scores_asked
 from llmdistill.factorize.counting import build_reference, count_parameters
+from llmdistill.methods.sft import make_sft
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log
 from llmdistill.report.table import finish_report, kept_student, run_record, with_loss
 from llmdistill.run import assemble
 from llmdistill.run.artifacts import claim_folder, finished_metrics, run_warnings
-from llmdistill.run.best import read_best
 from llmdistill.run.cache import check_cache
+from llmdistill.run.callbacks.base import Callback
+from llmdistill.run.callbacks.best import BestStudent, read_best
+from llmdistill.run.callbacks.checkpoints import Checkpoints
+from llmdistill.run.callbacks.finite import FiniteSteps
+from llmdistill.run.callbacks.log_rows import LogRows
+from llmdistill.run.callbacks.loss_watch import LossWatch, diverged
+from llmdistill.run.callbacks.stopping import Stopping
+from llmdistill.run.callbacks.uneven_terms import UnevenTerms
+from llmdistill.run.callbacks.validation import Validation
 from llmdistill.run.card import write_run_card
 from llmdistill.run.checkpoints import load_checkpoint
 from llmdistill.run.damage import check_log, check_made
 from llmdistill.run.describe import headline
 from llmdistill.run.disk import check_disk
 from llmdistill.run.log import RunLog
-from llmdistill.run.loss_watch import diverged
+from llmdistill.run.loss_check import LossModes
 from llmdistill.run.plan import Plan, make_plan
 from llmdistill.run.trackers import monitors
+from llmdistill.run.trainer import Trainer
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, is_there, on_main
@@ -74,10 +85,16 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     on_main(lambda: check_disk(plan), world)
     print_main(headline(plan, data.report), world)
     book = ScoreBook(plan.folder, data, world)
-    scored, summaries = plan.scored, {}
+    summaries = {}
+
+    def score(name: str, folder: Path) -> None:
+        if name in plan.scored:
+            load = partial(assemble.load_scored, folder, plan, world)
+            summaries[name] = book.score(name, load, data.tokenizer, params=params)
+
     # The teacher is loaded at its first use: a run that is already trained and scored does not need it.
     teacher = cache(lambda: assemble.make_teacher(plan, world))
-    if "teacher" in scored:
+    if "teacher" in plan.scored:
         summaries["teacher"] = book.score(
             "teacher",
             lambda: teacher().model,
@@ -88,23 +105,24 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
     warnings = [*data.warnings(summaries.get("teacher")), *on_main(lambda: run_warnings(plan.folder), world)]
     for warning in warnings:
         warn_main(warning, world)
+
     untrained, trained = assemble.prepare_student(plan, world, teacher, data), plan.folder / "student"
     if not plan.method.needs_teacher or plan.is_cached:
         teacher.cache_clear()
     # Ranks that the calibration data decide are not known before.
     params = count_parameters(build_reference(load_config(untrained)))
     plan = replace(plan, sizes={**plan.sizes, "student_params": params})
-    if "untrained" in scored:
-        load = partial(assemble.load_scored, untrained, plan, world)
-        summaries["untrained"] = book.score("untrained", load, data.tokenizer, params=params)
+    score("untrained", untrained)
+
     if plan.trains:
         if not is_there(trained / "config.json", world):
-            _train(plan, untrained, trained, teacher, data, world)
+            with _training(plan, untrained, trained, teacher, data, world) as (trainer, start, callbacks):
+                trainer.run(start, callbacks)
+            del trainer, callbacks
             teacher.cache_clear()
             free_memory(world.device)  # scoring has the room of the engine and the teacher
-        if "student" in scored:
-            load = partial(assemble.load_scored, trained, plan, world)
-            summaries["student"] = book.score("student", load, data.tokenizer, params=params)
+        score("student", trained)
+
     if world.is_main:
         ended = diverged(read_metrics_log(plan.folder))
         for warning in ended:
@@ -113,51 +131,90 @@ def execute(plan: Plan, data: TaskData, world: World) -> None:
         _report(plan, data, summaries, warnings, world, seconds=time.perf_counter() - began)
 
 
-def _train(
+@contextmanager
+def _training(
     plan: Plan,
     untrained: Path,
     trained: Path,
     teacher: Callable[[], LiveTeacher],
     data: TaskData,
     world: World,
-) -> None:
-    """Train from the last checkpoint, or from the start, to the end, and save the student."""
+) -> Iterator[tuple[Trainer, int, list[Callback]]]:
+    """Give the trainer, the steps that are done and the callbacks; save the student when the block has ended.
+
+    The training goes on from the last checkpoint, if there is one.
+    """
     loader = data.loader(assemble.share_of(plan, world))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader, world)
-    checkpoint = load_checkpoint(trainer.engine, plan.folder, world)
-    start = 0 if checkpoint is None else checkpoint.step
+    best = assemble.make_best(plan, untrained, trainer.engine, data, world)
+    checkpoint, start, known = load_checkpoint(trainer.engine, plan.folder, world), 0, None
     if checkpoint is not None:
+        start, steps, known = checkpoint.step, trainer.settings.steps, checkpoint.manifest.get("ways")
         on_main(lambda: check_log(plan.folder, start, checkpoint.manifest.get("log")), world)
-    if checkpoint is not None and checkpoint.ranks != world.size:
-        print_main(
-            f"Note        step {start} was saved by {checkpoint.ranks} rank(s): on {world.size} the numbers go on "
-            "within rounding, not bit-equal",
-            world,
-        )
-    if start > 0:
+        if checkpoint.ranks != world.size:
+            print_main(
+                f"Note        step {start} was saved by {checkpoint.ranks} rank(s): on {world.size} the numbers go on "
+                "within rounding, not bit-equal",
+                world,
+            )
         rate = learning_rate(trainer.settings, start)
-        steps = trainer.settings.steps
         print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}", world)
-    trainer.check_losses(start, None if checkpoint is None else checkpoint.manifest.get("ways"))
-    with monitors(plan.config, monitor_of(trainer.engine), start, world) as monitor:
-        best = trainer.best
-        with RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor) as log:
-            if best is not None:
-                on_main(lambda: best.begin(start), world)
-            if start == 0 and trainer.validation and not plan.task.validates_labels:
-                log.start(trainer.validation_loss())
-            with signals.waiting():
-                trainer.run(start, log)
+    loss_modes = trainer.check_losses(start, known)
+    with (
+        monitors(plan.config, monitor_of(trainer.engine), start, world) as monitor,
+        RunLog(plan.folder, start=start, steps=plan.config.train.steps, world=world, monitor=monitor) as log,
+    ):
+        callbacks = _callbacks(plan, data, trainer, log, best, loss_modes, start)
+        with signals.waiting():
+            yield trainer, start, callbacks
     if world.is_main:
         write_manifest(plan.folder, [METRICS_LOG] if (plan.folder / METRICS_LOG).is_file() else [])
     report = data.after_training(loader)
     if report is not None:
         print_main(f"Data        {report}", world)
-    if trainer.best is None:
+    if best is None:
         assemble.student_saver(plan, untrained, trainer.engine, world)(trained)
     else:
-        print_main(f"Student     {kept_student(trainer.best.take(trained))}", world)
+        print_main(f"Student     {kept_student(best.take(trained))}", world)
     trainer.engine.destroy()
+
+
+def _callbacks(
+    plan: Plan,
+    data: TaskData,
+    trainer: Trainer,
+    log: RunLog,
+    best: BestStudent | None,
+    loss_modes: LossModes,
+    start: int,
+) -> list[Callback]:
+    """What watches the training. Each callback reads what those before it found; see `TrainState`."""
+    world, engine, method = trainer.world, trainer.engine, trainer.method
+    batches = data.validation(assemble.share_of(plan, world))
+    validation = Validation(trainer, batches, make_sft() if plan.task.validates_labels else method, plan.folder)
+    if best is not None:
+        on_main(lambda: best.begin(start), world)
+    if start == 0 and batches and not plan.task.validates_labels:
+        log.validated(0, {"valid_loss": validation.loss()})
+    finite = FiniteSteps(
+        engine=engine,
+        world=world,
+        terms=list(method.weights),
+        folder=plan.folder,
+        policy=trainer.settings.not_finite,
+        learning_rate=trainer.settings.learning_rate,
+        origin=trainer.origin,
+    )
+    return [
+        Stopping(world),
+        finite,
+        LossWatch(method.weights, world, log.rows),
+        UnevenTerms(trainer),
+        *([validation] if batches else []),
+        *([best] if best is not None else []),
+        LogRows(log, engine, method, trainer.teaching, world.device),
+        Checkpoints(engine, plan.folder, world, loss_modes),
+    ]
 
 
 def _report(

@@ -115,15 +115,19 @@ class RunLog:
             self.say("".join(f" {name:>8}" for name in cells))
         self.say("".join(f" {cell:>{max(8, len(name))}}" for name, cell in cells.items()))
         if "valid_loss" in values:
-            score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
-            self.say(f"validation loss {values['valid_loss']:.4f}{score} at step {step}")
+            self._say_validation(step, values)
 
-    def start(self, valid_loss: float) -> None:
-        """Log the validation loss of the student before the first step, as step 0."""
+    def validated(self, step: int, values: dict[str, float]) -> None:
+        """Log a validation for which there are no figures of steps; step 0 is the student before the first step."""
         if self._active:
-            self._append({"step": 0, "valid_loss": valid_loss})
-            self._send(0, {"valid_loss": valid_loss})
-            self.say(f"validation loss {valid_loss:.4f} before the first step")
+            self._append({"step": step, **values})
+            self._send(step, values)
+            self._say_validation(step, values)
+
+    def _say_validation(self, step: int, values: dict[str, float]) -> None:
+        score = f", score {values['valid_score']:.2f}" if "valid_score" in values else ""
+        when = f"at step {step}" if step > 0 else "before the first step"
+        self.say(f"validation loss {values['valid_loss']:.4f}{score} {when}")
 
     def advance(self, steps: int = 1) -> None:
         """Count steps that are done."""

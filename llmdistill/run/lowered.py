@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.artifacts import read_record
-from llmdistill.run.finite import ENDED, NOT_FINITE
+from llmdistill.run.callbacks.finite import ENDED, NOT_FINITE
 
 _EARLIER = "earlier_learning_rates"
 """Key in the record of a run: the peak learning rates that it had before, the first one first."""

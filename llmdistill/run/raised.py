@@ -9,7 +9,7 @@ from typing import Any
 
 from llmdistill.artifacts import MANIFEST
 from llmdistill.errors import UserError
-from llmdistill.run.best import read_best
+from llmdistill.run.callbacks.best import read_best
 from llmdistill.run.checkpoints import checkpoints
 
 METRICS_FILE = "metrics.json"

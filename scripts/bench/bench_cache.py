@@ -72,7 +72,6 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
     from llmdistill.models.load import load_model
     from llmdistill.models.taps import Recorder
     from llmdistill.run.assemble import make_recorder, make_teacher, request_of
-    from llmdistill.run.log import Stopwatch
     from llmdistill.run.trainer import Trainer
     from llmdistill.runtime.distributed import World
     from llmdistill.teacher.cache_folder import CacheFolder
@@ -98,14 +97,13 @@ def train_row(row: dict[str, Any], device: torch.device) -> Work:
         loader=loader,
         settings=TrainConfig(steps=1),
         seed=0,
-        folder=Path(),
         world=world,
     )
-    clock, turn = Stopwatch(device), iter(range(1_000_000))
+    turn = iter(range(1_000_000))
 
     def steps() -> None:
         for step in islice(turn, row["steps"]):
-            trainer.train_step(loader.micro_batches(step), clock)
+            trainer.train_step(loader.micro_batches(step))
 
     return Work(steps, {"steps": len(loader.items) / size})
 

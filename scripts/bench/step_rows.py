@@ -100,14 +100,12 @@ def ours(
 
     With `lengths` in the row, each row of the batch is packed with sequences of these lengths.
     """
-    from pathlib import Path
 
     from llmdistill.batch import Batch
     from llmdistill.config import TrainConfig
     from llmdistill.models.forward import TappedModel
     from llmdistill.models.taps import Recorder
     from llmdistill.objective import TOKENS, Objective
-    from llmdistill.run.log import Stopwatch
     from llmdistill.run.trainer import Trainer
     from llmdistill.runtime.distributed import World
 
@@ -126,13 +124,11 @@ def ours(
         loader=None,  # a step is given its batches
         settings=TrainConfig(steps=1),
         seed=0,
-        folder=Path(),
         world=World(rank=0, size=1, device=device) if world is None else world,
     )
-    clock = Stopwatch(device)
 
     def step() -> float:
-        losses, _ = trainer.train_step([batch], clock)
+        losses, _ = trainer.train_step([batch])
         totals = losses.sum(0)
         return sum(weight * float(total) for weight, total in zip(method.weights.values(), totals, strict=True))
 

@@ -33,7 +33,6 @@ from llmdistill.run.assemble import request_of
 from llmdistill.run.forecast.cached import trace_cache
 from llmdistill.run.forecast.memory import CACHED, Sizes, Zero, peak_memory
 from llmdistill.run.forecast.step import ForecastModels, trace_step
-from llmdistill.run.log import Stopwatch
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
@@ -205,7 +204,6 @@ def make_trainer(setting: Setting, world: World, folder: Path = Path()) -> Train
         loader=None,  # type: ignore[arg-type]
         settings=train,
         seed=0,
-        folder=Path(),
         world=world,
     )
 
@@ -214,11 +212,11 @@ def measure(setting: Setting, world: World) -> dict[str, int]:
     """The bytes of all tensors between two steps, and the most that the allocator gave out in a step above them."""
     memory = CudaMemory(world.device) if world.device.type == "cuda" else CpuMemory()
     with tempfile.TemporaryDirectory() as folder:
-        trainer, clock = make_trainer(setting, world, Path(folder)), Stopwatch(world.device)
+        trainer = make_trainer(setting, world, Path(folder))
         batches = [batch_of(setting)] * setting.accumulation_steps
-        trainer.train_step(batches, clock)  # the first step makes the optimizer's state
+        trainer.train_step(batches)  # the first step makes the optimizer's state
         resident = memory.resident()
-        return {"resident": resident, "peak": memory.peak(lambda: trainer.train_step(batches, clock))}
+        return {"resident": resident, "peak": memory.peak(lambda: trainer.train_step(batches))}
 
 
 class CudaMemory:

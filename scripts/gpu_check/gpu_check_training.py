@@ -15,7 +15,6 @@ from gpu_check_waits import is_norm, origin, shown, watch
 from torch import Tensor
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.run.log import Stopwatch
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World
 
@@ -50,9 +49,9 @@ def zero(small: bool, world: World) -> Iterator[Line]:
 
 def losses_of(setting: Setting, world: World, steps: int) -> Tensor:
     """The weighted loss of each step, (steps,), on the CPU."""
-    trainer, clock, batch = make_trainer(setting, world), Stopwatch(world.device), batch_of(setting)
+    trainer, batch = make_trainer(setting, world), batch_of(setting)
     weights = torch.tensor(list(trainer.method.weights.values()))
-    rows = [trainer.train_step([batch], clock)[0].sum(0) for _ in range(steps)]
+    rows = [trainer.train_step([batch])[0].sum(0) for _ in range(steps)]
     # A step gives this rank's share; all shares are alike.
     found: Tensor = torch.stack(rows).float().cpu() @ weights * world.size
     del trainer
@@ -67,16 +66,16 @@ def waits(small: bool, world: World) -> Iterator[Line]:
     assert watched.places, "the watch sees no wait at all"
     for stage in STAGES:
         setting = replace(SMALL if small else FULL, stage=stage, dtype="bf16")
-        trainer, clock = make_trainer(setting, world), Stopwatch(world.device)
+        trainer = make_trainer(setting, world)
         # As the thread prepares them that reads ahead; batches are on the CPU until the step moves them.
         batch, shorter = (
             each.with_label_rows(shift=trainer.method.shift) for each in (batch_of(setting), padded(batch_of(setting)))
         )
         for _ in range(2):  # ZeRO-3 compares the ranks' order of layers in the first steps
-            trainer.train_step([batch], clock)
+            trainer.train_step([batch])
         with watch(world.device) as watched:
             for each in (batch, shorter):
-                trainer.train_step([each], clock)
+                trainer.train_step([each])
         del trainer
         free_memory(world.device)
         theirs = {place for place in watched.places if origin(place) == "deepspeed"}

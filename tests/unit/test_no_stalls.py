@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,6 @@ from llmdistill.models import packed
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
-from llmdistill.run.log import Stopwatch
 from llmdistill.run.trainer import Trainer
 from llmdistill.runtime.distributed import World
 
@@ -135,7 +133,6 @@ def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
         loader=Batches(),
         settings=TrainConfig(**settings),
         seed=0,
-        folder=Path(),
         world=WORLD,
     )
 
@@ -150,7 +147,7 @@ CASES = [
 def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
     trainer, batch = make_trainer(method, family), make_batch(family)
     with SlowCopies():
-        losses, counts = trainer.train_step([batch, batch], Stopwatch(torch.device("cpu")))
+        losses, counts = trainer.train_step([batch, batch])
     assert losses.shape == (2, len(trainer.method.weights))
     assert counts.shape == (3,)
 
@@ -159,13 +156,13 @@ def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
 def test_nor_does_one_without_padding(family: str) -> None:
     trainer = make_trainer("makd", family)
     with SlowCopies():
-        trainer.train_step([make_batch(family, padded=False)], Stopwatch(torch.device("cpu")))
+        trainer.train_step([make_batch(family, padded=False)])
 
 
 def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
     trainer = make_trainer("kd", "llama", activation_checkpointing=True)
     with SlowCopies():
-        trainer.train_step([replace(make_batch("llama"), own_answers=True)], Stopwatch(torch.device("cpu")))
+        trainer.train_step([replace(make_batch("llama"), own_answers=True)])
 
 
 @pytest.mark.parametrize("in_one_call", [False, True])
@@ -181,7 +178,7 @@ def test_nor_does_one_on_packed_rows(family: str, in_one_call: bool, monkeypatch
     rows = replace(batch, attention_mask=torch.tensor([1] * 5 + [2] * 4).expand(3, 9), position_ids=positions)
     trainer = make_trainer("makd", family)
     with SlowCopies():
-        trainer.train_step([rows], Stopwatch(torch.device("cpu")))
+        trainer.train_step([rows])
     assert set(calls) == {"_in_one_call" if in_one_call else "_by_sequence"}
 
 

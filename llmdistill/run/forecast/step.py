@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import Batch, HeadInputs, Positions, TapRequest, Taps
+from llmdistill.batch import Batch, HeadInputs, TapRequest, Taps
 from llmdistill.factorize.counting import build_reference
 from llmdistill.factorize.install import install
 from llmdistill.factorize.sizes import plan as plan_factorization
 from llmdistill.factorize.sizes import plan_embedding
-from llmdistill.losses.head import TokenLosses
 from llmdistill.losses.terms import LayerTerm, RunningTerms
 from llmdistill.methods import Method
 from llmdistill.models.adapters import add_lora, cast_parameters
 from llmdistill.models.forward import TappedModel
+from llmdistill.models.learning import HeadLosses
 from llmdistill.models.load import Head, build_meta, install_saved
 from llmdistill.models.taps import Recorder
 from llmdistill.run.forecast.cached import CacheTrace
@@ -234,9 +234,18 @@ class _WatchedModel(TappedModel):
 
     tracer: Tracer
 
-    def _token_losses(self, head: HeadInputs, place: Positions, batch: Batch, terms: RunningTerms) -> TokenLosses:
+    def _head_losses(self, terms: RunningTerms, batch: Batch) -> HeadLosses:
+        head = _WatchedHead(terms, batch, shift=self._shift, vocabulary=self._vocabulary)
+        head.tracer = self.tracer
+        return head
+
+
+class _WatchedHead(HeadLosses):
+    tracer: Tracer
+
+    def __call__(self, head: HeadInputs) -> Tensor:
         with self.tracer.part("head"):
-            return super()._token_losses(head, place, batch, terms)
+            return super().__call__(head)
 
 
 def _tapped(

@@ -11,8 +11,9 @@ from damage import flip
 
 from llmdistill.artifacts import MANIFEST, write_manifest
 from llmdistill.errors import UserError
-from llmdistill.run import trainer
-from llmdistill.run.best import BestStudent, read_best
+from llmdistill.run.callbacks import checkpoints
+from llmdistill.run.callbacks.best import BestStudent, read_best
+from llmdistill.run.callbacks.validation import Validation
 from llmdistill.runtime.distributed import World
 from llmdistill.train import main
 
@@ -114,14 +115,14 @@ KEEPS_BEST += ("--train.keep_checkpoints", "2", "--scoring.models", "[]")
 def validates():
     """Sets the validation losses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Trainer, "validation_loss", lambda self: LOSSES.get(self.engine.global_steps, 9.0))
+        patch.setattr(Validation, "loss", lambda self: LOSSES.get(self.trainer.engine.global_steps, 9.0))
         yield
 
 
 @pytest.fixture(scope="module")
 def kept_best(base, settings, validates):
     """A finished run, and what a kill after its third checkpoint would have left."""
-    run, killed, save = base / "keeps_best", base / "keeps_best_killed", trainer.save_checkpoint
+    run, killed, save = base / "keeps_best", base / "keeps_best_killed", checkpoints.save_checkpoint
 
     def save_and_copy(engine, folder, step, *more, **named):
         save(engine, folder, step, *more, **named)
@@ -130,7 +131,7 @@ def kept_best(base, settings, validates):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
-        patch.setattr(trainer, "save_checkpoint", save_and_copy)
+        patch.setattr(checkpoints, "save_checkpoint", save_and_copy)
         assert main([*settings, *KEEPS_BEST, "--output_dir", str(run)]) == 0
     return run, killed
 

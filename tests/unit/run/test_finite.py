@@ -18,8 +18,9 @@ from llmdistill.methods.makd import MakdConfig
 from llmdistill.models.forward import TappedModel
 from llmdistill.models.taps import Recorder
 from llmdistill.objective import Objective
-from llmdistill.run.finite import FiniteSteps
-from llmdistill.run.loss_watch import LossWatch, diverged, uneven_terms
+from llmdistill.run.callbacks.finite import FiniteSteps
+from llmdistill.run.callbacks.loss_watch import LossWatch, diverged, is_diverged
+from llmdistill.run.callbacks.uneven_terms import uneven_terms
 from llmdistill.run.origin import first_not_finite
 from llmdistill.run.term_gradients import term_gradients
 from llmdistill.runtime.distributed import World
@@ -154,7 +155,7 @@ class TestLossWatch:
     """Warnings about a step's terms."""
 
     def warnings(self, losses: list[float], weight: float = 1.0) -> list[str]:
-        watch = LossWatch({"label": weight, "rest": 1.0})
+        watch = LossWatch({"label": weight, "rest": 1.0}, WORLD)
         return [each for step, loss in enumerate(losses, 1) for each in watch.add(step, {"label": 0.0, "rest": loss})]
 
     def test_a_jump_of_the_loss_is_named_with_its_step(self) -> None:
@@ -175,17 +176,19 @@ class TestLossWatch:
             "the loss is 2e+21 at step 4, 5e+20 times the lowest one before it: the student diverges"
         )
         assert self.warnings([1e-4, 9.0], weight=0.0) == [], "a student that starts as its teacher has hardly a loss"
-        watch = LossWatch({"rest": 1.0})
+        watch = LossWatch({"rest": 1.0}, WORLD)
         for step, loss in enumerate((5.0, 2e21), 1):
             watch.add(step, {"rest": loss})
-        rows = [{"step": 0, "valid_loss": 1.0}, {"step": 2, "loss": 1e21, **watch.of_row(1e21)}]
+        rows = [{"step": 0, "valid_loss": 1.0}, {"step": 2, "loss": 1e21, "lowest_loss": watch.lowest}]
         (ended,) = diverged(rows)
         assert ended.startswith(
             "the training diverged: the loss is 1e+21 at its last step, 2e+20 times the lowest one (5)"
         )
         # A resumed run knows the lowest loss from its log.
-        assert LossWatch({"rest": 1.0}, rows).of_row(600.0) == {"lowest_loss": 5.0}
-        assert diverged([*rows, {"step": 3, "loss": 6.0, **watch.of_row(6.0)}]) == diverged([]) == []
+        assert LossWatch({"rest": 1.0}, WORLD, rows).lowest == 5.0
+        assert is_diverged(600.0, 5.0)
+        assert not is_diverged(6.0, 5.0)
+        assert diverged([*rows, {"step": 3, "loss": 6.0}]) == diverged([]) == []
 
     def test_a_term_that_is_always_zero_is_named_once(self) -> None:
         (said,) = self.warnings([1.0] * 60)

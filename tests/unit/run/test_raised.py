@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from llmdistill.artifacts import write_record
 from llmdistill.config import TrainConfig
 from llmdistill.run import raised
-from llmdistill.run.best import read_best
+from llmdistill.run.callbacks.best import read_best
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.train import main
 

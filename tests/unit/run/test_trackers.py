@@ -94,7 +94,7 @@ def steps(config, start, until, *, rank=0, stop=False) -> None:
     with monitors(config, None, start, world) as monitor:
         log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=world, monitor=monitor)
         if start == 0:
-            log.start(3.5)
+            log.validated(0, {"valid_loss": 3.5})
         for step in range(start + 1, until + 1):
             log.row(step, {**ROW, "loss": float(step)}, 0.0)
         if stop:
@@ -124,7 +124,7 @@ def kill(config, start, until) -> None:
     KILLED.append(opened)  # or the generator would be closed
     log = RunLog(Path(str(config.output_dir)), start=start, steps=6, world=WORLD, monitor=monitor)
     if start == 0:
-        log.start(3.5)
+        log.validated(0, {"valid_loss": 3.5})
     for step in range(start + 1, until + 1):
         log.row(step, {**ROW, "loss": float(step)}, 0.0)
 

@@ -18,6 +18,12 @@ from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
+from llmdistill.run.callbacks.checkpoints import Checkpoints
+from llmdistill.run.callbacks.finite import FiniteSteps
+from llmdistill.run.callbacks.log_rows import LogRows
+from llmdistill.run.callbacks.loss_watch import LossWatch
+from llmdistill.run.callbacks.stopping import Stopping
+from llmdistill.run.callbacks.validation import Validation
 from llmdistill.run.log import RunLog, Stopwatch
 from llmdistill.run.trainer import Trainer, global_counts
 from llmdistill.runtime.distributed import World
@@ -110,7 +116,7 @@ class Table:
         return Losses(loss.sum, {term.name: loss})
 
 
-def make_trainer(folder, micro_batch_size, method=None, steps=4):
+def make_trainer(micro_batch_size, method=None, steps=4):
     weight = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
     items = [Encoded(list(range(1, 2 + n % 5)), list(range(3, 5 + n % 3))) for n in range(12)]
     loader = train_loader(
@@ -124,15 +130,38 @@ def make_trainer(folder, micro_batch_size, method=None, steps=4):
         loader=loader,
         settings=TrainConfig(steps=steps, global_batch_size=8, learning_rate=1e-3, schedule="constant", log_every=1),
         seed=3,
-        folder=folder,
         world=WORLD,
     )
+
+
+def train(trainer, folder, *validation):
+    """Train to the end with the callbacks of a run, but those that need a real model, and a log in the folder."""
+    settings, engine = trainer.settings, trainer.engine
+    finite = FiniteSteps(
+        engine=engine,
+        world=WORLD,
+        terms=list(trainer.method.weights),
+        folder=folder,
+        policy=settings.not_finite,
+        learning_rate=settings.learning_rate,
+        origin=trainer.origin,
+    )
+    log = RunLog(folder, start=0, steps=settings.steps, world=WORLD, monitor=None)
+    callbacks = [
+        Stopping(WORLD),
+        finite,
+        LossWatch(trainer.method.weights, WORLD),
+        *validation,
+        LogRows(log, engine, trainer.method, trainer.teaching, WORLD.device),
+        Checkpoints(engine, folder, WORLD, {}),
+    ]
+    trainer.run(0, callbacks)
 
 
 def naive(steps=4):
     """The same training over whole global batches: each term a mean over its own positions."""
     weight = torch.tensor(0.7, dtype=torch.float64)
-    _, trainer = make_trainer(None, 8)
+    _, trainer = make_trainer(8)
     for step in range(steps):
         (batch,) = trainer.loader.micro_batches(step)
         all_squares, labelled_squares = [], []
@@ -149,14 +178,14 @@ def naive(steps=4):
 
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2, 1])
 def test_loss_is_divided_once_by_the_global_counts(tmp_path, micro_batch_size):
-    weight, trainer = make_trainer(tmp_path, micro_batch_size)
-    trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+    weight, trainer = make_trainer(micro_batch_size)
+    train(trainer, tmp_path)
     # fp32 zeros hold the log's sums, the training itself is fp64 here.
     torch.testing.assert_close(weight.detach(), naive(), rtol=1e-12, atol=0)
 
 
 def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
-    _, trainer = make_trainer(tmp_path, 4)
+    _, trainer = make_trainer(4)
     vocabulary = 7
     table = torch.randn(vocabulary, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     trainer.student = Table(table)
@@ -177,20 +206,23 @@ def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
         ids = item.prompt_ids + item.response_ids
         for place in range(len(item.prompt_ids), len(ids)):
             expected.append(-float(table[ids[place - 1]].log_softmax(-1)[ids[place]]))
-    trainer.validation, trainer.validation_method = shares[0], make_sft()
-    assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
+    assert Validation(trainer, shares[0], make_sft(), tmp_path).loss() == pytest.approx(
+        sum(expected) / len(expected), rel=1e-12
+    )
     assert trainer.engine.modes == ["eval", "train"]
     # A rank that has nothing left goes through the motions, and counts nothing.
-    trainer.validation = [batch for share in shares[1:] for batch in share]
-    assert trainer.validation_loss() == pytest.approx(sum(expected) / len(expected), rel=1e-12)
+    batches = [batch for share in shares[1:] for batch in share]
+    assert Validation(trainer, batches, make_sft(), tmp_path).loss() == pytest.approx(
+        sum(expected) / len(expected), rel=1e-12
+    )
 
 
-def test_validation_stands_in_the_log_where_it_is_due(tmp_path):
-    _, trainer = make_trainer(tmp_path, 8, steps=5)
+def test_validation_stands_in_the_log_where_it_is_due(tmp_path, monkeypatch):
+    _, trainer = make_trainer(8, steps=5)
     trainer.settings = replace(trainer.settings, validate_every=2, log_every=3)
-    trainer.validation = [object()]
-    trainer.validation_loss = lambda: 0.5
-    trainer.run(0, RunLog(tmp_path, start=0, steps=5, world=WORLD, monitor=None))
+    validation = Validation(trainer, [object()], trainer.method, tmp_path)
+    monkeypatch.setattr(Validation, "loss", lambda self: 0.5)
+    train(trainer, tmp_path, validation)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row.get("valid_loss")) for row in rows] == [(2, 0.5), (3, None), (4, 0.5), (5, 0.5)]
     assert sum(row["tokens"] for row in rows) == sum(
@@ -200,7 +232,7 @@ def test_validation_stands_in_the_log_where_it_is_due(tmp_path):
 
 
 def test_counts_agree_with_what_the_terms_count(tmp_path):
-    _, trainer = make_trainer(tmp_path, 4)
+    _, trainer = make_trainer(4)
     batches = trainer.loader.micro_batches(0)
     losses = [trainer.method.terms(trainer.student.values(batch), batch) for batch in batches]
     counts = global_counts(batches)
@@ -213,9 +245,9 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path):
         def terms(self, values, batch):
             return super().terms(values * float("nan"), batch)
 
-    _, trainer = make_trainer(tmp_path, 8, method=Broken())
+    _, trainer = make_trainer(8, method=Broken())
     with pytest.raises(UserError, match=r"the term all is nan at step 1: all, labelled on rank 0"):
-        trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+        train(trainer, tmp_path)
 
 
 def test_labels_that_a_batch_does_not_have_count_as_zero_in_the_log(tmp_path):
@@ -223,8 +255,8 @@ def test_labels_that_a_batch_does_not_have_count_as_zero_in_the_log(tmp_path):
         def terms(self, values, batch):
             return {"all": super().terms(values, batch)["all"]}
 
-    _, trainer = make_trainer(tmp_path, 8, method=OwnAnswers())
-    ((totals,), _) = trainer.train_step(trainer.loader.micro_batches(0), Stopwatch(WORLD.device))
+    _, trainer = make_trainer(8, method=OwnAnswers())
+    ((totals,), _) = trainer.train_step(trainer.loader.micro_batches(0))
     assert totals[0] > 0
     assert totals[1] == 0
 
@@ -238,31 +270,31 @@ def test_a_skipped_step_is_reported_and_three_in_a_row_end_the_run(tmp_path, cap
             broken = trainer.engine.count // 2 + 1 in trainer.engine.skips
             return {"all": all_squares, "labelled": labelled._replace(sum=labelled.sum * (math.nan if broken else 1))}
 
-    _, trainer = make_trainer(tmp_path, 4, method=Broken(), steps=8)
+    _, trainer = make_trainer(4, method=Broken(), steps=8)
     trainer.engine.skips = (2, 4, 5, 6)
     trainer.engine.backward = lambda loss: None
     trainer.settings = replace(trainer.settings, log_every=2)
     batches = trainer.loader.micro_batches(1)
     with pytest.raises(UserError, match=r"step 6 was skipped.*labelled on rank 0.*it is the 3rd in a row"):
-        trainer.run(0, RunLog(tmp_path, start=0, steps=8, world=WORLD, monitor=None))
+        train(trainer, tmp_path)
     said = " ".join(capsys.readouterr().err.replace("│", "").split())
     assert said.count("was skipped") == 3
     assert f"labelled on rank 0, in the micro batches of the samples {batches[0].sample_ids[0][0]}" in said
 
 
 def test_a_row_has_the_means_of_the_applied_steps_without_another_sum_over_the_ranks(tmp_path, monkeypatch):
-    _, trainer = make_trainer(tmp_path, 4, steps=6)
+    _, trainer = make_trainer(4, steps=6)
     trainer.engine.backward = lambda loss: None
     trainer.settings = replace(trainer.settings, log_every=4)
-    clock, terms = Stopwatch(WORLD.device), []
+    terms = []
     for step in range(6):
-        losses, _ = trainer.train_step(trainer.loader.micro_batches(step), clock)
+        losses, _ = trainer.train_step(trainer.loader.micro_batches(step))
         terms.append(losses.sum(0).tolist())
     trainer.engine.count, trainer.engine.skips = 0, (2, 5)
     sums = []
-    for module in ("trainer", "finite"):
+    for module in ("trainer", "callbacks.finite", "callbacks.log_rows"):
         monkeypatch.setattr(f"llmdistill.run.{module}.all_reduce_sum", lambda each: sums.append(each) or each)
-    trainer.run(0, RunLog(tmp_path, start=0, steps=6, world=WORLD, monitor=None))
+    train(trainer, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4, 6]
     for row, steps in zip(rows, ((1, 3, 4), (6,)), strict=True):
@@ -289,13 +321,13 @@ def test_stopwatch_starts_anew_when_read():
 
 @pytest.mark.parametrize(("save_every", "expected"), [(None, []), (3, [3, 4]), (9, [4])])
 def test_checkpoints_come_when_they_are_due_and_only_where_wanted(tmp_path, monkeypatch, save_every, expected):
-    _, trainer = make_trainer(tmp_path, 8)
+    _, trainer = make_trainer(8)
     trainer.settings = replace(trainer.settings, save_every=save_every)
     saved = []
     monkeypatch.setattr(
-        "llmdistill.run.trainer.save_checkpoint", lambda _, folder, step, *__, **___: saved.append(step)
+        "llmdistill.run.callbacks.checkpoints.save_checkpoint", lambda _, folder, step, *__, **___: saved.append(step)
     )
-    trainer.run(0, RunLog(tmp_path, start=0, steps=4, world=WORLD, monitor=None))
+    train(trainer, tmp_path)
     assert saved == expected
 
 

@@ -1,4 +1,4 @@
-"""Warns, once for each finding, of a loss that diverges or jumps, and of terms that teach nothing, little or all."""
+"""Warns, once for each finding, of a loss that diverges or jumps, and of terms that teach nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
+
+from llmdistill.run.callbacks.base import TrainState
+from llmdistill.runtime.distributed import World
+from llmdistill.runtime.terminal import warn_main
 
 SPIKE = 2.0
 """A loss over this multiple of the median of the steps before it, and over all of them, is a spike."""
@@ -21,23 +25,26 @@ _FEWEST = 20
 """Steps before anything is said: the first losses differ much."""
 _MOST_SPIKES = 5
 """Spikes that are named; a run with more of them has one cause."""
-SMALL = 1e-3
-"""Share of the gradient below which a term hardly teaches."""
-LARGE = 0.8
-"""Share of the gradient above which a term leaves little to the others."""
 
 
 class LossWatch:
     """Watches the terms of a run's loss step by step, on the host."""
 
-    def __init__(self, weights: Mapping[str, float], rows: Sequence[Mapping[str, float]] = ()) -> None:
+    def __init__(self, weights: Mapping[str, float], world: World, rows: Sequence[Mapping[str, float]] = ()) -> None:
         """`weights` are those of the terms; a term of weight 0 is not watched. `rows` are those of the log so far."""
-        self._weights = weights
-        self._lowest = min((row.get(LOWEST, row["loss"]) for row in rows if "loss" in row), default=math.inf)
+        self._weights, self._world = weights, world
+        self.lowest = min((row.get(LOWEST, row["loss"]) for row in rows if "loss" in row), default=math.inf)
         self._diverged = False
         self._before: deque[float] = deque(maxlen=WINDOW)
         self._always_zero = {name for name, weight in weights.items() if weight != 0}
         self._steps = self._spikes = 0
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback: warn on rank 0."""
+        for terms in state.known_terms:
+            for warning in self.add(terms.step, terms.values):
+                warn_main(warning, self._world)
+        state.lowest_loss = self.lowest
 
     def add(self, step: int, values: Mapping[str, float]) -> list[str]:
         """Return the warnings about a step, from the finite values of its terms."""
@@ -51,13 +58,13 @@ class LossWatch:
                 "give it the weight 0"
             )
         loss = sum(weight * values[name] for name, weight in self._weights.items())
-        if self.of_row(loss) and not self._diverged:
+        if is_diverged(loss, self.lowest) and not self._diverged:
             self._diverged = True
             warnings.append(
-                f"the loss is {loss:.4g} at step {step}, {_times(loss, self._lowest)} the lowest one before it: the "
+                f"the loss is {loss:.4g} at step {step}, {_times(loss, self.lowest)} the lowest one before it: the "
                 "student diverges; stop the run, and lower train.learning_rate or warm up for longer"
             )
-        self._lowest = min(self._lowest, loss)
+        self.lowest = min(self.lowest, loss)
         if not self._diverged and len(self._before) >= _FEWEST and self._spikes < _MOST_SPIKES:
             usual = median(self._before)
             if loss > SPIKE * usual and loss > max(self._before):
@@ -70,9 +77,10 @@ class LossWatch:
         self._before.append(loss)
         return warnings
 
-    def of_row(self, loss: float) -> dict[str, float]:
-        """Return what a row of the log says of a loss that has diverged, nothing for any other loss."""
-        return {LOWEST: self._lowest} if loss > DIVERGED * max(self._lowest, _LEAST) else {}
+
+def is_diverged(loss: float, lowest: float) -> bool:
+    """Whether a loss has diverged from the lowest one before it. The row of the log then has that one, as LOWEST."""
+    return loss > DIVERGED * max(lowest, _LEAST)
 
 
 def diverged(rows: Sequence[Mapping[str, float]]) -> list[str]:
@@ -91,23 +99,3 @@ def _times(loss: float, usual: float) -> str:
     if usual <= 0:
         return "above"
     return f"{loss / usual:.1f} times" if loss < 1e5 * usual else f"{loss / usual:.1g} times"
-
-
-def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]:
-    """Return each term with too small or too large a share of the gradient: the share, and what to do about it.
-
-    Args:
-        gradients: the norm of each term's gradient, of which the shares are those in the sum.
-    """
-    total, found = math.fsum(gradients.values()), {}
-    for name, norm in gradients.items():
-        if norm < SMALL * total:
-            remedy = "it hardly teaches: give it a larger weight, or the weight 0 to save its time"
-            found[name] = norm / total, remedy
-        elif norm > LARGE * total and len(gradients) > 1:
-            remedy = (
-                "it leaves little to the others: give it a smaller weight, or, if it is the squared error of a method "
-                "whose setting scale is plain, set that to token (--makd.scale token)"
-            )
-            found[name] = norm / total, remedy
-    return found

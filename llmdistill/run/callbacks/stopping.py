@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llmdistill.run.callbacks.base import TrainState
 from llmdistill.runtime import signals
 from llmdistill.runtime.distributed import World, largest_later
 
@@ -14,6 +15,10 @@ class Stopping:
     def __init__(self, world: World) -> None:
         self._world = world
         self._asked: Callable[[], int] | None = None
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback."""
+        state.signal = self.signal_at(last=state.is_last)
 
     def signal_at(self, *, last: bool) -> int:
         """Return the signal that stops the training after this step; 0 without one. Every rank calls it at each step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from llmdistill.artifacts import write_record
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.files import sync
+from llmdistill.run.callbacks.base import StepTerms, TrainState
 from llmdistill.runtime.devices import to_host_later
 from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
@@ -31,15 +32,6 @@ ENDED = "ended.json"
 """File in it: the step and the peak learning rate of a run that such a step has ended."""
 _LOWER = "give the same command with a lower train.learning_rate, which goes on from the last checkpoint"
 _SHOWN_SAMPLES = 4
-
-
-class StepTerms(NamedTuple):
-    """The figures of one step, the same on every rank."""
-
-    step: int
-    """From 1."""
-    values: Mapping[str, float]
-    """Each term of the loss, divided by the global counts."""
 
 
 class Cause(NamedTuple):
@@ -82,6 +74,20 @@ class FiniteSteps:
     """Runs a step's forward passes again and says where the first value that is not finite came from, on this rank."""
     in_a_row: int = 0
     _last: _Step | None = None
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback: find the terms of the step before, or of this one if it is read now.
+
+        Raises:
+            UserError: the loss, the gradient or the student is not finite, and the run ends.
+        """
+        look = self.applied if state.was_applied else self.skipped
+        found = [look(state.step, state.micro_batches, state.losses)]
+        if state.is_read:
+            found.append(self.check_last())
+        state.known_terms = [terms for terms in found if terms is not None]
+        if state.is_saved:
+            self.check_student(state.step)
 
     def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Report a step that DeepSpeed has skipped, because its gradient is not finite; the student is unchanged.

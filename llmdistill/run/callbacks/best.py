@@ -11,6 +11,7 @@ from typing import Any
 from llmdistill.artifacts import manifest_damage, read_record, write_record
 from llmdistill.errors import UserError
 from llmdistill.report.metrics_log import read_metrics_log
+from llmdistill.run.callbacks.base import TrainState
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import warn_main
 
@@ -59,6 +60,11 @@ class BestStudent:
         if record is None and any("valid_loss" in row and 0 < row["step"] <= start for row in rows):
             said = f"{file} is missing, so the best student up to step {start} is lost"
             warn_main(f"{said}: the next validation counts as the best", self.world)
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback: keep the student if this step's validation is the best so far."""
+        if state.validation:
+            state.validation |= self.validated(state.step, state.validation["valid_loss"])
 
     def validated(self, step: int, loss: float) -> dict[str, float]:
         """Save the student if its validation is the best so far; return the score for the log, if there is one.

@@ -1,0 +1,109 @@
+"""Computes the terms of a loss while the student's forward pass runs, where the tensors that they need appear."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmdistill.batch import Batch, HeadInputs, LossSum, Positions, Taps
+from llmdistill.losses.head import token_losses
+from llmdistill.losses.terms import LayerTerm, RunningTerms, Tap, add_losses
+from llmdistill.models.heads import whole
+
+
+class LayerLosses:
+    """Computes each layer term as soon as the student's taps for it are available, and drops taps that no term needs.
+
+    Memory: layer by layer, the closed-form gradients that a loss saves for the backward pass replace the teacher's
+    tensors, instead of being added to all of them.
+    """
+
+    def __init__(self, terms: Sequence[LayerTerm], teacher: Taps | None, attention_mask: Tensor) -> None:
+        """`teacher` loses its taps as the terms are computed; it may be None only if there are no terms."""
+        assert teacher is not None or not terms, "terms of layers need a teacher"
+        self._waiting = list(terms)
+        self._teacher = Taps() if teacher is None else teacher
+        self._mask = attention_mask
+        self._came: set[Tap] = set()
+        self.sums: dict[str, LossSum] = {}
+
+    def offer(self, taps: Taps, tap: Tap) -> None:
+        """Compute the terms that are ready now that the student's tap `tap` has been added to `taps`."""
+        self._came.add(tap)
+        ready = [term for term in self._waiting if term.student <= self._came]
+        self._waiting = [term for term in self._waiting if not term.student <= self._came]
+        for term in ready:
+            with without_autocast(self._mask.device):
+                loss = term.loss(taps, self._teacher, self._mask)
+            self.sums[term.name] = add_losses(self.sums[term.name], loss) if term.name in self.sums else loss
+        _drop(taps, [{tap}, *(term.student for term in ready)], [term.student for term in self._waiting])
+        _drop(self._teacher, [term.teacher for term in ready], [term.teacher for term in self._waiting])
+
+
+def _drop(taps: Taps, done: Sequence[Collection[Tap]], needed: Sequence[Collection[Tap]]) -> None:
+    for aspect, layer in set[Tap]().union(*done).difference(*needed):
+        getattr(taps, aspect).pop(layer, None)
+        taps.projected.get(aspect, {}).pop(layer, None)
+
+
+class HeadLosses:
+    """Computes the token terms from the inputs of the LM head's last linear, chunk by chunk, and their gradients.
+
+    It is called inside the LM head, whose product it replaces: there ZeRO-3 has gathered the parameters.
+    """
+
+    def __init__(self, terms: RunningTerms, batch: Batch, *, shift: bool, vocabulary: int | None) -> None:
+        """See `TappedModel` for `shift` and `vocabulary`."""
+        self._terms, self._batch, self._shift, self._vocabulary = terms, batch, shift, vocabulary
+        self.places: tuple[Positions, ...] = tuple(dict.fromkeys(term.positions for term in terms.token_terms))
+        """The kinds of positions whose predictions are compared."""
+        self.sums: dict[str, LossSum] = {}
+
+    def __call__(self, head: HeadInputs) -> Tensor:
+        """Return the weighted total of the terms; the rows are those of `places`, one kind after the other."""
+        counts, totals = self._batch.counts(), []
+        for place, rows in by_positions(head, self._batch, self.places).items():
+            terms = [term for term in self._terms.token_terms if term.positions == place]
+            # Away from the labels there are only divergences, which read no label.
+            is_labelled = place == "labels"
+            labels_N = (
+                self._batch.row_labels(shift=self._shift)
+                if is_labelled
+                else torch.zeros_like(self._batch.rows_at(place))
+            )
+            factors = _stacked([self._terms.factors[term.name] for term in terms], labels_N.device)
+            teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
+            gathering = whole(teacher) if isinstance(teacher, HeadInputs) else nullcontext()
+            with gathering, without_autocast(labels_N.device):
+                losses = token_losses(rows, teacher, labels_N, terms, factors, vocabulary=self._vocabulary)
+            self.sums |= {
+                term.name: LossSum(total, counts[place]) for term, total in zip(terms, losses.sums, strict=True)
+            }
+            totals.append(losses.total)
+        return torch.stack(totals).sum()
+
+
+def by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:
+    """The rows of an LM head that ran on several kinds of positions, one after the other, by kind."""
+    parts = head.rows.split([len(batch.rows_at(place)) for place in places])
+    return {place: head._replace(rows=rows) for place, rows in zip(places, parts, strict=True)}
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which operations keep their dtypes: a caller's autocast would round the sums of a loss to bf16."""
+    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _stacked(factors: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """(K,) fp32, without reading values from the device."""
+
+    def made(value: Tensor | float) -> Tensor:  # full() runs a kernel; the host would wait for a copy
+        return value.float() if isinstance(value, Tensor) else torch.full((), value, device=device)
+
+    return torch.stack([made(each) for each in factors])

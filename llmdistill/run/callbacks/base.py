@@ -1,0 +1,76 @@
+"""The protocol of callbacks, and what they see of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from llmdistill.batch import Batch
+from llmdistill.config import TrainConfig
+
+
+class StepTerms(NamedTuple):
+    """The figures of one step, the same on every rank."""
+
+    step: int
+    """From 1."""
+    values: Mapping[str, float]
+    """Each term of the loss, divided by the global counts."""
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """A step that is done, on every rank, and below what the callbacks find: each reads what those before it found."""
+
+    settings: TrainConfig
+    step: int
+    """From 1."""
+    micro_batches: list[Batch]
+    """This rank's."""
+    losses: Tensor
+    """This rank's terms of each micro batch, (micro batches, terms), divided by the global counts."""
+    counts: Tensor
+    """The global counts in the order of POSITIONS."""
+    was_applied: bool
+    """False if DeepSpeed skipped the step, because its gradient is not finite."""
+
+    signal: int = 0
+    """The signal that ends the training after this step; 0 without one."""
+    known_terms: list[StepTerms] = field(default_factory=list)
+    """The terms of the steps, this one or the one before it, whose values have reached the host."""
+    lowest_loss: float = math.inf
+    """The lowest loss of the steps so far."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """What a validation of this step adds to the row of the log; empty without one."""
+    validation_seconds: float = 0.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the training ends with this step."""
+        return self.step == self.settings.steps
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether something that is done every so many steps, and after the last one, is done now; None means never."""
+        return every is not None and (self.step % every == 0 or self.is_last)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the student or a checkpoint is saved after this step."""
+        return self.signal != 0 or self.is_last or self.is_due(self.settings.save_every)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the student or the terms of this step are used now: saved, validated or logged."""
+        return self.is_saved or self.is_due(self.settings.validate_every) or self.is_due(self.settings.log_every)
+
+
+class Callback(Protocol):
+    """Watches a training. A list of callbacks is the same, in the same order, on all ranks."""
+
+    def after_step(self, state: TrainState) -> None:
+        """Look at a step that is done, and hand on to the callbacks behind this one what was found."""
+        ...

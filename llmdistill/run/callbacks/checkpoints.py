@@ -1,0 +1,37 @@
+"""Saves checkpoints while a run trains, and ends the training at a signal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmdistill.errors import Stopped
+from llmdistill.run.callbacks.base import TrainState
+from llmdistill.run.checkpoints import save_checkpoint
+from llmdistill.run.loss_check import LossModes
+from llmdistill.runtime.distributed import World
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Saves every `train.save_every` steps, after the last step, and when a signal ends the training."""
+
+    engine: Any
+    folder: Path
+    """The run's folder."""
+    world: World
+    loss_modes: LossModes
+    """How the token losses of the models are computed, which a checkpoint keeps."""
+
+    def after_step(self, state: TrainState) -> None:
+        """See Callback.
+
+        Raises:
+            Stopped: a signal has come, and the step is saved.
+        """
+        if state.signal or state.is_due(state.settings.save_every):
+            keep = state.settings.keep_checkpoints
+            save_checkpoint(self.engine, self.folder, state.step, keep, self.world, loss_modes=self.loss_modes)
+        if state.signal:
+            raise Stopped(state.signal, f"after step {state.step}")
