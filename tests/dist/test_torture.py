@@ -13,7 +13,7 @@ from torture_kills import kills, slots
 from torture_results import differences, left_behind, move_records
 from torture_runs import SCENARIOS, Shop, Tally, verdict
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.tools]
 
 
 @pytest.fixture(scope="module")

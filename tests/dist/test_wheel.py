@@ -15,7 +15,7 @@ import pytest
 
 from support import ROOT, environment, free_port
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.tools]
 
 COMMANDS = """
 import sys

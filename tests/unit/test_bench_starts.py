@@ -16,6 +16,8 @@ from llmdistill.methods.makd import MakdConfig, build_makd
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.tools
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.tools
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 BENCHES = (
     *("bench_step", "bench_losses", "bench_factorize", "bench_students"),

@@ -13,6 +13,8 @@ import pytest
 
 from support import ROOT
 
+pytestmark = pytest.mark.tools
+
 HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
 CODE = """
 import json, os, sys

@@ -21,6 +21,8 @@ from benching_table import Line
 from gpu_check_parts import PARTS, Part, Request
 from gpu_check_report import Report, Result, holds
 
+pytestmark = pytest.mark.tools
+
 SCRIPTS = Path(gpu_check.__file__).parent
 CPU = torch.device("cpu")
 
