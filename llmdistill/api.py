@@ -80,7 +80,7 @@ def compress(
         calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping of these
             `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
         lost: a dict that is given what each matrix W loses in its product W', by its name: the squared Frobenius norms
-            of W - W' and of W. `llmdistill.factorize.lost.by_kind` sums them over the kinds of matrices.
+            of W - W' and of W. `llmdistill.factorize.reconstruction.by_kind` sums them over the kinds of matrices.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number), ranks
             ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting, allocation, rank_multiple, shapes, sums, ...
             And for calibration data prompt, max_prompt_length, max_length and long_prompts of `DataConfig`.

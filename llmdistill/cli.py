@@ -96,7 +96,7 @@ def compress(arguments: Sequence[str]) -> None:
     settings, unchanged = asdict(build(parsed, FactorizeConfig)), asdict(DataConfig())
     limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
     from llmdistill.factorize.counting import build_reference, count_parameters  # after --help, as it loads torch
-    from llmdistill.factorize.lost import as_lines, by_kind
+    from llmdistill.factorize.reconstruction import as_lines, by_kind
 
     quiet_transformers()
     result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)

@@ -23,8 +23,8 @@ from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
     from llmdistill.run.forecast.cached import PositionCounts
+    from llmdistill.run.forecast.caching import CacheForecast
     from llmdistill.run.forecast.choices import LayoutChoice
-    from llmdistill.run.forecast.making import CacheForecast
     from llmdistill.run.plan import Plan
 
 _FLAGS = {"help", "json", "all", "write", "count_data"}
@@ -76,8 +76,8 @@ def plan(arguments: Sequence[str], prog: str = "llmdistill plan") -> None:
     given = next((word for word in words if word.split("=")[0] == "--ds_config"), None)
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
+    from llmdistill.run.forecast.caching import CacheAsked
     from llmdistill.run.forecast.choices import DS_CONFIGS, make_choices, propose, reason
-    from llmdistill.run.forecast.making import CacheAsked
 
     quiet_transformers()
     resolved = resolve(config, "bf16" if machine.gpus else "fp32")

@@ -22,7 +22,7 @@ from llmdistill.factorize.export import merge
 from llmdistill.factorize.hub import FactorizedConfig
 from llmdistill.factorize.install import install, is_factorized, matrices, tied_heads, token_embedding, weight_of
 from llmdistill.factorize.kinds import Factorization, Sigma, Size, kind_of
-from llmdistill.factorize.lost import Squares, squares_lost
+from llmdistill.factorize.reconstruction import Squares, squares_lost
 from llmdistill.factorize.search import needs_search, search
 from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, summarise
 from llmdistill.factorize.weighted import Weighted, check_calibration_data

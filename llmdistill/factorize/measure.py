@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
+from llmdistill.factorize.calibration_folder import KeptSums
 from llmdistill.factorize.counting import Shape
 from llmdistill.factorize.cuts import cut_costs
 from llmdistill.factorize.install import matrix, token_embedding
-from llmdistill.factorize.kept import KeptSums
 from llmdistill.factorize.kinds import Size
 from llmdistill.factorize.moments import Begun, Moments, measure_moments, shared_inputs
 from llmdistill.factorize.table_moments import TableMoments, measure_table

@@ -15,10 +15,10 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import Allocation
 from llmdistill.errors import UserError
+from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.counting import Shape, build_reference, layer_linears
 from llmdistill.factorize.cuts import divergences
 from llmdistill.factorize.install import token_embedding
-from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.measure import Measurement
 from llmdistill.factorize.moments import graph_tokens
 from llmdistill.factorize.sizes import check_settings, plan, plan_embedding, rank_budget

@@ -114,9 +114,11 @@ class _TokenLosses(torch.autograd.Function):
             logits_NV = _logits(student, slice(start, start + 2 * half), student_buffer)
             for part_NV in logits_NV.split(half):
                 here = slice(start, start + len(part_NV))
-                taught = _logits(teacher, here, teacher_buffer) if isinstance(teacher, HeadInputs) else teacher
-                taught = taught.at(here) if isinstance(taught, TopK) else taught
-                sums += chunk_losses(part_NV, taught, labels_N[here], terms, inner_factors, with_gradient=any(needs))
+                teacher_logits = _logits(teacher, here, teacher_buffer) if isinstance(teacher, HeadInputs) else teacher
+                teacher_logits = teacher_logits.at(here) if isinstance(teacher_logits, TopK) else teacher_logits
+                sums += chunk_losses(
+                    part_NV, teacher_logits, labels_N[here], terms, inner_factors, with_gradient=any(needs)
+                )
                 start = here.stop
             gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
         # Neither the gradients nor the weight go through save_for_backward: a gradient without another reference

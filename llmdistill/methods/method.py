@@ -76,10 +76,10 @@ class Method(Terms):
     def needs_teacher(self) -> bool:
         """Whether any term uses the teacher."""
         of_sequences = any(term.needs_teacher for term in self.sequence_terms)
-        return bool(self.layer_terms) or bool(self.taught_positions) or of_sequences
+        return bool(self.layer_terms) or bool(self.teacher_positions) or of_sequences
 
     @cached_property
-    def taught_positions(self) -> tuple[Positions, ...]:
+    def teacher_positions(self) -> tuple[Positions, ...]:
         """The kinds of positions at which terms use the teacher's logits for tokens; empty if none does."""
         return tuple(dict.fromkeys(term.positions for term in self.token_terms if term.divergence is not None))
 

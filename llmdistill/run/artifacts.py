@@ -16,8 +16,8 @@ from llmdistill.data.prompts import MINILLM
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned
 from llmdistill.fingerprints import fingerprint
-from llmdistill.run.lowered import rate_warnings, with_lowered_rate
-from llmdistill.run.raised import METRICS_FILE, forget_end, is_raised, steps_warnings, with_raised_steps
+from llmdistill.run.lower_rate import rate_warnings, with_lowered_rate
+from llmdistill.run.more_steps import METRICS_FILE, forget_end, is_raised, steps_warnings, with_raised_steps
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder

@@ -156,7 +156,7 @@ def request_of(method: Method) -> Request:
     """Return what a method asks of its teacher."""
     temperatures = {float(term.temperature) for term in method.token_terms if term.divergence is not None}
     return Request(
-        positions=method.taught_positions,
+        positions=method.teacher_positions,
         temperatures=tuple(sorted(temperatures)),
         taps=method.teacher_taps,
         sequences=any(term.needs_teacher for term in method.sequence_terms),

@@ -54,7 +54,7 @@ class Job:
 
     @property
     def has_head(self) -> bool:
-        return self.top_k is None and bool(self.plan.method.taught_positions)
+        return self.top_k is None and bool(self.plan.method.teacher_positions)
 
 
 def plan_shards(ids: np.ndarray, lengths: np.ndarray, settings: CacheConfig) -> list[Shard]:
@@ -145,7 +145,7 @@ def _check_loss(job: Job, teacher: TappedModel) -> None:
         return
     batch = job.collate([job.items[index] for index in job.shards[0][0]]).with_label_rows(shift=job.plan.method.shift)
     check_losses({"teacher": teacher}, batch.to(job.world.device), job.world)
-    if job.top_k is None and job.plan.method.taught_positions and not teacher.shortcut:
+    if job.top_k is None and job.plan.method.teacher_positions and not teacher.shortcut:
         raise UserError(
             "--cache.content hidden_states keeps the inputs of the LM head, but the logits of a "
             f"{teacher.model.config.model_type} are more than its product: take --cache.content top_k"
@@ -202,7 +202,7 @@ def _write_shards_by_vllm(job: Job, missing: Sequence[int]) -> None:
         for batch, top in zip(batches, scorer.score([each.input_ids[0].tolist() for each in batches]), strict=True):
             for place in POSITIONS:
                 counts.setdefault(place, []).append(rows_of_samples(batch, place))
-            for place in plan.method.taught_positions:
+            for place in plan.method.teacher_positions:
                 for name, tensor in top_rows(top.at(batch.rows_at(place)), place).items():
                     rows.setdefault(name, []).append(tensor)
         _save(job, number, [example.sample_id for example in examples], rows, counts, {})
@@ -215,7 +215,7 @@ def _taught(job: Job, teacher: TappedModel, shard: Shard, turn: int) -> tuple[Ba
     batch = job.collate([job.items[index] for index in indices]).with_label_rows(shift=method.shift)
     moved = batch.to(job.world.device)
     with torch.no_grad():
-        outputs = teacher.teach(moved, lm_head=method.taught_positions)
+        outputs = teacher.teach(moved, lm_head=method.teacher_positions)
         head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
         with nullcontext() if head is None else whole(head):
             if head is not None and job.top_k is None:

@@ -24,7 +24,7 @@ from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import Data, kind_of
 from llmdistill.errors import UserError
-from llmdistill.factorize.kept import KeptFactors
+from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.weigh import Source, weigh
 from llmdistill.factorize.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
 from llmdistill.fingerprints import fingerprint, memory_fingerprint

@@ -41,8 +41,8 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     student, config = plan.folder / "student", plan.config
     if not (student / "config.json").is_file():
         return
-    taught = config.teacher.model or config.student.model
-    teacher = Teacher.of(str(taught), plan.teacher_config, plan.sizes["teacher_params"])
+    teacher_name = config.teacher.model or config.student.model
+    teacher = Teacher.of(str(teacher_name), plan.teacher_config, plan.sizes["teacher_params"])
     methods, train, record = " + ".join(config.methods()), config.train, metrics["run"]
     share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.sizes["ratio"]
     learnt = f"A student with {share:.0%} of the parameters of {teacher.name}, distilled from it"

@@ -104,7 +104,7 @@ def save_checkpoint(
         about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
         kinds = sorted({each.kind for each in fragments(engine)})
         log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
-        write_record(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log, "ways": loss_modes})
+        write_record(target / MANIFEST, {**about, "kinds": kinds, "files": files, "log": log, "loss_modes": loss_modes})
         sync(target / MANIFEST)
         sync(target)  # its name in its folder too, before another checkpoint is removed
         kept = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]

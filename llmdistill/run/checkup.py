@@ -190,11 +190,11 @@ def term_sizes(
     """
     student.eval()
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
-    ways: dict[str, Any] = {"vocabulary": vocabulary, "pooling": method.pooling}
-    learner = TappedModel(student, Recorder(student, method.student_taps, projectors), **ways)
+    options: dict[str, Any] = {"vocabulary": vocabulary, "pooling": method.pooling}
+    learner = TappedModel(student, Recorder(student, method.student_taps, projectors), **options)
     tapped = [learner]
     if method.needs_teacher and teacher is not None:
-        tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), **ways))
+        tapped.append(TappedModel(teacher, Recorder(teacher, method.teacher_taps), **options))
     if method.token_terms:
         check_losses(dict(zip(("student", "teacher"), tapped, strict=False)), batch, World.current())
     divisors = batch.divisors()
@@ -202,11 +202,11 @@ def term_sizes(
     sizes: dict[str, TermSize] = {}
     try:
         for name in progress(method.weights, "Checking", "terms of the loss"):
-            taught = None
+            teacher_outputs = None
             if len(tapped) > 1:
                 with torch.no_grad():
-                    taught = tapped[1].teach(batch, lm_head=method.taught_positions)
-            losses = learner.learn(batch, alone(method.running(taught, batch, divisors), name))
+                    teacher_outputs = tapped[1].teach(batch, lm_head=method.teacher_positions)
+            losses = learner.learn(batch, alone(method.running(teacher_outputs, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             sizes[name] = TermSize(value, _gradient_norm(losses.total, parameters) if gradients else 0.0)
     finally:

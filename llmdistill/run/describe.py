@@ -14,9 +14,9 @@ def headline(plan: Plan, data_report: str) -> str:
     """Describe the run in a few lines for the terminal."""
     sizes, train, split = plan.sizes, plan.config.train, plan.split
     teacher = plan.config.teacher.model
-    taught = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
-    taught += "" if plan.teacher_origin is None else f", {plan.teacher_origin}"
-    taught += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
+    teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
+    teacher_line += "" if plan.teacher_origin is None else f", {plan.teacher_origin}"
+    teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
     dtype = str(plan.dtype).removeprefix("torch.")
     lora = plan.config.student.lora
@@ -26,7 +26,7 @@ def headline(plan: Plan, data_report: str) -> str:
     stage = plan.ds_config.get("zero_optimization", {}).get("stage", 0)
     return (
         f"Run folder  {plan.folder}\n"
-        f"Teacher     {taught}\n"
+        f"Teacher     {teacher_line}\n"
         f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){adapted}\n"
         f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
         f"Data        {task}, {data_report.rstrip('.')}{own}\n"

@@ -149,7 +149,7 @@ def _training(
     best = assemble.make_best(plan, untrained, trainer.engine, data, world)
     checkpoint, start, known = load_checkpoint(trainer.engine, plan.folder, world), 0, None
     if checkpoint is not None:
-        start, steps, known = checkpoint.step, trainer.settings.steps, checkpoint.manifest.get("ways")
+        start, steps, known = checkpoint.step, trainer.settings.steps, checkpoint.manifest.get("loss_modes")
         on_main(lambda: check_log(plan.folder, start, checkpoint.manifest.get("log")), world)
         if checkpoint.ranks != world.size:
             print_main(

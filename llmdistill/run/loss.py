@@ -147,15 +147,15 @@ class DistillationLoss:
         divisors = self._divisors(located, num_items_in_batch)
         if len(self._tapped) > 1 and self.teacher.device != located.input_ids.device:
             self.teacher.to(cast(Any, located.input_ids.device))
-        taught = None
+        teacher_outputs = None
         self._forward = self.student if model is None else model
         try:
             if not self._is_checked and self.method.token_terms:
                 self._check_losses(located)
             if len(self._tapped) > 1:
                 with torch.no_grad():
-                    taught = self._tapped[1].teach(located, lm_head=self.method.taught_positions)
-            losses = self._tapped[0].learn(located, self.method.running(taught, located, divisors))
+                    teacher_outputs = self._tapped[1].teach(located, lm_head=self.method.teacher_positions)
+            losses = self._tapped[0].learn(located, self.method.running(teacher_outputs, located, divisors))
         finally:
             self._forward = self.student
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
@@ -276,7 +276,7 @@ def _check_vocabularies(
     method: Method, teacher: PreTrainedModel, student: PreTrainedModel, vocabulary: int | None
 ) -> None:
     sizes = teacher.config.vocab_size, student.config.vocab_size
-    if method.taught_positions and vocabulary is None and sizes[0] != sizes[1]:
+    if method.teacher_positions and vocabulary is None and sizes[0] != sizes[1]:
         raise UserError(
             f"the teacher has a vocabulary of {sizes[0]} tokens and the student one of {sizes[1]}: give models with "
             "the same tokenizer, and if the larger one is only padded, vocabulary=the number of tokens that both have"

@@ -150,7 +150,7 @@ class Plan:
         if self.task.head is not None:
             return self.task.head
         sequences = any(term.needs_teacher for term in self.method.sequence_terms)
-        return self._head(tokens=bool(self.method.taught_positions), sequences=sequences)
+        return self._head(tokens=bool(self.method.teacher_positions), sequences=sequences)
 
     def _head(self, *, tokens: bool, sequences: bool) -> Head:
         if self.causal:
@@ -212,12 +212,12 @@ def make_plan(
         # Without sft no term would train the head of the task.
         method = build_method([*names, "sft"], unsearched.method_settings, teacher_config, student_config, objective)
     vocabulary, note = None, None
-    taught, student = config.teacher.model if method.needs_teacher else None, config.student.model
-    if taught is not None and student is not None and not {taught, student} & pending.keys():
+    teacher, student = config.teacher.model if method.needs_teacher else None, config.student.model
+    if teacher is not None and student is not None and not {teacher, student} & pending.keys():
         if objective.tokens:
-            vocabulary, note = compare_vocabularies(locate(taught), locate(student))
+            vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
         else:
-            check_tokens(locate(taught), locate(student))
+            check_tokens(locate(teacher), locate(student))
     tokenizer = Path(str(student)) if student in pending else None
     if tokenizer is None:
         tokenizer = tokenizer_path(config) if before is None else before.tokenizer_path

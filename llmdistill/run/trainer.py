@@ -82,8 +82,8 @@ class Trainer:
         nothing = torch.zeros((), device=self.world.device)  # the value of terms whose labels a batch does not have
         for batch in batches:
             with self.teaching.running(), torch.no_grad():
-                taught = self.teach(batch)
-            losses = self.student.learn(batch, self.method.running(taught, batch, divisors))
+                teacher_outputs = self.teach(batch)
+            losses = self.student.learn(batch, self.method.running(teacher_outputs, batch, divisors))
             self.engine.backward(losses.total * undo_average)
             self.engine.step()
             sums = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
@@ -101,7 +101,7 @@ class Trainer:
         method = self.method if method is None else method
         if self.teacher is None or not method.needs_teacher:
             return None
-        return self.teacher.teach(batch, lm_head=method.taught_positions)
+        return self.teacher.teach(batch, lm_head=method.teacher_positions)
 
     def check_losses(self, start: int, known: LossModes | None) -> LossModes:
         """Decide how the token losses of the models are computed, if the method has any, before the first forward pass.

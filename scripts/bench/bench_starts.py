@@ -38,10 +38,10 @@ from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, Ge
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sources import kind_of, read_examples
 from llmdistill.data.whole_text import TextSet
+from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.counting import count_parameters, layer_linears
 from llmdistill.factorize.forms import factor_params, largest_rank
 from llmdistill.factorize.install import matrix
-from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.moments import Moments
 from llmdistill.factorize.weigh import Source, choose_ranks, measured, weigh
 from llmdistill.factorize.weighted import Weighted, WeightedSVD, weighted_svd

@@ -162,7 +162,7 @@ def teacher_of(setting: Setting, model: PreTrainedModel, method: Method, folder:
     settings, request = CacheConfig(content=setting.cached), request_of(method)
     batch = batch_of(setting).with_label_rows(shift=method.shift)
     with torch.no_grad():
-        outputs = live.teach(batch.to(world.device), lm_head=method.taught_positions)
+        outputs = live.teach(batch.to(world.device), lm_head=method.teacher_positions)
         rows = to_rows(outputs, batch.to(world.device), request, top_k=settings.kept_top_k, vocabulary=None)
     live.remove()
     head = next(iter(outputs.lm_head.values()))

@@ -135,8 +135,8 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
         if settings.tsne:
             check_drawable(task, setting="tasks.tsne")
     configs = _row_configs(plans, tasks)
-    taught = any(config.teacher is not None for config in configs.values())
-    named = settings.teacher if taught else None
+    has_teacher = any(config.teacher is not None for config in configs.values())
+    named = settings.teacher if has_teacher else None
     given = {} if named is None else {task: teacher_of(named, task, tasks, key="tasks.teacher") for task in tasks}
     studies = {
         row: {task: _study(config, task, first, last, given) for task in tasks} for row, config in configs.items()

@@ -48,9 +48,9 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
         }
         for row, each in results.items()
     }
-    taught = next((each for each in results.values() if each["teacher"] is not None), None)
-    if TEACHER not in found and taught is not None:
-        found[TEACHER] = _given_teacher(taught)
+    with_teacher = next((each for each in results.values() if each["teacher"] is not None), None)
+    if TEACHER not in found and with_teacher is not None:
+        found[TEACHER] = _given_teacher(with_teacher)
     last = list(results.values())[-1]
     columns = [
         {"task": name, "column": column, "metric": metric, "train": task["examples"]["train"]}

@@ -113,7 +113,7 @@ def trace_cache(
     teacher.eval().requires_grad_(False)
     tapped = TappedModel(teacher, Recorder(teacher, method.teacher_taps), vocabulary=vocabulary, pooling=method.pooling)
     with on_gpu(), tracer, torch.no_grad():
-        outputs = tapped.teach(batch, lm_head=method.taught_positions)
+        outputs = tapped.teach(batch, lm_head=method.teacher_positions)
         rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)
     tapped.remove()
     head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)

@@ -11,8 +11,8 @@ from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.run.checks import can_cache
 from llmdistill.run.forecast.cached import PositionCounts
+from llmdistill.run.forecast.caching import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
 from llmdistill.run.forecast.duration import Duration, node_bytes, step_duration, wire_bytes
-from llmdistill.run.forecast.making import CacheAsked, CacheForecast, forecast_making, shardings, trace_making
 from llmdistill.run.forecast.memory import CACHED, PARTS, TEACHERS, Sizes, Zero, peak_memory, with_allocator
 from llmdistill.run.forecast.step import StepTrace, between, build_models, full_batch, trace_step
 from llmdistill.run.plan import Plan

@@ -164,14 +164,14 @@ def trace_step(
         if cached is None:
             teacher = _tapped(models.teacher, method.teacher_taps, tracer, models)
             tapped.append(teacher)
-    taught, of_teacher = None, Work()
+    teacher_outputs, of_teacher = None, Work()
     with on_gpu(), tracer:
         if teacher is not None:
             with torch.no_grad(), tracer.part("taps"):
-                taught = teacher.teach(batch, lm_head=method.taught_positions)
+                teacher_outputs = teacher.teach(batch, lm_head=method.teacher_positions)
             of_teacher = tracer.work
-        terms = method.running(taught, batch)
-        del taught
+        terms = method.running(teacher_outputs, batch)
+        del teacher_outputs
         watched = [replace(term, loss=_in_part(tracer, "taps", term)) for term in terms.layer_terms]
         learner.learn(batch, replace(terms, layer_terms=watched)).total.backward()
         del terms
@@ -255,8 +255,8 @@ def _tapped(
     models: ForecastModels,
     projectors: nn.ModuleDict | None = None,
 ) -> TappedModel:
-    ways: dict[str, Any] = {"vocabulary": models.vocabulary, "pooling": models.method.pooling}
-    tapped = _WatchedModel(model, Recorder(model, taps, projectors), **ways)
+    options: dict[str, Any] = {"vocabulary": models.vocabulary, "pooling": models.method.pooling}
+    tapped = _WatchedModel(model, Recorder(model, taps, projectors), **options)
     tapped.tracer = tracer
     return tapped
 

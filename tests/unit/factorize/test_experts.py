@@ -22,8 +22,8 @@ from llmdistill.factorize.experts import LowRankStack
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import is_factorized
 from llmdistill.factorize.kinds import Factorization
-from llmdistill.factorize.lost import by_kind
 from llmdistill.factorize.onnx_export import export_onnx
+from llmdistill.factorize.reconstruction import by_kind
 from llmdistill.factorize.sizes import plan, summarise
 from llmdistill.factorize.weigh import weigh
 from llmdistill.models.load import load_model

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.errors import UserError
+from llmdistill.factorize.calibration_folder import KeptFactors
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.counting import count_parameters
-from llmdistill.factorize.kept import KeptFactors
 from llmdistill.factorize.weigh import weigh
 
 from support import in_memory

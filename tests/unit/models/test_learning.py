@@ -105,7 +105,7 @@ def both_ways(method: Method, student: PreTrainedModel, teacher: PreTrainedModel
         of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
         of_student = TappedModel(student, Recorder(student, method.student_taps))
         with torch.no_grad():
-            taught = of_teacher.teach(batch, lm_head=method.taught_positions) if running else of_teacher(batch)
+            taught = of_teacher.teach(batch, lm_head=method.teacher_positions) if running else of_teacher(batch)
         kept: list[Taps] = []
         if running:
             take = of_student._recorder.take
@@ -228,7 +228,7 @@ def test_projectors_under_checkpointing_learn_the_same() -> None:
         batch = make_batch()
         of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
         with torch.no_grad():
-            taught = of_teacher.teach(batch, lm_head=method.taught_positions)
+            taught = of_teacher.teach(batch, lm_head=method.teacher_positions)
         of_teacher._recorder.remove()
         losses = TappedModel(student, Recorder(student, method.student_taps, projectors)).learn(
             batch, method.running(taught, batch, DIVISORS)
@@ -292,7 +292,7 @@ def test_words_beyond_the_shared_vocabulary_take_no_part() -> None:
     of_teacher = TappedModel(teacher, Recorder(teacher, {}), vocabulary=30)
     of_student = TappedModel(student, Recorder(student, {}), vocabulary=30)
     with torch.no_grad():
-        taught = of_teacher.teach(batch, lm_head=method.taught_positions)
+        taught = of_teacher.teach(batch, lm_head=method.teacher_positions)
         plain = terms_of(method, of_student(batch), of_teacher(batch), batch)
     losses = of_student.learn(batch, method.running(taught, batch)).terms
     assert losses.keys() == plain.keys()
@@ -306,7 +306,7 @@ def test_without_gradients_the_values_are_the_same() -> None:
     expected = both_ways(method, student, teacher, batch).plain.losses
     with torch.no_grad():
         taught = TappedModel(teacher, Recorder(teacher, method.teacher_taps)).teach(
-            batch, lm_head=method.taught_positions
+            batch, lm_head=method.teacher_positions
         )
         losses = TappedModel(student, Recorder(student, method.student_taps)).learn(
             batch, method.running(taught, batch)

@@ -29,7 +29,7 @@ from llmdistill.run import cache, cache_shards
 from llmdistill.run.artifacts import run_record
 from llmdistill.run.assemble import make_recorder, make_teacher, request_of
 from llmdistill.run.forecast.cached import PositionCounts
-from llmdistill.run.forecast.making import CacheAsked, forecast_making, trace_making
+from llmdistill.run.forecast.caching import CacheAsked, forecast_making, trace_making
 from llmdistill.run.forecast.memory import Sizes
 from llmdistill.run.forecast.step import build_models
 from llmdistill.run.plan import Plan, make_plan
@@ -119,7 +119,7 @@ def losses(plan: Plan, teacher: Any, found: list[Batch]) -> list[dict[str, Any]]
     results = []
     for batch in found:
         with torch.no_grad():
-            taught = teacher.teach(batch, lm_head=plan.method.taught_positions)
+            taught = teacher.teach(batch, lm_head=plan.method.teacher_positions)
         learnt = tapped.learn(batch, plan.method.running(taught, batch))
         student.zero_grad()
         learnt.total.backward()

@@ -221,7 +221,7 @@ def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
 
     def teach() -> Outputs:
         with torch.no_grad():
-            return teaching.teach(batch, lm_head=method.taught_positions)
+            return teaching.teach(batch, lm_head=method.teacher_positions)
 
     found = term_gradients(method, student, learner, teach, batch, batch.divisors())
     assert found.keys() == {name for name, weight in method.weights.items() if weight != 0}

@@ -73,7 +73,7 @@ class Squares:
 
     weights = {"all": 1.0, "labelled": 3.0}  # noqa: RUF012
     positions = {"all": "tokens", "labelled": "labels"}  # noqa: RUF012
-    shift, needs_teacher, taught_positions = True, False, ()
+    shift, needs_teacher, teacher_positions = True, False, ()
 
     def running(self, teacher, batch, divisors):
         divisors = {name: number.double() for name, number in divisors.items()}

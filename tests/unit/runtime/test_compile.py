@@ -71,7 +71,7 @@ def train(
     seen = []
     for batch in (make_batch(3, 9), make_batch(2, 7)):
         with torch.no_grad():
-            taught = of_teacher.teach(batch, lm_head=method.taught_positions)
+            taught = of_teacher.teach(batch, lm_head=method.teacher_positions)
         losses = of_student.learn(batch, method.running(taught, batch))
         student.zero_grad()
         losses.total.backward()

@@ -12,7 +12,7 @@ from damage import flip, kinds
 from safetensors.torch import save_file
 
 from llmdistill.errors import UserError
-from llmdistill.factorize.kept import RECORD, KeptFactors
+from llmdistill.factorize.calibration_folder import RECORD, KeptFactors
 from llmdistill.factorize.weighted import WeightedSVD
 
 NAME = "layers.0.mlp.up_proj"
@@ -71,7 +71,7 @@ def test_a_write_that_was_cut_off_leaves_no_factors(tmp_path, monkeypatch):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llmdistill.factorize.kept.save_file", killed)
+    monkeypatch.setattr("llmdistill.factorize.calibration_folder.save_file", killed)
     with pytest.raises(KeyboardInterrupt):
         kept[NAME] = factors()
     assert NAME not in KeptFactors(tmp_path, {})
@@ -90,7 +90,7 @@ def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_pa
         during.extend(each.name for each in own.parent.iterdir() if each.is_dir())
         save_file(tensors, path, words)
 
-    monkeypatch.setattr("llmdistill.factorize.kept.save_file", save)
+    monkeypatch.setattr("llmdistill.factorize.calibration_folder.save_file", save)
     kept[NAME] = factors()
     assert len(during) == 1
     assert "abcdefgh" not in during[0]

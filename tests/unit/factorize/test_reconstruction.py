@@ -12,7 +12,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.factorize.convert import compress_model
 from llmdistill.factorize.export import merge
 from llmdistill.factorize.install import matrix
-from llmdistill.factorize.lost import as_lines, by_kind
+from llmdistill.factorize.reconstruction import as_lines, by_kind
 
 SIZES = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 MODELS = {
