@@ -37,7 +37,7 @@ class CompareConfig:
     """The settings of a comparison."""
 
     methods: str | None = None
-    """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd."""
+    """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd, on text without seqkd."""
     suite: str | None = None
     """A table of the papers, given instead of methods. makd-table3-decoder, makd-table4-decoder and makd-table5 are
     lists of methods for decoders. The tables of encoders (such as minilm-table2) bring recipes of their own, and every
@@ -132,18 +132,19 @@ def compare(arguments: Sequence[str], launcher_flags: Sequence[str]) -> int:
             command=["llmdistill", "compare", *arguments, *launcher_flags],
         )
     recipe, flags = parse_run(rest, METHODS)
-    if recipe.data.kind != "instructions":
+    if recipe.data.kind not in ("instructions", "text"):
         has = "data.kind is" if flags.recipe is None else f"--recipe {flags.recipe} has data.kind"
         raise UserError(
-            f"{has} {recipe.data.kind}, and a comparison scores answers to instructions: take a table of encoders "
-            "(--suite minilm-table2), or `llmdistill evaluate --suite glue`"
+            f"{has} {recipe.data.kind}, and a comparison scores answers to instructions or the perplexity of texts: "
+            "take a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
         )
-    suite = choose_suite(settings)
+    suite = choose_suite(settings, recipe.data.kind)
     rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in GRID_FACTORS]
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.experiments.collect import collect
-    from llmdistill.experiments.comparison import Study, conduct
+    from llmdistill.experiments.comparison import conduct
     from llmdistill.experiments.launcher import Launcher
+    from llmdistill.experiments.study import Study
     from llmdistill.report.comparison import print_comparison, write_comparison
     from llmdistill.run.plan import with_prompt
 
@@ -183,12 +184,16 @@ def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return split_words(arguments, {each.name for each in fields(CompareConfig)} | {"help", "dry_run", "json"})
 
 
-def choose_suite(settings: CompareConfig) -> Suite:
-    """Return the suite that is named, or a suite made of the methods that are named, from every start that is named."""
+def choose_suite(settings: CompareConfig, kind: str) -> Suite:
+    """Return the suite that is named, or one of the methods that are named, from every start that is named.
+
+    `kind` is that of the data, which decides on the methods if none are named.
+    """
     if settings.suite is not None:
         suite = load_suite(settings.suite)
     else:
-        names = _listed(settings.methods or DEFAULT_METHODS)
+        default = [name for name in _listed(DEFAULT_METHODS) if kind != "text" or not METHODS[name].teacher_writes]
+        names = default if settings.methods is None else _listed(settings.methods)
         suite = Suite("Did it help? Methods under equal conditions", load_methods(names))
     if settings.starts is None:
         return suite

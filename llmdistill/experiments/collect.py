@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmdistill.embedded import locate
-from llmdistill.experiments.comparison import Findings, Study, size_label
+from llmdistill.experiments.comparison import Findings
 from llmdistill.experiments.launcher import shown_command
+from llmdistill.experiments.study import Study, size_label
 from llmdistill.experiments.trials import Result, Trial
 from llmdistill.experiments.variants import Start
 from llmdistill.models.companions import downloaded
@@ -21,7 +21,9 @@ from llmdistill.report.checkpoint import read_checkpoint
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import read_weighting
+from llmdistill.tasks.instructions import VALID
 
 
 def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
@@ -32,20 +34,23 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
         Row(
             name="teacher",
             label="teacher",
+            score=study.score,
             params=findings.base["teacher"]["params"],
             checkpoint=read_checkpoint(downloaded(teacher)),
             runs=[_run(study, "teacher", first, "teacher")],
         ),
         *(row for start in study.starts for row in _rows(study, findings, start)),
     ]
-    texts = {name: (each["windows"], each["total"]) for name, each in findings.base["teacher"].get("texts", {}).items()}
-    sets = [name for name in study.recipe.data.tests if name not in texts]
+    measured = findings.base["teacher"].get("texts", {})
+    windows = {name: (each["windows"], each["total"]) for name, each in measured.items() if name != VALID}
+    on_text = study.score is PERPLEXITY
+    sets = [name for name in study.recipe.data.tests if on_text or name not in windows]
     printed = paper.get(load_config(teacher).model_type)
     return Comparison(
         title=title,
         sets=sets,
-        examples=_examples(findings, sets),
-        texts=texts,
+        examples=windows if on_text else _examples(findings, sets),
+        texts={} if on_text else windows,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
         beginnings=_beginnings(study, findings),
@@ -65,6 +70,7 @@ def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
         Row(
             name="none",
             label="untrained student",
+            score=study.score,
             start=start.name,
             params=params,
             checkpoint=read_checkpoint(downloaded(Path(study.untrained(start)))),
@@ -80,6 +86,7 @@ def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
             Row(
                 name=variant.name,
                 label=variant.label,
+                score=study.score,
                 start=start.name,
                 params=params,
                 checkpoint=next(weights, None),
@@ -112,7 +119,8 @@ def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
                 model = "student" if row.trained else "untrained"
                 params = None if result.metrics is None else result.metrics[model]["params"]
                 runs = [_run(study, row.key, result, model)]
-                rows.append(Row(name=row.name, start=row.start, label=size_label(size), params=params, runs=runs))
+                label = size_label(size)
+                rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
     return rows
 
 
@@ -123,17 +131,18 @@ def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
         made += [(start, size_label(size), results[start.key("none")]) for start in study.starts]
     found = []
     for start, size, result in made:
-        scores = (result.metrics or {}).get("untrained")
+        model = (result.metrics or {}).get("untrained")
+        scores = None if model is None else study.score.of_sets(model)
         weighting = read_weighting(result.trial.folder)
-        if scores is not None and (start.name or weighting):
+        if model is not None and scores and (start.name or weighting):
             found.append(
                 Beginning(
                     start=start.name,
                     label=start.label,
                     size=size,
                     folder=_relative(study, result.trial),
-                    params=scores["params"],
-                    average=statistics.fmean(scores["rougeL"].values()),
+                    params=model["params"],
+                    average=study.score.mean(scores.values()),
                     weighting=weighting,
                 )
             )
@@ -149,7 +158,7 @@ def _examples(findings: Findings, sets: Sequence[str]) -> dict[str, tuple[int, i
 def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
     """Return a run with the scores of one of its models."""
     trial, metrics = result.trial, result.metrics or {}
-    scores = metrics.get(model, {})
+    scored, score = metrics.get(model, {}), study.score
     training = (metrics["run"]["training"] or {}) if metrics and model == "student" else {}
     return Run(
         method=method,
@@ -157,15 +166,15 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
         folder=_relative(study, trial),
         command=shown_command(study.launcher.train_command(trial.recipe)),
         settings=dict(trial.settings),
-        rouge_l=scores.get("rougeL"),
-        perplexity=scores.get("perplexity"),
-        texts={name: each["perplexity"] for name, each in scores.get("texts", {}).items()},
-        valid_rouge_l=scores.get("valid", {}).get("rougeL"),
+        scores=score.of_sets(scored),
+        perplexity=scored.get("perplexity"),
+        texts=(None if score is PERPLEXITY else PERPLEXITY.of_sets(scored)) or {},
+        valid=score.of_validation(scored),
         costs={
             "training_tokens": training.get("tokens"),
             "training_tokens_per_second": training.get("tokens_per_second"),
             "peak_memory_bytes": training.get("peak_memory_bytes"),
-            "generation_tokens_per_second": scores.get("generation_tokens_per_second"),
+            "generation_tokens_per_second": scored.get("generation_tokens_per_second"),
             "seconds": result.seconds,
         },
         history=read_metrics_log(trial.folder),
@@ -206,19 +215,26 @@ def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
     grid = "; ".join(f"{key}: {', '.join(f'{value:g}' for value in values)}" for key, values in study.grid.items())
     starts = [f"{start.name} ({start.label})" for start in study.starts if start.name]
     same = "order of the examples, global batch, number of training tokens"
+    chosen = f"on {data.valid} by {study.score.name} with seed {study.seeds[0]}, never on a test set; all tried {grid}"
+    examples = f"sequences of {data.max_length} tokens" if study.score is PERPLEXITY else "examples"
     return {
         "Command": command,
         "Hardware": run["hardware"],
         "Versions": describe_versions(run),
         "Teacher": recipe.teacher.model,
-        "Training data": f"{data.train}, {train.global_batch_size} examples a step, {train.steps} steps",
+        "Training data": f"{data.train}, {train.global_batch_size} {examples} a step, {train.steps} steps",
         **({"Starts": f"{', '.join(starts)}; equal in parameters"} if starts else {}),
         "Same for all": f"{same}; of a start: untrained student" if starts else f"untrained student, {same}",
-        "Chosen": (
-            f"nothing; all have {grid}"
-            if data.valid is None
-            else f"on {data.valid} by ROUGE-L with seed {study.seeds[0]}, never on a test set; all tried {grid}"
-        ),
-        "Decoding": f"{run['decoding']}, ROUGE-L F1 with stemming, best of the references, x 100",
+        "Chosen": f"nothing; all have {grid}" if data.valid is None else chosen,
+        **_scoring(study, findings),
         "Seeds": ", ".join(map(str, study.seeds)),
     }
+
+
+def _scoring(study: Study, findings: Findings) -> dict[str, str]:
+    """Return how the models were scored, as a fact of the report."""
+    if study.score is ROUGE_L:
+        decoding = findings.base["run"]["decoding"]
+        return {"Decoding": f"{decoding}, ROUGE-L F1 with stemming, best of the references, x 100"}
+    text = next(iter(findings.base["teacher"]["texts"].values()))
+    return {"Windows": f"{text['window']:,} tokens, {text['stride']:,} from one to the next"}

@@ -23,7 +23,8 @@ from llmdistill.report.results import (
     best_figures,
     describe_finding,
 )
-from llmdistill.report.spread import count_seeds, plus_minus
+from llmdistill.report.score import PERPLEXITY, ROUGE_L, SCORES, Score
+from llmdistill.report.spread import count_seeds
 from llmdistill.report.tables import print_table
 from llmdistill.tasks.perplexity import show_perplexity
 
@@ -45,11 +46,13 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
 def _results(comparison: Comparison) -> dict[str, Any]:
     methods = {row.key: _result(row, comparison.difference(row)) for row in comparison.rows}
     starts = {"starts": [_beginning(each) for each in comparison.beginnings]} if comparison.beginnings else {}
-    counts = {name: {"scored": scored, "total": total} for name, (scored, total) in comparison.examples.items()}
-    examples = {"examples": counts} if counts else {}
-    sets = {"sets": list(comparison.sets), **examples}
-    windows = {name: {"scored": scored, "total": total} for name, (scored, total) in comparison.texts.items()}
-    sets |= {"texts": windows} if windows else {}
+    counted = {comparison.score.counted: comparison.examples, "texts": comparison.texts}
+    counts = {
+        key: {name: {"scored": scored, "total": total} for name, (scored, total) in found.items()}
+        for key, found in counted.items()
+        if found
+    }
+    sets = {"score": comparison.score.key, "sets": list(comparison.sets), **counts}
     return {"methods": methods, **starts, **sets, "warnings": list(comparison.warnings)}
 
 
@@ -66,19 +69,19 @@ def _beginning(each: Beginning) -> dict[str, Any]:
 
 
 def _result(row: Row, difference: float | None) -> dict[str, Any]:
-    rouge_l: dict[str, Any] | None = None
+    scores: dict[str, Any] | None = None
     if row.average is not None:
-        rouge_l = {**{name: each.to_dict() for name, each in row.by_set.items()}, "average": row.average.mean}
+        scores = {**{name: each.to_dict() for name, each in row.by_set.items()}, "average": row.average.mean}
     return {
         "params": row.params,
-        "rougeL": rouge_l,
-        "perplexity": None if row.perplexity is None else row.perplexity.to_dict(),
+        row.score.key: scores,
+        **({"perplexity": row.perplexity and row.perplexity.to_dict()} if row.score is ROUGE_L else {}),
         **({"texts": {name: each.to_dict() for name, each in row.by_text.items()}} if row.by_text else {}),
         "average_std": None if row.average is None else row.average.std,
         "difference_to_teacher": difference,
         "seeds": [run.seed for run in row.ended],
         "settings": None if row.settings is None else dict(row.settings),
-        "valid_rougeL": None if row.valid is None else row.valid.mean,
+        f"valid_{row.score.key}": None if row.valid is None else row.valid.mean,
         "runs": [run.folder for run in row.ended],
         "failed": [{"seed": run.seed, "folder": run.folder, "error": run.reason} for run in row.failed],
     }
@@ -117,7 +120,7 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
         "best": best_figures(rows, comparison.sets, comparison.texts),
         "columns": [*comparison.sets, *comparison.texts],
         "differences": differences,
-        "best_difference": max((round(each, 1) for each in trained if each is not None), default=None),
+        "best_difference": comparison.score.best(each for each in trained if each is not None),
         "teacher_params": None if comparison.teacher is None else comparison.teacher.params,
         "plots": drawn,
         "labels": {**{row.name: row.label for row in rows}, **{row.key: row.title for row in rows}},
@@ -126,6 +129,7 @@ def _context(comparison: Comparison, drawn: Sequence[Mapping[str, str]]) -> dict
         "held": _held(rows),
         "several_seeds": any(len(row.ended) > 1 for row in rows),
         "perplexity": any(row.perplexity is not None for row in rows),
+        "generates": any(row.cost("generation_tokens_per_second") is not None for row in rows),
         "calibrated": any(row.calibration is not None for row in rows),
         "made": _once([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
         "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
@@ -146,32 +150,32 @@ def _once(runs: Sequence[Run]) -> list[Run]:
     return list({(run.folder, run.command, run.error): run for run in reversed(runs)}.values())[::-1]
 
 
-def _text_cell(spread: Mapping[str, Any]) -> str:
-    shown = show_perplexity(spread["mean"])
-    return shown if spread["std"] is None else f"{shown} ± {show_perplexity(spread['std'])}"
+def _cell(spread: Mapping[str, Any], score: Score, several: bool) -> str:
+    return score.show(spread["mean"]) + (f" ± {score.show(spread['std'])}" if several else "")
 
 
 def print_comparison(results: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the results.json of a comparison on the terminal, with the standard deviation of several seeds."""
+    score = SCORES[results.get("score", ROUGE_L.key)]
     sets, texts, rows, most = results["sets"], results.get("texts", {}), [], 0
+    references = ["perplexity"] if score is ROUGE_L else []
     for name, method in results["methods"].items():
-        scores = method["rougeL"]
+        scores = method[score.key]
         if scores is None:
-            rows.append([name, "failed", *("" for _ in ("to teacher", "perplexity", *sets, *texts, "params"))])
+            rows.append([name, "failed", *("" for _ in ("to teacher", *references, *sets, *texts, "params"))])
             continue
         most, several = max(most, len(method["seeds"])), len(method["seeds"]) > 1
-        average = plus_minus(scores["average"], method["average_std"] if several else None)
-        perplexity = method.get("perplexity")
-        rest = [plus_minus(scores[each]["mean"], scores[each]["std"] if several else None) for each in sets]
-        rest += [_text_cell(method["texts"][each]) for each in texts]
-        measured = show_perplexity(None if perplexity is None else perplexity["mean"])
-        to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"])
-        rows.append([name, average, to_teacher, measured, *rest, f"{method['params']:,}"])
+        average = _cell({"mean": scores["average"], "std": method["average_std"]}, score, several)
+        to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"], score.show)
+        measured = [show_perplexity((method.get(each) or {}).get("mean")) for each in references]
+        rest = [_cell(scores[each], score, several) for each in sets]
+        rest += [_cell(method["texts"][each], PERPLEXITY, several) for each in texts]
+        rows.append([name, average, to_teacher, *measured, *rest, f"{method['params']:,}"])
     terminal = console or Console()
     counts = results.get("examples", {})
     heads = [f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in sets]
     heads += [f"{each} (perplexity)" for each in texts]
-    title = f"ROUGE-L (0-100), {count_seeds(most)}"
-    print_table(title, ["method", "average", "to teacher", "perplexity", *heads, "params"], rows, console=terminal)
+    title = f"{score.title}, {count_seeds(most)}"
+    print_table(title, ["method", "average", "to teacher", *references, *heads, "params"], rows, console=terminal)
     for warning in results["warnings"]:
         terminal.print(f"WARNING: {warning}", style="bold yellow")

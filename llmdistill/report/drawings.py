@@ -13,6 +13,7 @@ from llmdistill.report import plots
 from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
+from llmdistill.report.score import PERPLEXITY, Score
 from llmdistill.report.spread import Spread
 from llmdistill.report.starts import draw_predictions, draw_weighting, plot_sizes
 
@@ -75,6 +76,11 @@ def _spread(row: Row | None, text: str | None) -> Spread | None:
     return row.average if text is None else row.by_text.get(text)
 
 
+def _measured(comparison: Comparison, text: str | None) -> tuple[Score, Sequence[str]]:
+    """Return the score and the sets of the average, or of a text."""
+    return (comparison.score, comparison.sets) if text is None else (PERPLEXITY, [text])
+
+
 def _scores(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
     """Return the plot of the average scores, or of the perplexity of a text, if a method has any."""
     found = {row.key: spread for row in comparison.rows if (spread := _spread(row, text)) is not None}
@@ -89,7 +95,7 @@ def _scores(comparison: Comparison, styles: Mapping[str, plots.Style], text: str
     of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
     caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
     teacher = found.get(TEACHER)
-    figure = plots.plot_scores(dots, None if teacher is None else teacher.mean, text)
+    figure = plots.plot_scores(dots, None if teacher is None else teacher.mean, *_measured(comparison, text))
     if text is None:
         return [Drawing("scores", "Scores", caption, figure)]
     return [Drawing(f"perplexity_{text}", f"Perplexity of {text}", f"{caption} Lower is better.", figure)]
@@ -122,6 +128,8 @@ def _curves(rows: Sequence[Row], start: str) -> list[Drawing]:
         found = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
         curves = [(row.label, styles[row.name], curve) for row, curve in found if plots.is_line(curve)]
         if curves:
+            if key == "valid_loss" and not rows[0].score.compares_losses:
+                caption += " It is each method's own loss, so that the heights of two methods cannot be compared."
             made = plots.plot_curves(curves, label)
             return [_of_start(Drawing("learning_curves", "Learning curves", caption, made), start)]
     return []
@@ -152,12 +160,13 @@ def _size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str |
     if text is not None:
         name, title = f"perplexity_size_{text}", f"Perplexity of {text} against size"
     caption = "Students of several sizes, trained with the settings chosen for the main table"
+    measured = _measured(comparison, text)
     if any(row.start for row in drawn):
         starts = plots.method_styles(list(dict.fromkeys(row.start for row in drawn)))
-        panels: dict[str, list[tuple[str, plots.Style, list[tuple[int, float]]]]] = {}
+        panels: dict[str, list[plots.Line]] = {}
         for row in drawn:
             panels.setdefault(row.label, []).append((row.start, starts[row.start], lines[row.key]))
-        return [Drawing(name, title, f"{caption}; a line is a start.", plot_sizes(panels, teacher, text))]
+        return [Drawing(name, title, f"{caption}; a line is a start.", plot_sizes(panels, teacher, *measured))]
     points = [(row.title, styles[row.key], lines[row.key]) for row in drawn]
-    made = [plots.plot_size(points, teacher, text)] if any(row.trained for row in drawn) else []
+    made = [plots.plot_size(points, teacher, *measured)] if any(row.trained for row in drawn) else []
     return [Drawing(name, title, f"{caption}.", each) for each in made]

@@ -34,10 +34,8 @@ def rendered(template: str, **values: Any) -> str:
     return environment.get_template(template).render(values)
 
 
-def figure(value: float | None, of_text: bool = False) -> str:
-    """Format a score with one decimal, the perplexity of a text as everywhere, or None as a dash."""
-    if of_text:
-        return show_perplexity(value)
+def figure(value: float | None) -> str:
+    """Format a score with one decimal, or None as a dash."""
     return "–" if value is None else f"{value:.1f}"
 
 
@@ -46,12 +44,12 @@ def precise(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def signed(value: float | None) -> str:
-    """Format a difference with its sign."""
-    if value is None:
-        return "–"
-    rounded = round(value, 1)
-    return "0.0" if rounded == 0 else f"{rounded:+.1f}".replace("-", "−")
+def signed(value: float | None, show: Callable[[float | None], str] = figure) -> str:
+    """Format a difference of two scores with its sign; `show` formats a score."""
+    text = show(None if value is None else abs(value))
+    if value is None or text == show(0.0):
+        return text
+    return f"{'+' if value > 0 else '−'}{text}"
 
 
 def thousands(value: float | None) -> str:

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from llmdistill.tasks.perplexity import show_perplexity
+from llmdistill.report.score import Score
 
 STYLE = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 """The style of all figures."""
@@ -69,6 +69,10 @@ class Dots(NamedTuple):
     """None for one seed."""
     values: list[float]
     """One value per seed."""
+
+
+Line = tuple[str, Style, list[tuple[int, float]]]
+"""The label of a line of the plot of quality against size, its style, and the parameters and scores of its points."""
 
 
 class Cloud(NamedTuple):
@@ -123,12 +127,8 @@ def is_line(curve: Curve | None) -> TypeGuard[Curve]:
 
 
 @rc_context(STYLE)
-def plot_scores(dots: Sequence[Dots], teacher: float | None, text: str | None = None) -> Figure:
-    """Plot the average ROUGE-L of each student with its standard deviation and seeds, and the teacher as a line.
-
-    With the name of a text: plot its perplexity.
-    """
-    show = show_perplexity if text else "{:.1f}".format
+def plot_scores(dots: Sequence[Dots], teacher: float | None, score: Score, sets: Sequence[str]) -> Figure:
+    """Plot the average score over sets of each student, with its standard deviation and seeds, and the teacher."""
     figure = new_figure(WIDTH, 0.9 + 0.36 * max(len(dots), 2))
     axes = figure.subplots()
     for line, item in enumerate(dots):
@@ -142,11 +142,13 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None, text: str | None = 
             capsize=3,
             markersize=5,
         )
-        axes.annotate(show(item.mean), (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            score.show(item.mean), (item.mean, line), (0, 7), textcoords="offset points", ha="center", fontsize=8
+        )
     if teacher is not None:
         axes.axvline(teacher, color=INK, linewidth=1, dashes=(4, 3))
         axes.annotate(
-            f"teacher {show(teacher)}",
+            f"teacher {score.show(teacher)}",
             (teacher, 1.0),
             (0, 3),
             xycoords=("data", "axes fraction"),
@@ -160,7 +162,8 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None, text: str | None = 
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
     scores = [value for item in dots for value in item.values]
-    _scale_scores(axes, "x", scores if teacher is None else [*scores, teacher], text)
+    scale_scores(axes, "x", scores if teacher is None else [*scores, teacher], score)
+    axes.set_xlabel(score.label(sets))
     return figure
 
 
@@ -180,10 +183,8 @@ def plot_curves(curves: Sequence[tuple[str, Style, Curve]], ylabel: str) -> Figu
 
 
 @rc_context(STYLE)
-def plot_size(
-    points: Sequence[tuple[str, Style, list[tuple[int, float]]]], teacher: float | None, text: str | None = None
-) -> Figure:
-    """Plot the average ROUGE-L, or the perplexity of a text, over the number of parameters.
+def plot_size(points: Sequence[Line], teacher: float | None, score: Score, sets: Sequence[str]) -> Figure:
+    """Plot the average score over sets against the number of parameters.
 
     There is one line per method, and a dashed line for the teacher.
     """
@@ -195,8 +196,9 @@ def plot_size(
     if teacher is not None:
         axes.axhline(teacher, color=INK, linewidth=1, dashes=(4, 3), label="teacher")
     axes.set_xlabel("parameters")
-    scores = [score for _, _, pairs in points for _, score in pairs]
-    _scale_scores(axes, "y", scores if teacher is None else [*scores, teacher], text)
+    scores = [value for _, _, pairs in points for _, value in pairs]
+    scale_scores(axes, "y", scores if teacher is None else [*scores, teacher], score)
+    axes.set_ylabel(score.label(sets))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     last = [sorted(pairs)[-1][1] for _, _, pairs in points]
@@ -318,23 +320,19 @@ def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = 
     _log_scale(axes, "y", high / low)
 
 
-def score_label(text: str | None) -> str:
-    """Return the label of an axis of average scores, or of the perplexity of a text."""
-    return "ROUGE-L, average of the test sets" if text is None else f"perplexity of {text}, lower is better"
-
-
-def _scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float], text: str | None) -> None:
-    """Label an axis of scores; that of a perplexity is logarithmic if the scores span more than a factor of 10."""
-    axes.set(**{f"{which}label": score_label(text)})
-    if text is not None and max(scores) / min(scores) > 10:
+def scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float], score: Score) -> None:
+    """Make an axis logarithmic if scores such as these range over decades."""
+    if score.over_decades:
         _log_scale(axes, which, max(scores) / min(scores))
 
 
 def _log_scale(axes: Axes, which: Literal["x", "y"], ratio: float) -> None:
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0,) if ratio > 100 else (1.0, 3.0), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    # Side by side there is room for fewer numbers.
+    wide = LogLocator(subs=(1.0,) if ratio > 100 else (1.0, 3.0), numticks=6 if which == "x" else 12)
+    axis.set_major_locator(wide if ratio > 10 else MaxNLocator(nbins=6))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 

@@ -11,6 +11,7 @@ from typing import Any
 from llmdistill.errors import UserError
 from llmdistill.report.answers import Sample
 from llmdistill.report.checkpoint import Checkpoint
+from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
 from llmdistill.report.spread import Spread, spread
 from llmdistill.tasks.perplexity import mean_perplexity
 
@@ -45,13 +46,14 @@ class Run:
     command: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The grid point, by dotted key."""
-    rouge_l: Mapping[str, float] | None = None
-    """ROUGE-L by test set; None if the run was not scored on the test sets."""
+    scores: Mapping[str, float] | None = None
+    """The row's score by test set; None if the run was not scored on the test sets."""
     perplexity: Mapping[str, float] | None = None
     """Perplexity of the references by test set; None if it was not measured."""
     texts: Mapping[str, float] = field(default_factory=dict)
-    """Perplexity by text."""
-    valid_rouge_l: float | None = None
+    """Perplexity by text beside the test sets."""
+    valid: float | None = None
+    """The score on the validation set."""
     costs: Mapping[str, float | None] = field(default_factory=dict)
     """The values of COSTS."""
     history: Sequence[Mapping[str, float]] = ()
@@ -73,6 +75,8 @@ class Row:
     """The method, or teacher or none, which is the untrained student."""
     label: str
     """The name that the report shows, without the start."""
+    score: Score = ROUGE_L
+    """What the models of the comparison are scored by."""
     start: str = ""
     """The start of the student, in a comparison of starts."""
     params: int | None = None
@@ -110,17 +114,17 @@ class Row:
     @property
     def ended(self) -> list[Run]:
         """The runs that ended with scores."""
-        return [run for run in self.runs if run.error is None and run.rouge_l is not None]
+        return [run for run in self.runs if run.error is None and run.scores is not None]
 
     @property
     def failed(self) -> list[Run]:
         """The runs without scores."""
-        return [run for run in self.runs if run.error is not None or run.rouge_l is None]
+        return [run for run in self.runs if run.error is not None or run.scores is None]
 
     @property
     def scores(self) -> list[Mapping[str, float]]:
-        """ROUGE-L by test set of each run that ended."""
-        return [run.rouge_l for run in self.ended if run.rouge_l is not None]
+        """The score by test set of each run that ended."""
+        return [run.scores for run in self.ended if run.scores is not None]
 
     @property
     def by_set(self) -> dict[str, Spread]:
@@ -136,9 +140,9 @@ class Row:
 
     @property
     def average(self) -> Spread | None:
-        """The mean over the test sets, over seeds; None if every run failed."""
+        """The average over the test sets, over seeds; None if every run failed."""
         scores = self.scores
-        return spread([statistics.fmean(each.values()) for each in scores]) if scores else None
+        return spread([self.score.mean(each.values()) for each in scores]) if scores else None
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
@@ -147,8 +151,8 @@ class Row:
 
     @property
     def valid(self) -> Spread | None:
-        """ROUGE-L on the validation set."""
-        values = [run.valid_rouge_l for run in self.ended if run.valid_rouge_l is not None]
+        """The score on the validation set."""
+        values = [run.valid for run in self.ended if run.valid is not None]
         return spread(values) if values else None
 
     @property
@@ -176,7 +180,7 @@ class Beginning:
     """Path relative to the report's folder."""
     params: int | None
     average: float | None
-    """ROUGE-L of the untrained student, the mean over the test sets."""
+    """The score of the untrained student, the average over the test sets."""
     weighting: Mapping[str, Any] = field(default_factory=dict)
     """The content of weighting.json; empty without a weighting."""
 
@@ -188,9 +192,10 @@ class Comparison:
     title: str
     sets: Sequence[str]
     examples: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By test set, how many of its examples are scored, and how many it has; without the sets of older runs."""
+    """By test set, how many of its examples (or windows) are scored, and how many it has; without the sets of older
+    runs."""
     texts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """By text whose perplexity is measured, how many of its windows are scored, and how many it has."""
+    """By text beside the test sets, how many of its windows are scored, and how many it has."""
     rows: Sequence[Row]
     """The teacher, then for each start the untrained student and the methods in the given order."""
     sizes: Sequence[Row] = ()
@@ -202,7 +207,7 @@ class Comparison:
     facts: Mapping[str, str] = field(default_factory=dict)
     """Command, hardware, versions, decoding, seeds, selection rule and data, by the names that the report shows."""
     paper: Mapping[str, Mapping[str, float]] | None = None
-    """The ROUGE-L in the paper, by row and set."""
+    """The scores in the paper, by row and set."""
 
     def __post_init__(self) -> None:
         """Check the test sets and the names of the rows."""
@@ -210,17 +215,26 @@ class Comparison:
         keys = [row.key for row in self.rows]
         assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
 
+    @property
+    def score(self) -> Score:
+        """What the models are scored by."""
+        return self.rows[0].score
+
+    def score_of(self, name: str) -> Score:
+        """Return the score in the column of a test set or text."""
+        return PERPLEXITY if name in self.texts else self.score
+
     def heading(self, name: str) -> str:
         """Return the head of a test set's column: how many of its examples are scored, such as ``n = 20 of 60``.
 
         For a text: ``perplexity``, or ``perplexity, 24 of 141 windows``.
         """
-        if name in self.texts:
-            scored, total = self.texts[name]
-            return "perplexity" + (f", {scored:,} of {total:,} windows" if scored < total else "")
-        if name not in self.examples:
+        counts = {**self.examples, **self.texts}
+        if name not in counts:
             return ""
-        scored, total = self.examples[name]
+        scored, total = counts[name]
+        if self.score_of(name) is PERPLEXITY:
+            return "perplexity" + (f", {scored:,} of {total:,} windows" if scored < total else "")
         return f"n = {scored:,}" + (f" of {total:,}" if scored < total else "")
 
     @property
@@ -231,9 +245,9 @@ class Comparison:
             return ""
         numbers = {scored for scored, _ in self.examples.values()}
         if len(parts) == len(self.examples) > 1 and len(numbers) == 1:
-            return f"Only {numbers.pop():,} examples of each set are scored."
+            return f"Only {numbers.pop():,} {self.score.counted} of each set are scored."
         listed = ", ".join(f"{scored:,} of {total:,} of {name}" for name, (scored, total) in parts.items())
-        return f"Not all examples are scored: {listed}."
+        return f"Not all {self.score.counted} are scored: {listed}."
 
     @property
     def teacher(self) -> Row | None:
@@ -259,17 +273,15 @@ def check_sets(sets: Sequence[str]) -> None:
         raise UserError("data.tests has a set of the name average, which is the mean of all sets: call it otherwise")
 
 
-def best_figures(rows: Sequence[Row], sets: Sequence[str], texts: Iterable[str] = ()) -> dict[str, float]:
-    """Return the best method's score in each column, rounded as in the table, so that equal entries count as equal.
-
-    The lowest perplexity of a text is the best one; it is not rounded.
-    """
+def best_figures(rows: Sequence[Row], sets: Sequence[str], texts: Iterable[str] = ()) -> dict[str, float | None]:
+    """Return the best method's score in each column, empty without a method that ended."""
     trained = [row for row in rows if row.trained and row.average is not None]
     if not trained:
         return {}
-    best = {name: max(round(row.by_set[name].mean, 1) for row in trained) for name in sets}
-    best |= {name: min(row.by_text[name].mean for row in trained) for name in texts}
-    return {**best, "average": max(round(row.average.mean, 1) for row in trained if row.average is not None)}
+    score = trained[0].score
+    best = {name: score.best(row.by_set[name].mean for row in trained) for name in sets}
+    best |= {name: PERPLEXITY.best(row.by_text[name].mean for row in trained) for name in texts}
+    return {**best, "average": score.best(row.average.mean for row in trained if row.average is not None)}
 
 
 def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
@@ -278,31 +290,38 @@ def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
     ranked = [(row.average, row.title) for row in rows if row.trained and row.average is not None]
     if not ranked:
         return "No method ended with scores."
-    ranked.sort(key=lambda item: -item[0].mean)
+    score = rows[0].score
+    better, worse = ("above", "below") if score.higher_is_better else ("below", "above")
+
+    def points(gap: float) -> str:
+        return f"{score.show(abs(gap))} {score.points}"
+
+    ranked.sort(key=lambda item: -score.merit(item[0].mean))
     plain = [row for row in rows if not row.trained and row.average is not None]
     levels = {_plain_name(row): row.average.mean for row in plain if row.average is not None}
-    untrained = max((_plain_name(row) for row in plain if row.name == UNTRAINED), key=levels.__getitem__, default=None)
+    merits = {name: score.merit(level) for name, level in levels.items()}
+    untrained = max((_plain_name(row) for row in plain if row.name == UNTRAINED), key=merits.__getitem__, default=None)
     (best, first), *rest = ranked
-    if untrained is not None and levels[untrained] >= best.mean:
-        below = levels[untrained] - best.mean
-        return f"No method is above the {untrained}: the best, {first}, is {below:.1f} points below it {where}."
+    if untrained is not None and merits[untrained] >= score.merit(best.mean):
+        behind = points(levels[untrained] - best.mean)
+        return f"No method is {better} the {untrained}: the best, {first}, is {behind} {worse} it {where}."
     if not rest:
         marks = [
-            f"{abs(best.mean - value):.1f} points {'below' if value > best.mean else 'above'} the {name}"
+            f"{points(best.mean - value)} {'below' if value > best.mean else 'above'} the {name}"
             for name, value in levels.items()
         ]
-        return f"{first} reaches {best.mean:.1f} {where}{''.join(', ' + mark for mark in marks)}."
+        return f"{first} reaches {score.show(best.mean)} {where}{''.join(', ' + mark for mark in marks)}."
     second, runner_up = rest[0]
-    gap = best.mean - second.mean
+    gap = abs(best.mean - second.mean)
     if best.std is None or second.std is None:
-        lead = f"{first} is {gap:.1f} points above the next best, {runner_up}, {where}"
+        lead = f"{first} is {points(gap)} {better} the next best, {runner_up}, {where}"
         return f"{lead}; from one seed, so that chance is not excluded."
-    error = math.sqrt(best.std**2 / len(best.values) + second.std**2 / len(second.values))
-    margin = f"(standard error of the difference {error:.1f})"
+    error = math.hypot(best.std / math.sqrt(len(best.values)), second.std / math.sqrt(len(second.values)))
+    margin = f"(standard error of the difference {score.show(error)})"
     if gap > error:
-        return f"{first} leads the next best, {runner_up}, by {gap:.1f} points {where} {margin}."
+        return f"{first} leads the next best, {runner_up}, by {points(gap)} {where} {margin}."
     return (
-        f"No method is ahead beyond one standard error: {first} is {gap:.1f} points above {runner_up} {where} {margin}."
+        f"No method is ahead beyond one standard error: {first} is {points(gap)} {better} {runner_up} {where} {margin}."
     )
 
 

@@ -23,12 +23,13 @@ from llmdistill.report.plots import (
     STYLE,
     WIDTH,
     Drawing,
-    Style,
+    Line,
     legend_columns,
     new_figure,
-    score_label,
+    scale_scores,
     short_number,
 )
+from llmdistill.report.score import Score
 
 WEIGHTING_FILE = "weighting.json"
 """The file of a run's folder with the ranks, costs and spectra of its student."""
@@ -111,17 +112,15 @@ def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
 
 @rc_context(STYLE)
 def plot_sizes(
-    panels: Mapping[str, Sequence[tuple[str, Style, list[tuple[int, float]]]]],
-    teacher: float | None,
-    text: str | None = None,
+    panels: Mapping[str, Sequence[Line]], teacher: float | None, score: Score, sets: Sequence[str]
 ) -> Figure:
-    """Plot the average ROUGE-L over the number of parameters, a panel for each method and a line for each start.
-
-    With the name of a text: plot its perplexity.
+    """Plot the average score over sets against the number of parameters: a panel for a method, a line for a start.
 
     Args:
-        panels: by title, the lines as (label, style, [(parameters, score)]); all panels have lines of the same labels.
+        panels: the lines by title; all panels have lines of the same labels.
         teacher: the teacher's score.
+        score: what is averaged.
+        sets: the names of the sets.
     """
     columns = min(_MAX_COLUMNS, len(panels))
     lines = math.ceil(len(panels) / columns)
@@ -143,7 +142,9 @@ def plot_sizes(
     for axes in grid[max(0, len(panels) - columns) : len(panels)]:
         axes.tick_params(labelbottom=True)  # a panel above an empty cell is the last of its column
     figure.supxlabel("parameters", fontsize=9)
-    figure.supylabel(score_label(text), fontsize=9)
+    scores = [value for points in panels.values() for _, _, pairs in points for _, value in pairs]
+    scale_scores(grid[0], "y", scores if teacher is None else [*scores, teacher], score)  # which the others share
+    figure.supylabel(score.label(sets), fontsize=9)
     handles, labels = grid[0].get_legend_handles_labels()
     # Below, the legend would lie upon the label of the axis.
     figure.legend(handles, labels, loc="outside upper right", ncols=legend_columns(labels), fontsize=8)

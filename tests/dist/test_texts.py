@@ -1,4 +1,4 @@
-"""Plain texts among the test sets of a run: their perplexity is that of a plain loop over transformers' own logits."""
+"""Plain texts among the test sets of runs and comparisons: their perplexity is that of a plain loop over logits."""
 
 from __future__ import annotations
 
@@ -53,3 +53,41 @@ def test_it_is_that_of_a_plain_loop_for_every_model(launch, settings, tiny_teach
     for page in ("report.md", "report.html", "student/README.md"):
         assert "towns perplexity" in (run / page).read_text(), page
     assert "type: perplexity" not in (run / "student/README.md").read_text(), "a part of the windows is no result"
+
+
+def test_a_comparison_on_text_scores_and_chooses_by_the_perplexity_of_a_plain_loop(
+    launch, settings, tiny_teacher, tmp_path
+):
+    texts = {"towns": "".join(LINES), "back": "".join(reversed(LINES)), "valid": "".join(LINES[1::2] * 2)}
+    files = {name: tmp_path / f"{name}.txt" for name in texts}
+    for name, file in files.items():
+        file.write_text(texts[name])
+    tests = {name: str(files[name]) for name in ("towns", "back")}
+    words = [*settings, "--data.kind", "text", "--data.train", tests["towns"], "--data.valid", str(files["valid"])]
+    words += ["--data.tests", json.dumps(tests), "--data.max_length", "32", "--train.steps", "3"]
+    words += ["--scoring.window", str(WINDOW), "--scoring.limit", str(LIMIT), "--ds_config", "ds_configs/zero2.json"]
+    words += ["--methods", "none,sft,kd", "--seeds", "1", "--learning_rates", "3e-3"]
+    launch("compare", *words, "--output_dir", str(tmp_path / "out"), program="llmdistill.cli", ranks=0)
+
+    out = tmp_path / "out"
+    results = json.loads((out / "results.json").read_text())
+    methods = results["methods"]
+    assert (results["score"], list(methods)) == ("perplexity", ["teacher", "none", "sft", "kd"])
+    folders = {name: out / methods[name]["runs"][0] / "student" for name in ("sft", "kd")}
+    folders |= {"teacher": tiny_teacher, "none": out / methods["none"]["runs"][0] / "untrained"}
+    for name, folder in folders.items():
+        expected = {text: plain_loop(folder, texts[text]) for text in tests}
+        found = dict(methods[name]["perplexity"])
+        assert found.pop("average") == pytest.approx(math.sqrt(math.prod(expected.values())), rel=1e-4)
+        assert {text: each["mean"] for text, each in found.items()} == pytest.approx(expected, rel=1e-4)
+
+    tried = {
+        each: plain_loop(each / "student", texts["valid"]) for each in (out / "trials").glob("kd-*") if each.is_dir()
+    }
+    assert len(tried) == 2  # the weights on the labels, of which each makes another validation loss
+    assert out / methods["kd"]["runs"][0] == min(tried, key=tried.__getitem__)
+    assert methods["kd"]["valid_perplexity"] == pytest.approx(min(tried.values()), rel=1e-4)
+    for page in ("report.md", "report.html"):
+        text = (out / page).read_text()
+        assert "validation perplexity" in text
+        assert "ROUGE" not in text

@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import GPT2Config
+from transformers import BertConfig, GPT2Config
 
 from llmdistill.cli import main
 from llmdistill.commands.compare import split_own
+
+TEXT = ["--data.kind", "text", "--data.train", "a.txt", "--data.valid", "v.txt", "--data.tests", "{a: a.txt}"]
 
 
 def test_own_arguments_and_those_of_the_run() -> None:
@@ -31,6 +33,17 @@ def test_dry_run_lists_the_grid_of_each_method(capsys) -> None:
     assert plan["final_runs"] == 4
     assert plan["sizes"] == ["20", "40%"]
     assert list(plan["counts"].values()) == [1, 9, 2, 2, 2, 4]
+
+
+def test_a_comparison_on_text_has_the_methods_that_need_no_answers(capsys) -> None:
+    plan = dry_run(capsys, "--recipe", "quickstart", *TEXT, "--learning_rates", "1e-3", "--seeds", "1")
+    assert {run["title"].split()[0] for run in plan["runs"]} == {"teacher", "SFT", "KD", "MaKD"}
+
+
+def test_text_of_an_encoder_is_refused(capsys, tmp_path) -> None:
+    BertConfig().save_pretrained(tmp_path)
+    assert main(["compare", *TEXT, "--teacher.model", str(tmp_path), "--dry_run"]) == 2
+    assert "is an encoder (bert), which has no perplexity: take a decoder, a table" in capsys.readouterr().err
 
 
 def test_it_says_how_many_runs_it_starts_and_which_only_score(capsys) -> None:
@@ -90,7 +103,17 @@ def test_suites_run_on_any_teacher(capsys, tmp_path, suite, runs) -> None:
         (["--data.valid", "null"], "data.valid is missing"),
         (["--sizes", "9999"], "9999"),
         (["--ds_config", "nowhere.json"], "neither a file nor a shipped configuration"),
-        (["--data.kind", "text", "--data.train", "a.txt", "--data.tests", "{}"], "take a table of encoders"),
+        ([*TEXT, "--data.tests", "{}"], "data.tests is empty"),
+        (
+            [*TEXT, "--methods", "kd,seqkd"],
+            "seqkd learns from answers that a model writes to instructions, but data.kind",
+        ),
+        ([*TEXT, "--methods", "gkd"], "gkd learns from answers that a model writes to instructions, but data.kind"),
+        ([*TEXT, "--suite", "makd-table5"], "give --methods without it"),
+        ([*TEXT, "--data.tests.valid", "a.txt"], "data.tests.valid: that name is the validation text's"),
+        ([*TEXT, "--data.tests.a", "a.jsonl"], "data.tests.a a.jsonl is no text"),
+        ([*TEXT, "--data.valid", "v.jsonl"], "data.valid v.jsonl is no plain text (.txt), whose perplexity chooses"),
+        ([*TEXT, "--data.valid", "null"], "data.valid is missing"),
         (["--recipe", "finetune"], "--recipe finetune has data.kind task, and a comparison scores answers"),
     ],
 )

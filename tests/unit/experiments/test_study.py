@@ -13,8 +13,9 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import build, parse_run, scores_asked
 from llmdistill.errors import UserError
 from llmdistill.experiments.collect import collect
-from llmdistill.experiments.comparison import Study, conduct
+from llmdistill.experiments.comparison import conduct
 from llmdistill.experiments.launcher import InProcess
+from llmdistill.experiments.study import Study
 from llmdistill.experiments.variants import from_starts, load_methods, load_starts
 from llmdistill.methods import METHODS
 from llmdistill.report.comparison import write_comparison

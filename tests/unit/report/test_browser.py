@@ -79,9 +79,9 @@ def make_run(method, seed, level):
         folder=f"cells/{method}-{seed}",
         command="llmdistill train --recipe quickstart " + "--train.learning_rate 0.001 " * 4,
         settings={"train.learning_rate": 0.001, "makd.logits": 10.0},
-        rouge_l={name: level + seed + number for number, name in enumerate(SETS)},
+        scores={name: level + seed + number for number, name in enumerate(SETS)},
         perplexity=dict.fromkeys(SETS, 1234.5),
-        valid_rouge_l=level,
+        valid=level,
         costs={
             "training_tokens": 123_456_789,
             "training_tokens_per_second": 123_456.0,

@@ -22,6 +22,7 @@ from llmdistill.report.results import (
     Sample,
     describe_finding,
 )
+from llmdistill.report.score import PERPLEXITY
 
 SETS = ["seen", "unseen"]
 SCORES = {"sft": [(40.0, 30.0), (41.0, 32.5), (42.0, 31.0)], "makd": [(50.0, 30.0), (52.5, 31.0), (51.0, 32.5)]}
@@ -33,7 +34,7 @@ VOID = {"meta", "br", "link", "img"}
 
 
 def make_run(method, seed, scores=None, **more):
-    rouge_l = None if scores is None else dict(zip(SETS, scores, strict=True))
+    found = None if scores is None else dict(zip(SETS, scores, strict=True))
     history = [{"step": 10 * n, "loss": 2.0 / n, "valid_loss": 3.0 / n, "a": 1.0 / n, "b": 5.0 / n} for n in (1, 2, 3)]
     base = {
         "method": method,
@@ -41,10 +42,10 @@ def make_run(method, seed, scores=None, **more):
         "folder": f"cells/{method}-seed{seed}",
         "command": f"train {method} --seed {seed}",
         "settings": {"train.learning_rate": 0.003},
-        "rouge_l": rouge_l,
+        "scores": found,
         "perplexity": None if scores is None else {"seen": 2.0 + seed, "unseen": 8.0 + 4 * seed},
         "texts": {"wikitext2": (30.0 if method == "sft" else 40.0) + seed},
-        "valid_rouge_l": 45.0 + seed,
+        "valid": 45.0 + seed,
         "costs": {
             "training_tokens": 1000 * (seed + 1) ** 2,
             "training_tokens_per_second": 123.0,
@@ -64,8 +65,8 @@ def make_row(name, label, scores, **more):
 
 def make_comparison():
     tried = [
-        make_run("makd", 0, folder="cells/low", valid_rouge_l=38.2, settings={"train.learning_rate": 0.001}),
-        make_run("makd", 0, folder="cells/high", valid_rouge_l=45.0),
+        make_run("makd", 0, folder="cells/low", valid=38.2, settings={"train.learning_rate": 0.001}),
+        make_run("makd", 0, folder="cells/high", valid=45.0),
     ]
     return Comparison(
         title="Two methods",
@@ -386,6 +387,64 @@ def test_older_results_are_printed_too(comparison, report, capsys):
     print_comparison(results, Console(width=200))
     teacher = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["teacher"])
     assert teacher.split() == ["teacher", "75.0", "–", "–", "80.0", "70.0", "1,000"]
+
+
+def on_text():
+    """By the arithmetic mean of its texts MaKD is ahead of SFT, by the geometric mean SFT of MaKD."""
+    scores = {"teacher": [(20.0, 5.0)], "none": [(4e6, 900.0)]}
+    scores |= {"sft": [(32.0, 8.0), (32.0, 8.0)], "makd": [(27.0, 12.0), (27.0, 12.0)]}
+    more = {"texts": {}, "perplexity": None, "costs": {}, "valid": 25.0}
+    rows = [
+        Row(
+            name=name,
+            label=name.upper(),
+            score=PERPLEXITY,
+            params=500,
+            runs=[make_run(name, seed, values, **more) for seed, values in enumerate(found)],
+            trials=[make_run(name, 0, **more)] if name == "sft" else [],
+        )
+        for name, found in scores.items()
+    ]
+    return Comparison(title="On text", sets=SETS, examples={"seen": (9, 60), "unseen": (9, 9)}, rows=rows, sizes=rows)
+
+
+def test_of_perplexities_the_lowest_is_the_best_everywhere(tmp_path, capsys):
+    text = written(tmp_path, on_text(), "report.md")
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    sft, makd = (results["methods"][name] for name in ("sft", "makd"))
+    assert (sft["perplexity"]["average"], makd["perplexity"]["average"]) == pytest.approx((16.0, 18.0))
+    assert (sft["difference_to_teacher"], sft["valid_perplexity"]) == pytest.approx((6.0, 25.0))
+    assert results["windows"]["seen"] == {"scored": 9, "total": 60}
+    assert "SFT leads the next best, MAKD, by 2 points of perplexity on the average of 2 sets" in text
+    assert "seen (perplexity, 9 of 60 windows)" in text
+    assert "9 of 60 of seen" in text
+    bold = re.findall(r"\*\*\[(.+?)\]", text)
+    assert bold == ["16", "+6", "8", "27"]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert [each for each in Page(page).bold if each] == ["16", "+6", "8", "27", "25"]
+    assert "ROUGE" not in text + page
+    assert "4,000,000" in page
+    print_comparison(results, Console(width=200))
+    printed = capsys.readouterr().out
+    assert "Perplexity of texts, lower is better" in printed
+    assert ["sft", "16", "±", "0", "+6", "32", "±", "0", "8", "±", "0", "500"] in map(str.split, printed.splitlines())
+
+
+def test_finding_knows_that_a_lower_perplexity_is_better():
+    def finding(**scores):
+        rows = [
+            Row(name=name, label=name.upper(), score=PERPLEXITY, runs=[make_run(name, 0, (value, value))])
+            for name, value in scores.items()
+        ]
+        return describe_finding(rows, SETS)
+
+    where = "on the average of 2 sets"
+    assert finding(sft=20.0, kd=16.0).startswith(f"KD is 4 points of perplexity below the next best, SFT, {where};")
+    assert finding(none=15.0, sft=20.0, kd=16.0) == (
+        f"No method is below the untrained student: the best, KD, is 1 points of perplexity above it {where}."
+    )
+    below = "6 points of perplexity above the teacher, 884 points of perplexity below the untrained student."
+    assert finding(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16 {where}, {below}"
 
 
 def test_sets_must_be_there_and_have_names_of_their_own(comparison):

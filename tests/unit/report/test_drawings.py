@@ -9,13 +9,14 @@ import pytest
 from llmdistill.report.drawings import draw_comparison, row_styles, save_drawings
 from llmdistill.report.plots import GREY
 from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.score import PERPLEXITY
 
 STARTS, METHODS = ("plain", "loss"), ("none", "kd", "makd")
 
 
 def make_row(name, start="", level=0.0, **more):
     history = [{"step": step, "loss": 2.0, "valid_loss": 3.0} for step in (1, 2)] if name in ("kd", "makd") else ()
-    run = Run(method=name, seed=0, folder="f", command="c", rouge_l={"seen": level}, history=history)
+    run = Run(method=name, seed=0, folder="f", command="c", scores={"seen": level}, history=history)
     return Row(name=name, label=name.upper(), start=start, runs=[run], **{"params": 500, **more})
 
 
@@ -56,6 +57,21 @@ def test_quality_against_size_shows_untrained_and_trained_students_of_each_start
     assert [panel.get_title(loc="left") for panel in panels] == ["NONE", "KD", "MAKD"]
     for panel in panels:
         assert [list(line.get_ydata()) for line in panel.lines[:2]] == [[5.0, 10.0], [5.0, 20.0]]
+
+
+def test_perplexities_have_logarithmic_axes(comparison):
+    rows = {
+        name: [dataclasses.replace(row, score=PERPLEXITY) for row in getattr(comparison, name)]
+        for name in ("rows", "sizes")
+    }
+    drawn = {drawing.name: drawing for drawing in draw_comparison(dataclasses.replace(comparison, **rows))}
+    scores, size = drawn["scores"].figure.axes[0], [axes for axes in drawn["size"].figure.axes if axes.get_visible()]
+    assert (scores.get_xscale(), {axes.get_yscale() for axes in size}) == ("log", {"log"})
+    assert scores.get_xlabel() == drawn["size"].figure.get_supylabel() == "perplexity of seen\n(lower is better)"
+    assert "each method's own loss" in drawn["learning_curves_loss"].caption
+    plain = {drawing.name: drawing for drawing in draw_comparison(comparison)}
+    assert plain["scores"].figure.axes[0].get_xscale() == plain["size"].figure.axes[0].get_yscale() == "linear"
+    assert "own loss" not in plain["learning_curves_loss"].caption
 
 
 def test_a_single_point_is_no_curve(comparison):

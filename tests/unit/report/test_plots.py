@@ -10,6 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from llmdistill.report import plots
+from llmdistill.report.score import ROUGE_L
 
 
 def curve(values, steps=None):
@@ -54,7 +55,7 @@ def test_scores_stand_where_their_numbers_are():
         plots.Dots("KD", styles(1)["m0"], 40.0, 1.5, [39.0, 41.0]),
         plots.Dots("SFT", styles(1)["m0"], 30.0, 0, [30.0]),
     ]
-    axes = plots.plot_scores(dots, teacher=50.0).axes[0]
+    axes = plots.plot_scores(dots, 50.0, ROUGE_L, ["seen"]).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["KD", "SFT"]
     bar = axes.containers[0]
     assert bar[0].get_xdata() == pytest.approx([40.0])
@@ -74,7 +75,7 @@ def test_legend_is_in_the_order_in_which_the_lines_end():
 
 
 def test_sizes_are_drawn_from_small_to_large():
-    figure = plots.plot_size([("KD", styles(1)["m0"], [(500, 4.0), (300, 3.0)])], teacher=9.0)
+    figure = plots.plot_size([("KD", styles(1)["m0"], [(500, 4.0), (300, 3.0)])], 9.0, ROUGE_L, ["seen"])
     assert list(figure.axes[0].lines[0].get_xdata()) == [300, 500]
     assert list(figure.axes[0].lines[1].get_ydata()) == [9.0, 9.0]
     assert [plots.short_number(value) for value in (0, 999, 521_152, 7.7e7, 2e9)] == ["0", "999", "521k", "77M", "2B"]

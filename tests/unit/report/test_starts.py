@@ -7,6 +7,7 @@ import json
 import pytest
 
 from llmdistill.report import plots
+from llmdistill.report.score import ROUGE_L
 from llmdistill.report.starts import (
     WEIGHTING_FILE,
     draw_predictions,
@@ -96,7 +97,7 @@ def test_weighting_is_read_where_it_is(tmp_path):
 def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
     looks = plots.method_styles(["plain", "loss"])
     lines = [("plain", looks["plain"], [(500, 4.0), (300, 3.0)]), ("loss", looks["loss"], [(300, 5.0), (500, 6.0)])]
-    figure = plot_sizes({"untrained": lines, "KD": lines[:1]}, teacher=9.0)
+    figure = plot_sizes({"untrained": lines, "KD": lines[:1]}, 9.0, ROUGE_L, ["seen"])
     first, second = figure.axes
     assert [axes.get_title(loc="left") for axes in (first, second)] == ["untrained", "KD"]
     assert [list(line.get_ydata()) for line in first.lines] == [[3.0, 4.0], [5.0, 6.0], [9.0, 9.0]]
@@ -107,7 +108,9 @@ def test_sizes_have_a_panel_for_each_method_and_a_line_for_each_start():
 def test_a_single_panel_has_room_for_the_names_of_all_starts():
     names = ["plain", "activations", "gradients", "loss"]
     looks = plots.method_styles(names)
-    figure = plot_sizes({"untrained": [(name, looks[name], [(300, 3.0), (500, 4.0)]) for name in names]}, teacher=9.0)
+    figure = plot_sizes(
+        {"untrained": [(name, looks[name], [(300, 3.0), (500, 4.0)]) for name in names]}, 9.0, ROUGE_L, ["seen"]
+    )
     figure.draw_without_rendering()
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.x1

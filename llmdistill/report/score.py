@@ -1,0 +1,97 @@
+"""What a comparison scores its models by: which of two scores is the better one, and how scores are read and shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmdistill.report.pages import figure
+from llmdistill.tasks.instructions import VALID
+from llmdistill.tasks.perplexity import show_perplexity
+
+Results = Mapping[str, Any]
+"""The entry of a model in metrics.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A kind of score, of which every set has one and a model has the average."""
+
+    name: str
+    """In sentences, such as ROUGE-L."""
+    key: str
+    """In results.json."""
+    title: str
+    """Above tables."""
+    higher_is_better: bool
+    points: str
+    """The unit of a difference of two scores."""
+    counted: str
+    """What a set consists of: examples, or the windows of a text."""
+    averaged: str
+    """What the average over the sets is."""
+    over_decades: bool
+    """Whether the scores of models differ by factors, so that their axis is logarithmic."""
+    compares_losses: bool
+    """Whether the validation losses of two methods can be compared; they are sums of different terms otherwise."""
+    of_sets: Callable[[Results], Mapping[str, float] | None]
+    """Returns a model's scores by test set, None if there are none."""
+    of_validation: Callable[[Results], float | None]
+    """Returns a model's score on the validation set, None if there is none."""
+    mean: Callable[[Iterable[float]], float]
+    """Returns the average over sets."""
+    show: Callable[[float | None], str]
+    """Formats a score, or None as a dash."""
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """Return the best of some scores, None of no scores."""
+        return (max if self.higher_is_better else min)(values, default=None)
+
+    def merit(self, value: float) -> float:
+        """Return a number that is the larger the better a score is."""
+        return value if self.higher_is_better else -value
+
+    def label(self, sets: Sequence[str]) -> str:
+        """Return the label of an axis of averages over these sets."""
+        what = f"{self.name} of {sets[0]}" if len(sets) == 1 else f"{self.name}, average of {len(sets)} sets"
+        return what if self.higher_is_better else f"{what}\n(lower is better)"  # in a line it is longer than an axis
+
+
+def _of_texts(results: Results) -> dict[str, float] | None:
+    texts = results.get("texts")
+    return None if texts is None else {name: each["perplexity"] for name, each in texts.items() if name != VALID}
+
+
+ROUGE_L = Score(
+    name="ROUGE-L",
+    key="rougeL",
+    title="ROUGE-L (0–100)",
+    higher_is_better=True,
+    points="points",
+    counted="examples",
+    averaged="the mean of the sets",
+    over_decades=False,
+    compares_losses=True,
+    of_sets=lambda results: results.get("rougeL"),
+    of_validation=lambda results: results.get(VALID, {}).get("rougeL"),
+    mean=statistics.fmean,
+    show=figure,
+)
+PERPLEXITY = Score(
+    name="perplexity",
+    key="perplexity",
+    title="Perplexity of texts, lower is better",
+    higher_is_better=False,
+    points="points of perplexity",
+    counted="windows",
+    averaged="the geometric mean of the texts",
+    over_decades=True,
+    compares_losses=False,
+    of_sets=_of_texts,
+    of_validation=lambda results: results.get("texts", {}).get(VALID, {}).get("perplexity"),
+    mean=statistics.geometric_mean,
+    show=show_perplexity,
+)
+SCORES = {score.key: score for score in (ROUGE_L, PERPLEXITY)}
