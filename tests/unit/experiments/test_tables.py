@@ -15,7 +15,7 @@ from llmdistill.config import StudentConfig, TeacherConfig, TrainConfig
 from llmdistill.config.command_line import changed, recipe_names
 from llmdistill.config.tasks import ProtocolName, TasksConfig
 from llmdistill.errors import UserError
-from llmdistill.experiments.table_suites import TABLE_SUITES
+from llmdistill.experiments import chunks
 from llmdistill.experiments.tables import PublishedTable, load_table, suite_files, table_names
 from llmdistill.experiments.variants import load_suite
 from llmdistill.methods import METHODS
@@ -102,7 +102,7 @@ def test_rows_name_what_exists(name: str) -> None:
 def test_columns_are_those_of_the_tasks(name: str) -> None:
     table = load_table(name)
     assert bool(table.tasks) != bool(table.suite)
-    assert table.suite in (None, *TABLE_SUITES)
+    assert table.suite in (None, chunks.SUITE.name)
     assert (table.protocol is None) == (not table.tasks)
     assert table.protocol in (None, *get_args(ProtocolName))
     assert set(table.tasks) <= TASKS.keys() | COMING
